@@ -1,0 +1,258 @@
+"""The config schema: one frozen dataclass per TOML section. This file is the reference of every key.
+
+The docstring under a field is its help text (`--help SECTION`), and its default is what runs if nothing is said.
+Types are kept to what a TOML file can say: bool, int, float, str, tuples of str, `Literal` choices, and `| None` for
+"not given". `config/read.py` checks each value against its type, `config/check.py` checks values against each other.
+
+Where torchtitan's last TOML release has a key for the same thing, its name is used.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the run is called, where its files go, how strict it is."""
+
+    name: str = "run"
+    """Name of the run. Its files are in `<dump_folder>/<name>/`."""
+    dump_folder: str = "outputs"
+    """Folder that holds the run folders."""
+    strict: bool = True
+    """A feature that was asked for and was applied nowhere, or to less than it declares, stops the run before step 2."""
+    stop_after: int = 0
+    """Save and end with exit code 0 after this step, though `training.steps` is larger. 0: do not."""
+    recipe_dirs: tuple[str, ...] = ()
+    """Folders with your own recipes, in subfolders `float8` and `activation_checkpoint`. A name that a shipped recipe has is an error."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The architecture. A flavor sets every dimension; any of them can be overridden."""
+
+    name: Literal["llama3"] = "llama3"
+    """Architecture."""
+    flavor: Literal["debug", "1B", "3B", "8B", "70B", "405B"] = "8B"
+    """Published size: 1B and 3B are Llama 3.2, 8B to 405B are Llama 3.1, debug trains on a laptop."""
+    n_layers: int | None = None
+    """Transformer blocks."""
+    dim: int | None = None
+    """Width of the residual stream (D)."""
+    n_heads: int | None = None
+    """Query heads (H)."""
+    n_kv_heads: int | None = None
+    """Key/value heads (K); each serves n_heads / n_kv_heads query heads."""
+    ffn_dim: int | None = None
+    """Inner width of the feed-forward (F); a multiple of 128."""
+    vocab_size: int | None = None
+    """Rows of the embedding (V); at least as many as the tokenizer has ids."""
+    rope_theta: float | None = None
+    """Base of the rotary frequencies."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to train on. Text is tokenized once into token shards, memory-mapped from then on."""
+
+    source: str = "python_stdlib"
+    """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl, .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
+    tokenizer: str = "bytes"
+    """`bytes` (256 ids, NUL separates documents) or the path of a tokenizer.json."""
+    text_key: str = "text"
+    """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
+    max_bad_records: int = 0
+    """Records that may be skipped because they cannot be decoded; each is named, and one more is an error."""
+    cache_dir: str = "~/.cache/titanlite/data"
+    """Folder for token shards. Every host must be able to read its own."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How much, in what batches, at what precision."""
+
+    steps: int = 10_000
+    """Optimizer steps."""
+    seq_len: int = 2048
+    """Tokens per sequence (S)."""
+    local_batch_size: int = 1
+    """Sequences per data-parallel rank per micro-step."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all ranks; gradient accumulation follows. Not given: one micro-step."""
+    max_norm: float = 1.0
+    """Global L2 norm to which gradients are clipped. 0: no clipping."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order. The same seed gives the same run under any layout."""
+    deterministic: bool = False
+    """Use deterministic kernels only; slower."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or Inf loss or gradient norm does. It never reaches the weights. `stop` ends the run; `skip` drops the step and ends the run after 10 in a row."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of compute and of gathered parameters; masters are float32."""
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient reduction over data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The optimizer."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """Algorithm."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    weight_decay_exclude: tuple[str, ...] = ("*norm.weight",)
+    """Parameters without weight decay: shell patterns over their names. A pattern that matches nothing is an error."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which the two moments are kept."""
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    """Learning rate over time: linear warm-up, constant, decay."""
+
+    warmup_steps: int = 200
+    """Steps of linear warm-up."""
+    decay_ratio: float | None = None
+    """Share of `training.steps` that decays, at the end (warm-up, stable, decay). Not given: decay starts when warm-up ends."""
+    decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
+    """Shape of the decay."""
+    min_lr_factor: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The mesh. The product of the degrees is the number of processes."""
+
+    data_parallel_replicate_degree: int = 1
+    """Replicas of the sharded model (HSDP)."""
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP shards parameters, gradients and optimizer state. -1: all that are left."""
+    tensor_parallel_degree: int = 1
+    """Ranks over which each layer is split; sequence parallelism and a vocabulary-parallel loss come with it."""
+    async_tensor_parallel: bool = False
+    """Fuse the collectives of tensor parallelism into the matmuls."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered parameters after forward. `default`: in every block, but not in the head, which backward needs first."""
+
+
+@dataclass(frozen=True)
+class Comm:
+    """Time limits of collectives, after which the run ends with a message instead of hanging."""
+
+    init_timeout_seconds: int = 600
+    """Until the end of the first step: start-up, data preparation and compilation."""
+    train_timeout_seconds: int = 120
+    """From then on."""
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    """Which activations are kept for backward and which are recomputed."""
+
+    recipe: str = "none"
+    """Name of a save-list (`titanlite recipes activation_checkpoint`), or the path of one."""
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Float8 arithmetic of linear layers."""
+
+    recipe: str = "none"
+    """`none`, the name of a float8 recipe (`titanlite recipes float8`), or the path of one."""
+    filter_fqns: tuple[str, ...] = ("output",)
+    """Modules left alone: a linear layer is skipped if one of these is part of its name."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile."""
+
+    enable: bool = True
+    """Compile each block, and the loss."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Loss on text that is not trained on."""
+
+    enable: bool = False
+    """Validate every `freq` steps and after the last one."""
+    source: str = "python_stdlib_held_out"
+    """Like `data.source`. `python_stdlib_held_out` is the part that `python_stdlib` leaves out."""
+    freq: int = 500
+    """Steps between validations."""
+    steps: int = -1
+    """Global batches per validation. -1: the whole source once."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving and resuming."""
+
+    enable: bool = True
+    """Save, and resume from what was saved."""
+    interval: int = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep_latest_k: int = 3
+    """Complete checkpoints to keep. 0: all."""
+    async_mode: Literal["disabled"] = "disabled"
+    """`disabled`: training waits until the checkpoint is written."""
+    resume: Literal["auto", "never"] | int = "auto"
+    """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A step: exactly that one."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is logged, and where to."""
+
+    log_freq: int = 1
+    """Steps between log lines. Between them the host does not wait for the device."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases. It can never end a run: what it cannot send stays in metrics.jsonl."""
+    wandb_project: str = "titanlite"
+    """Project in Weights & Biases."""
+    wandb_group: str = ""
+    """Runs of one group are overlaid."""
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """A torch profiler trace of a few steps."""
+
+    enable: bool = False
+    """Write `profile/rank<r>.json.gz` (open it in Perfetto) and a table of the longest kernels."""
+    start_step: int = 10
+    """First step of the trace."""
+    steps: int = 3
+    """Steps in the trace."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    comm: Comm = field(default_factory=Comm)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    float8: Float8 = field(default_factory=Float8)
+    compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)

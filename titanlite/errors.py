@@ -1,0 +1,70 @@
+"""Every error that titanlite raises on purpose, and the shape of its message.
+
+A message has four parts, in this order: where, what was seen, what is wanted, and the one change that
+fixes it. `Problem` keeps the parts apart, so that a test can assert on a part and not on prose.
+
+What derives from `TitanliteError` is the user's to fix: the command line prints it without a traceback
+and exits with code 2. Anything else that escapes is a bug.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class TitanliteError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(TitanliteError):
+    """The config asks for something unknown or impossible. Raised before any device is touched."""
+
+
+class RecipeError(ConfigError):
+    """A float8 recipe or a save-list is missing, malformed or not legal here."""
+
+
+class DataError(TitanliteError):
+    """A source, record, token shard or tokenizer cannot be used."""
+
+
+class CheckpointError(TitanliteError):
+    """A checkpoint is missing, incomplete, damaged or of another run."""
+
+
+class StepError(TitanliteError):
+    """A training step gave a result that must not reach the weights."""
+
+
+class StrictError(TitanliteError):
+    """Something that the config asked for was not applied, and `job.strict` is on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a file or a command line."""
+
+    where: str  # dotted key, e.g. "parallelism.tensor_parallel_degree"
+    saw: str  # the value, as the user wrote it; "" where there is none to show
+    want: str
+    fix: str
+    line: int | None = None  # in the file it came from; None for a flag or a default
+
+    def __str__(self) -> str:
+        place = f"line {self.line}  " if self.line is not None else ""
+        seen = f" = {self.saw}" if self.saw else ""
+        return f"{place}{self.where}{seen}\n    want: {self.want}\n    fix:  {self.fix}"
+
+
+def describe(source: str, problems: Sequence[Problem]) -> str:
+    """Format all problems of one source as one message.
+
+    Args:
+        source: the file, or "command line".
+        problems: at least one.
+
+    Returns:
+        A message of one headline and four parts per problem.
+    """
+    noun = "problem" if len(problems) == 1 else "problems"
+    body = "\n  ".join(str(p).replace("\n", "\n  ") for p in problems)
+    return f"{source}: {len(problems)} {noun}\n  {body}"
