@@ -24,7 +24,7 @@ class Job:
     stop_after: int = 0
     """Save and end with exit code 0 after this step, though `training.steps` is larger. 0: do not."""
     recipe_dirs: tuple[str, ...] = ()
-    """Folders with your own recipes, in subfolders `float8` and `activation_checkpoint`. A name that a shipped recipe has is an error."""
+    """Folders with your own recipes, in subfolders `model`, `float8` and `activation_checkpoint`. A name that a shipped recipe has is an error."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Model:
 
     name: Literal["llama3"] = "llama3"
     """Architecture."""
-    flavor: Literal["debug", "1B", "3B", "8B", "70B", "405B"] = "8B"
-    """Published size: 1B and 3B are Llama 3.2, 8B to 405B are Llama 3.1, debug trains on a laptop."""
+    flavor: str = "8B"
+    """Size, looked up as `recipes/model/<name>-<flavor>.toml`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1), or your own."""
     n_layers: int | None = None
     """Transformer blocks."""
     dim: int | None = None
