@@ -1,0 +1,36 @@
+"""A linear layer's products, with the communication that tensor parallelism puts around them.
+
+One function owns all of it, so that a fused lowering of collective and matmul, or another arithmetic, replaces a part
+of it without a change of any model: gather → matmul is column-parallel, matmul → scatter is row-parallel.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
+
+Matmul = Callable[[Tensor, Tensor], Tensor]
+"""`x [M, K], weight [N, K] → x @ weight.T [M, N]`, differentiable."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, *, gather: Group | None = None, scatter: Group | None = None, matmul: Matmul = F.linear
+) -> Tensor:
+    """`x @ weight.T`, gathering the tokens before or scattering them after.
+
+    Args:
+        x: [M, K], or [M/tp, K] with `gather`.
+        weight: [N, K], this rank's part.
+        gather: the ranks whose tokens are gathered first (column-parallel).
+        scatter: the ranks over which partial sums are reduced and tokens scattered (row-parallel).
+        matmul: the arithmetic.
+
+    Returns:
+        [M, N], or [M/tp, N] with `scatter`.
+    """
+    if gather is not None:
+        x = gather_tokens(x, gather)
+    y = matmul(x, weight)
+    return scatter_tokens(y, scatter) if scatter is not None else y

@@ -1,0 +1,129 @@
+"""Llama 3: pre-norm decoder with grouped-query attention, rotary positions and a SwiGLU feed-forward.
+
+Axes: M tokens of all sequences packed, S sequence length, D model width, F ffn width, H query heads, K key/value heads,
+R = H/K query heads per key/value head, E head width, V vocabulary. Activations between modules are [M, D].
+
+The file knows nothing of parallelism, float8 or checkpointing. Head counts are read off the projections' widths, so
+that a rank that holds a part of the heads runs the same code.
+
+Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.2.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.kernels.rope import rope, rope_table
+from titanlite.kernels.swiglu import BLOCK, swiglu
+from titanlite.models.layers import Embedding, Linear, RMSNorm
+from titanlite.recipes import ModelRecipe
+
+INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention.
+
+    Args:
+        sizes: the model's dimensions.
+        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
+    """
+
+    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+        super().__init__()
+        self.head_dim = sizes.dim // sizes.n_heads
+        self.queries_per_kv = sizes.n_heads // sizes.n_kv_heads
+        E, R = self.head_dim, self.queries_per_kv
+        self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=INIT_STD)
+        self.wo = Linear(sizes.dim, {"wo": sizes.dim}, std=residual_std)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
+        S, E, R = cos.shape[0], self.head_dim, self.queries_per_kv
+        q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
+        q, k = rope(q.flatten(1, 2), cos, sin), rope(k.flatten(1, 2), cos, sin)  # [M, H, E], [M, K, E]
+        q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q, k, v.squeeze(2)))  # [B, heads, S, E]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=R > 1)
+        return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward.
+
+    Args:
+        sizes: the model's dimensions.
+        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
+    """
+
+    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+        super().__init__()
+        self.w13 = Linear(sizes.dim, {"w1": BLOCK, "w3": BLOCK}, groups=sizes.ffn_dim // BLOCK, std=INIT_STD)
+        self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        return self.w2(swiglu(self.w13(x)))
+
+
+class Block(nn.Module):
+    """One transformer block.
+
+    Args:
+        sizes: the model's dimensions.
+    """
+
+    def __init__(self, sizes: ModelRecipe) -> None:
+        super().__init__()
+        # Two sublayers a block add to the residual stream; this keeps its variance at the end independent of depth.
+        residual_std = INIT_STD / (2 * sizes.n_layers) ** 0.5
+        self.attention_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.attention = Attention(sizes, residual_std)
+        self.ffn_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.feed_forward = FeedForward(sizes, residual_std)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        attended = self.attention(self.attention_norm(x), cos, sin)
+        normed, h = self.ffn_norm.add(attended, x)
+        return h + self.feed_forward(normed)
+
+
+class Llama3(nn.Module):
+    """The whole model.
+
+    Args:
+        sizes: its dimensions.
+        seq_len: S; every sequence has this length.
+    """
+
+    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+        super().__init__()
+        self.sizes, self.seq_len = sizes, seq_len
+        self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
+        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layers))
+        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
+        if sizes.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.register_buffer("cos", torch.empty(seq_len, sizes.dim // sizes.n_heads // 2), persistent=False)
+        self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
+
+    def fill_buffers(self) -> None:
+        """Compute the rotary table; call once the model is off the meta device."""
+        sizes = self.sizes
+        table = rope_table(self.seq_len, sizes.dim // sizes.n_heads, sizes.rope_theta, sizes.rope_scaling)
+        self.cos, self.sin = (t.to(self.cos.device) for t in table)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: [M] int64, M a multiple of S.
+
+        Returns:
+            Logits [M, V] in the compute dtype.
+        """
+        x = self.tok_embeddings(tokens)
+        for block in self.layers:
+            x = block(x, self.cos, self.sin)
+        return self.output(self.norm(x))

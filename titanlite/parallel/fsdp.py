@@ -1,0 +1,44 @@
+"""FSDP2, always: over a mesh of one if need be, so that bf16 compute with float32 masters holds in every layout.
+
+Gradients are summed, not averaged, over the data-parallel ranks: the step divides the loss by the global number of
+targets before backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titanlite.config.schema import Config
+from titanlite.parallel.mesh import Mesh
+
+
+def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Shard each block, the embedding and the head as one unit each, in place.
+
+    Args:
+        model: has `tok_embeddings`, `layers`, `norm` and `output`.
+        config: `training.mixed_precision_*` and `parallelism.fsdp_reshard_after_forward`.
+        mesh: the mesh.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+        cast_forward_inputs=False,  # the rotary table stays float32; activations have the dtype of the embedding
+    )
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    # Parameters that are not sharded need not be freed: gathering them is a copy.
+    blocks = reshard == "always" or (reshard == "default" and mesh.fsdp.size(-1) > 1)
+    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
+    for block in model.layers:  # type: ignore[union-attr]
+        fully_shard(block, reshard_after_forward=blocks, **options)
+    if model.output.weight is not model.tok_embeddings.weight:  # type: ignore[union-attr]
+        fully_shard(model.tok_embeddings, reshard_after_forward=blocks, **options)  # type: ignore[arg-type]
+        fully_shard([model.norm, model.output], reshard_after_forward=reshard == "always", **options)  # type: ignore[list-item]
+    fully_shard(model, reshard_after_forward=reshard == "always", **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # gloo cannot divide while it reduces, hence the plain sum.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)

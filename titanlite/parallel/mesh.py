@@ -1,0 +1,65 @@
+"""The device mesh: which rank holds which slice.
+
+Three axes, always all three, a degree of one included, so that there is one code path for every layout:
+
+    dp_replicate   replicas of the sharded model (HSDP); gradients are all-reduced over it
+    dp_shard       FSDP: parameters, gradients and optimizer state are split over it
+    tp             each layer is split over it; innermost, so that its ranks are neighbours on one host
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanlite.config.schema import Parallelism
+from titanlite.kernels.collectives import Group
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh and this process's place in it."""
+
+    device: torch.device
+    all: DeviceMesh
+    fsdp: DeviceMesh  # 1-D, or 2-D with replicas
+    tp: DeviceMesh
+    dp_size: int  # data-parallel ranks: replicas times shards
+    dp_rank: int
+    tp_size: int
+    replicas: int
+
+    @property
+    def tp_group(self) -> Group | None:
+        """The ranks that share each layer, or None if layers are whole."""
+        if self.tp_size == 1:
+            return None
+        return Group(self.tp.get_group().group_name, self.tp_size, self.tp.get_local_rank())
+
+
+def build_mesh(config: Parallelism, device: torch.device) -> Mesh:
+    """Arrange all processes of the job.
+
+    Args:
+        config: degrees, already checked against the number of processes.
+        device: this process's device.
+
+    Returns:
+        The mesh; the default process group must exist.
+    """
+    replicas, tp = config.data_parallel_replicate_degree, config.tensor_parallel_degree
+    shards = dist.get_world_size() // (replicas * tp)
+    names = ("dp_replicate", "dp_shard", "tp")
+    mesh = init_device_mesh(device.type, (replicas, shards, tp), mesh_dim_names=names)
+    replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
+    return Mesh(
+        device=device,
+        all=mesh,
+        fsdp=mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"],
+        tp=mesh["tp"],
+        dp_size=replicas * shards,
+        dp_rank=replicate_rank * shards + shard_rank,
+        tp_size=tp,
+        replicas=replicas,
+    )
