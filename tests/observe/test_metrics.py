@@ -1,0 +1,139 @@
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from titanlite.observe.metrics import MetricsFile, RunError, StepRow, ValidationRow, read_metrics
+
+ROW = StepRow(
+    step=1,
+    loss=2.5,
+    grad_norm=0.5,
+    lr=3e-4,
+    tokens=1000,
+    tokens_per_second_per_gpu=100.0,
+    tflops_per_gpu=0.1,
+    mfu=0.5,
+    memory_gib=1.5,
+    memory_allocated_gib=1.0,
+    seconds=0.25,
+    data_wait_seconds=0.01,
+)
+
+
+def write_steps(path, steps, resume_step):
+    file = MetricsFile(path, resume_step)
+    for step in steps:
+        file.write(replace(ROW, step=step, tokens=1000 * step))
+    file.close()
+
+
+def test_a_row_has_the_fields_of_the_contract(tmp_path):
+    write_steps(tmp_path / "run/metrics.jsonl", [1], 0)
+    (row,) = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert row == asdict(ROW)
+    assert (
+        list(row)
+        == (
+            "step loss grad_norm lr tokens tokens_per_second_per_gpu tflops_per_gpu mfu memory_gib memory_allocated_gib "
+            "seconds data_wait_seconds"
+        ).split()
+    )
+
+
+def test_rows_are_readable_while_the_run_goes_on(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.write(ROW)
+    assert len(read_metrics(tmp_path / "m.jsonl")) == 1
+    file.sync()
+    file.close()
+
+
+def test_resume_leaves_no_gap_and_no_repeat(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 8), 0)  # the checkpoint is of step 5, the crash came after 7
+    write_steps(path, range(6, 11), 5)
+    assert [row["step"] for row in read_metrics(path)] == list(range(1, 11))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_resume_drops_validations_of_dropped_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for step in (1, 2):
+        file.write(replace(ROW, step=step))
+        file.write(ValidationRow(step, 1000 * step, 3.0))
+    file.close()
+    MetricsFile(path, 1).close()
+    assert [sorted(row) for row in read_metrics(path)] == [sorted(asdict(ROW)), ["step", "tokens", "validation_loss"]]
+
+
+def test_a_fresh_start_empties_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2], 0)
+    write_steps(path, [1], 0)
+    assert [row["step"] for row in read_metrics(path)] == [1]
+
+
+@pytest.mark.parametrize("kept", [1, 20, -1])
+def test_a_last_line_cut_short_by_a_crash_is_dropped(tmp_path, kept):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3], 0)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2]) + lines[2][:kept])  # -1: only the newline is missing
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    write_steps(path, [3], 3)  # resumes from a step whose row was lost: nothing is glued to the half line
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_process_killed_between_rows_leaves_all_of_them(tmp_path):
+    code = """
+import os, sys
+from pathlib import Path
+from titanlite.observe.metrics import MetricsFile, ValidationRow
+file = MetricsFile(Path(sys.argv[1]), 0)
+for step in range(1, 6):
+    file.write(ValidationRow(step, step, 1.0))
+os.kill(os.getpid(), 9)
+"""
+    path = tmp_path / "metrics.jsonl"
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write(replace(ROW, loss=math.nan, grad_norm=math.inf, mfu=None))
+    file.close()
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    row = json.loads(path.read_text(), parse_constant=refuse)
+    assert (row["loss"], row["grad_norm"], row["mfu"], row["lr"]) == (None, None, None, 3e-4)
+
+
+def test_damage_before_the_last_line_is_named_with_its_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nrubbish\n{"step": 2}\n[1]\n{"loss": 2}\n')
+    with pytest.raises(RunError) as error:
+        MetricsFile(path, 5)
+    text = str(error.value)
+    assert f"{path}: 3 problems" in text
+    for part in ("line 2  row", "rubbish", "line 4", "line 5", "want: a JSON object with a step", "fix:  delete"):
+        assert part in text
+
+
+def test_the_cheap_modules_import_nothing_slow():
+    code = """
+import sys
+import titanlite.observe.metrics, titanlite.observe.console, titanlite.observe.receipt, titanlite.observe.wandb
+import titanlite.observe.status, titanlite.observe.watchdog, titanlite.observe.kernel_table
+print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

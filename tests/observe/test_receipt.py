@@ -1,0 +1,87 @@
+import json
+
+import pytest
+
+from titanlite.errors import StrictError
+from titanlite.observe.receipt import Receipt, Skipped
+
+
+def fail(text):
+    raise AssertionError(text)
+
+
+def test_the_file_has_exactly_the_fields_of_the_contract(tmp_path):
+    receipt = Receipt()
+    receipt.add(
+        "float8",
+        "rowwise",
+        {"layers": 7},
+        count=7,
+        skipped=[Skipped("output", "float8.filter_fqns")],
+        missed=[Skipped("layers.0.wo", "dim 100 is no multiple of 16")],
+        key="float8.recipe",
+    )
+    receipt.add("attention", "auto", "flash", count=4)
+    receipt.write(tmp_path / "receipt.json")
+    assert json.loads((tmp_path / "receipt.json").read_text()) == [
+        {
+            "feature": "float8",
+            "requested": "rowwise",
+            "applied": {"layers": 7},
+            "skipped": [
+                {"what": "output", "why": "float8.filter_fqns"},
+                {"what": "layers.0.wo", "why": "dim 100 is no multiple of 16"},
+            ],
+        },
+        {"feature": "attention", "requested": "auto", "applied": "flash", "skipped": []},
+    ]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_requested_and_applied_nowhere_stops_a_strict_run_in_the_words_of_the_key():
+    receipt = Receipt()
+    receipt.add("float8", "rowwise", 0, count=0, skipped=[Skipped("wqkv", "dim 100")], key="float8.recipe")
+    with pytest.raises(StrictError) as error:
+        receipt.enforce(True, fail)
+    assert str(error.value) == (
+        "not all that was asked for was applied: 1 problem\n"
+        '  float8.recipe = "rowwise"\n'
+        "      want: applied somewhere; it was applied nowhere\n"
+        "            wqkv: dim 100\n"
+        "      fix:  change float8.recipe, or what stands in its way; job.strict = false trains with what was applied"
+    )
+
+
+def test_an_eligible_case_that_was_missed_stops_it_too_and_a_declared_one_does_not():
+    receipt = Receipt()
+    receipt.add("parallelism.async_tensor_parallel", True, 5, count=5, skipped=[Skipped("wo", "tuning table")])
+    receipt.enforce(True, fail)
+    receipt.add("compile.enable", True, 3, count=3, missed=[Skipped("block 3", "graph break")])
+    with pytest.raises(StrictError, match=r"compile\.enable = true\n.*all 4 eligible cases; 1 were missed\n.*block 3"):
+        receipt.enforce(True, fail)
+
+
+def test_all_problems_come_at_once_and_long_lists_are_cut():
+    receipt = Receipt()
+    receipt.add("a.x", "on", 0, count=0)
+    receipt.add("a.y", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(20)])
+    with pytest.raises(StrictError, match=r"2 problems(.|\n)*layer 7: why\n +and 12 more"):
+        receipt.enforce(True, fail)
+
+
+def test_without_strict_the_same_text_is_one_warning():
+    receipt = Receipt()
+    receipt.add("a.x", "on", 0, count=0)
+    receipt.add("a.y", "on", 0, count=0)
+    with pytest.raises(StrictError) as error:
+        receipt.enforce(True, fail)
+    seen: list[str] = []
+    receipt.enforce(False, seen.append)
+    assert seen == [str(error.value)]
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", "none", "off", "disabled"])
+def test_what_was_not_asked_for_need_not_be_applied(value):
+    receipt = Receipt()
+    receipt.add("float8.recipe", value, 0, count=0, missed=[Skipped("x", "y")])
+    receipt.enforce(True, fail)

@@ -1,0 +1,129 @@
+"""metrics.jsonl: the record of a run, one JSON object per line. Everything else that is shown can be derived from it.
+
+Two kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation
+after that step, in a row of its own because validation and logging have different intervals.
+
+A number that is NaN, infinite or unknown is `null`, so that each line is strict JSON and a column stays numeric for
+whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in the log line of that step.
+
+The file continues across restarts. Rows after the step that training resumes from are dropped, because those steps are
+trained again; so is a last line that a crash cut short. What remains is rewritten beside the file and renamed over it,
+so a crash here loses nothing either. Lines are flushed to the operating system, which a killed process survives;
+`sync` puts them on disk, and called before a checkpoint is published it guarantees the rows of every step that a
+restart can resume from, even after a power cut.
+"""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import Problem, TitanliteError, describe
+
+
+class RunError(TitanliteError):
+    """A run's folder is missing, is not one, or holds a damaged file."""
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One logged step. Rates and times are means over the steps since the previous log line, this one included."""
+
+    step: int  # optimizer steps done
+    loss: float  # mean over the targets of this step, all ranks
+    grad_norm: float  # global L2 norm before clipping
+    lr: float
+    tokens: int  # trained on since step 1, all ranks
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float  # model FLOPs, without recomputation
+    mfu: float | None  # share of the device's dense bf16 peak, 0 to 1; None: peak unknown
+    memory_gib: float  # peak reserved on this device
+    memory_allocated_gib: float  # peak allocated
+    seconds: float  # wall time per step
+    data_wait_seconds: float  # of these, waiting for data
+
+
+@dataclass(frozen=True)
+class ValidationRow:
+    """One validation."""
+
+    step: int
+    tokens: int
+    validation_loss: float  # mean over all targets of the source
+
+
+class MetricsFile:
+    """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        """Open the file, drop what will be trained again, and go to its end.
+
+        Args:
+            path: the file; created, with its folder, if it does not exist.
+            resume_step: last step whose rows are kept; 0 for a fresh start.
+
+        Raises:
+            RunError: a line before the last one is not a JSON object.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+            text = "".join(json.dumps(row) + "\n" for row in kept)
+            if text != path.read_text():
+                beside = path.with_name(path.name + ".tmp")
+                with beside.open("w") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(path)
+        self._file = path.open("a")
+
+    def write(self, row: StepRow | ValidationRow) -> None:
+        """Append one row and hand it to the operating system."""
+        self._file.write(json.dumps(json_row(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all rows are on disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def json_row(row: StepRow | ValidationRow) -> dict[str, int | float | None]:
+    """Give a row as a dict whose numbers are finite or None."""
+    return {key: value if value is not None and math.isfinite(value) else None for key, value in asdict(row).items()}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a `metrics.jsonl`, those of steps and of validations, in the order in which they were written.
+
+    Args:
+        path: the file. It may be growing: a last line without its newline is left out.
+
+    Returns:
+        One dict per row, each with an integer "step"; None stands for a number that was not finite or not known.
+
+    Raises:
+        RunError: a complete line is not a JSON object with a step.
+        OSError: the file cannot be read.
+    """
+    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty, or half a row
+    rows, problems = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
+            saw = json.dumps(line[:60])
+            problems.append(Problem("row", saw, "a JSON object with a step", "delete this line", number))
+    if problems:
+        raise RunError(describe(str(path), problems))
+    return rows

@@ -1,0 +1,132 @@
+"""receipt.json: what the config asked for and what was done about it.
+
+Each feature adds one entry after it has been applied, and says how often it was (`count`), what it left out for a
+reason that is declared somewhere (a recipe, a filter, a committed tuning table: `skipped`), and what it should have
+covered and did not (`missed`). In the file both are under `skipped`, with their reasons; `enforce` is where they
+differ: something requested and applied nowhere, or a case that was missed, ends the run under `job.strict` and is a
+warning otherwise. Whether a reason counts as declared is for the feature to say, which alone knows its rules.
+
+Each rank adds the same entries, so that all of them stop together; rank 0 writes the file.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.errors import Problem, StrictError, describe
+
+_SHOWN = 8  # cases named in a message; the file has all
+_NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One case that a feature did not cover."""
+
+    what: str  # module, matmul, collective, …
+    why: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One feature's report. See `Receipt.add`."""
+
+    feature: str
+    requested: object
+    applied: object
+    count: int
+    skipped: tuple[Skipped, ...]
+    missed: tuple[Skipped, ...]
+    key: str
+
+
+class Receipt:
+    """Collects the features' reports, writes them, and holds them against what was asked for."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def add(
+        self,
+        feature: str,
+        requested: object,
+        applied: object,
+        *,
+        count: int,
+        skipped: Sequence[Skipped] = (),
+        missed: Sequence[Skipped] = (),
+        key: str = "",
+    ) -> None:
+        """Report one feature.
+
+        Args:
+            feature: its name in the file, as "float8".
+            requested: the value of the user's key, as in the config. None, False, 0, "", "none", "off" and "disabled"
+                mean that it was not asked for.
+            applied: what was done, as JSON: a number, a name, or a dict of details
+                (`{"layers": 224, "lowering": "torchao"}`).
+            count: in how many places it was done.
+            skipped: cases left out for a declared reason.
+            missed: eligible cases left out, with what stood in the way.
+            key: the dotted key of the config that asked for it, as "float8.recipe"; not given: `feature` is that key.
+        """
+        self.entries.append(
+            Entry(feature, requested, applied, count, tuple(skipped), tuple(missed), key=key or feature),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file, replacing it as a whole."""
+        rows = [
+            {
+                "feature": entry.feature,
+                "requested": entry.requested,
+                "applied": entry.applied,
+                "skipped": [{"what": case.what, "why": case.why} for case in (*entry.skipped, *entry.missed)],
+            }
+            for entry in self.entries
+        ]
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_text(json.dumps(rows, indent=2) + "\n")
+        beside.replace(path)
+
+    def enforce(self, strict: bool, warn: Callable[[str], object]) -> None:
+        """Hold what was applied against what was requested.
+
+        Args:
+            strict: `job.strict`.
+            warn: called with the message, once, if something is wrong and `strict` is False.
+
+        Raises:
+            StrictError: `strict` is True, and a requested feature was applied nowhere or missed an eligible case.
+        """
+        problems = [problem for entry in self.entries if (problem := _problem(entry))]
+        if not problems:
+            return
+        message = describe("not all that was asked for was applied", problems)
+        if strict:
+            raise StrictError(message)
+        warn(message)
+
+
+def _problem(entry: Entry) -> Problem | None:
+    """What is wrong with an entry, in the words of the user's key."""
+    if any(entry.requested is no or entry.requested == no for no in _NOT_REQUESTED):
+        return None
+    if entry.count == 0:
+        want = "applied somewhere; it was applied nowhere" + _cases((*entry.missed, *entry.skipped))
+    elif entry.missed:
+        total = entry.count + len(entry.missed)
+        want = f"applied to all {total} eligible cases; {len(entry.missed)} were missed" + _cases(entry.missed)
+    else:
+        return None
+    fix = f"change {entry.key}, or what stands in its way; job.strict = false trains with what was applied"
+    return Problem(entry.key, json.dumps(entry.requested), want, fix)
+
+
+def _cases(cases: Sequence[Skipped]) -> str:
+    """List the first few cases, one per line."""
+    lines = [f"\n          {case.what}: {case.why}" for case in cases[:_SHOWN]]
+    if len(cases) > _SHOWN:
+        lines.append(f"\n          and {len(cases) - _SHOWN} more, all in receipt.json")
+    return "".join(lines)
