@@ -1,0 +1,185 @@
+"""Publishing: complete or absent at any instant, damage named, nothing valid deleted."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite.checkpoint.publish import (
+    MANIFEST,
+    begin,
+    commit,
+    complete_steps,
+    hash_files,
+    prune,
+    remove_stale,
+    step_folder,
+    verify,
+)
+from titanlite.errors import CheckpointError
+
+ROOT = Path(__file__).parents[2]
+FILES = {"__0_0.distcp": b"a" * 3000, "__1_0.distcp": b"b" * 3000, "state.json": b"{}"}
+
+
+def save(root: Path, step: int) -> Path:
+    tmp = begin(root, step)
+    for name, content in FILES.items():
+        (tmp / name).write_bytes(content)
+    return commit(tmp, hash_files(tmp, FILES))
+
+
+def test_a_published_checkpoint_verifies(tmp_path: Path) -> None:
+    folder = save(tmp_path, 120)
+    assert folder == tmp_path / "step-00000120"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000120"]
+    verify(folder)
+    assert complete_steps(tmp_path) == [120]
+
+
+def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        begin(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        commit(step_folder(tmp_path, 1).with_suffix(".tmp"), {})
+    verify(step_folder(tmp_path, 1))
+
+
+def test_commit_refuses_what_was_not_written(tmp_path: Path) -> None:
+    tmp = begin(tmp_path, 1)
+    (tmp / "a").write_bytes(b"1")
+    (tmp / "b").write_bytes(b"2")
+    entries = hash_files(tmp, ["a", "b"])
+    (tmp / "c").write_bytes(b"of nobody")
+    (tmp / "b").unlink()
+    with pytest.raises(CheckpointError) as e:
+        commit(tmp, entries)
+    assert "b = missing" in str(e.value)
+    assert "c = not of this checkpoint" in str(e.value)
+    assert complete_steps(tmp_path) == []
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": (lambda f: os.truncate(f / "__1_0.distcp", 10), "__1_0.distcp = 10 bytes"),
+    "flipped": (lambda f: flip(f / "__1_0.distcp"), "__1_0.distcp = another SHA-256"),
+    "missing": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp = missing"),
+    "extra": (lambda f: (f / "__9_0.distcp").touch(), "__9_0.distcp = not of this"),
+    "linked": (
+        lambda f: os.rename(f / "state.json", f.parent / "x") or (f / "state.json").symlink_to("../x"),
+        "a link",
+    ),
+    "folder": (lambda f: (f / "more").mkdir(), "more = not a file"),
+    "manifest cut": (lambda f: os.truncate(f / MANIFEST, 40), "MANIFEST.json = JSONDecodeError"),
+    "manifest gone": (lambda f: (f / MANIFEST).unlink(), "MANIFEST.json = FileNotFoundError"),
+    "manifest shape": (lambda f: (f / MANIFEST).write_text("[]"), "MANIFEST.json = TypeError"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(tmp_path: Path, kind: str) -> None:
+    folder = save(tmp_path, 7)
+    damage, message = DAMAGE[kind]
+    damage(folder)
+    with pytest.raises(CheckpointError) as e:
+        verify(folder)
+    assert message in str(e.value)
+    assert str(folder) in str(e.value)
+
+
+def test_shares_of_the_hashing_cover_every_file(tmp_path: Path) -> None:
+    folder = save(tmp_path, 7)
+    for name in FILES:
+        content = (folder / name).read_bytes()
+        flip(folder / name)
+        failed = 0
+        for share in range(4):
+            try:
+                verify(folder, share=share, shares=4)
+            except CheckpointError:
+                failed += 1
+        assert failed == 1  # each file is hashed by one share, not by all
+        (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/b", "..", "", "a\n", MANIFEST])
+def test_a_name_that_leaves_the_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 7)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"][name] = {"bytes": 1, "sha256": "0"}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="plain file names inside"):
+        verify(folder)
+
+
+def test_only_complete_folders_of_our_name_count(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    stale = ["step-00000005.tmp", "step-00000007.deleting"]
+    for other in ["step-4", "backup-step-00000006-old", "step-00000008\n", *stale]:
+        (tmp_path / other).mkdir()
+        (tmp_path / other / MANIFEST).write_text('{"files": {}}')
+    (tmp_path / "step-00000009").mkdir()  # no manifest
+    assert complete_steps(tmp_path) == [3]
+    assert remove_stale(tmp_path) == stale
+    assert (tmp_path / "backup-step-00000006-old").is_dir()
+    assert complete_steps(tmp_path / "absent") == []
+    assert remove_stale(tmp_path / "absent") == []
+
+
+def test_retention_counts_complete_checkpoints_only(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    for step in (5, 6):
+        step_folder(tmp_path, step).mkdir()  # partial and newer: must not push a valid one out
+    assert prune(tmp_path, keep=0) == []
+    assert prune(tmp_path, keep=2, spare=1) == [2]
+    assert complete_steps(tmp_path) == [1, 3, 4]
+    assert prune(tmp_path, keep=2) == [1]
+    assert not list(tmp_path.glob("*.deleting"))
+
+
+WRITER = """
+import sys, pathlib
+from titanlite.checkpoint.publish import begin, commit, hash_files, prune, remove_stale
+assert "torch" not in sys.modules
+root = pathlib.Path(sys.argv[1])
+for step in range(10_000):
+    tmp = begin(root, step)
+    names = [f"{rank}.bin" for rank in range(4)]
+    for name in names:
+        (tmp / name).write_bytes(bytes([step % 256]) * 200_000)
+    commit(tmp, hash_files(tmp, names))
+    prune(root, keep=2)
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kill_at_a_random_instant(tmp_path: Path, seed: int) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert writer.stdout
+    assert writer.stdout.readline() == "0\n"
+    time.sleep(random.Random(seed).uniform(0, 0.05))
+    os.kill(writer.pid, signal.SIGKILL)
+    reported = [0, *map(int, writer.communicate()[0].split())]
+    steps = complete_steps(tmp_path)
+    assert steps, "no checkpoint survived"
+    assert steps[-1] >= reported[-1], "a checkpoint that was reported published is gone"
+    for step in steps:
+        verify(step_folder(tmp_path, step))
+    remove_stale(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [step_folder(tmp_path, s).name for s in steps]

@@ -1,0 +1,242 @@
+"""Publish a checkpoint folder so that a reader sees all of it or none of it.
+
+    step-00000120.tmp/        being written; never loaded, never counted, removed at the next start
+    step-00000120/            complete: MANIFEST.json was written last, then the folder was renamed
+    step-00000120.deleting/   being removed; never loaded, never counted
+
+The rename is the commit: a kill at any instant leaves the checkpoint before it. The manifest has the size and SHA-256
+of every file, because a flipped bit in a tensor file loads without a word. It protects against damage, not against a
+person who can write to the folder and may rewrite both.
+
+A checkpoint is flat: plain files with plain names, no subfolders and no links, so no name in a manifest can lead out of
+it. Hashing costs about a second per 2 GB and core; each rank therefore hashes what it wrote (`hash_files`), and what is
+left to rank 0 (`commit`) does not grow with the model. This module knows nothing of torch or of ranks.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from titanlite.errors import CheckpointError, Problem, describe
+
+MANIFEST = "MANIFEST.json"
+_STEP = re.compile(r"step-([0-9]{8,})")
+_STALE = re.compile(r"step-[0-9]{8,}\.(tmp|deleting)")
+_FILE = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
+_ASIDE = "move this checkpoint's folder away or delete it"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the manifest says about one file."""
+
+    bytes: int
+    sha256: str
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Folder of the complete checkpoint of `step`."""
+    return root / f"step-{step:08d}"
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Read files back and describe them for the manifest.
+
+    Args:
+        folder: the folder being written.
+        names: files in it that this process wrote.
+
+    Returns:
+        One entry per name.
+    """
+    return {name: Entry((folder / name).stat().st_size, _sha256(folder / name)) for name in names}
+
+
+def commit(tmp: Path, entries: Mapping[str, Entry]) -> Path:
+    """Write the manifest, make everything durable and rename `tmp` to its final name.
+
+    Call on one process, once every writer has closed and synced its files.
+
+    Args:
+        tmp: `step-<step>.tmp`, holding exactly the files of `entries`.
+        entries: size and hash of every file, gathered from the processes that wrote them.
+
+    Returns:
+        The complete checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint exists already, or the folder does not hold what was written.
+    """
+    final = tmp.with_suffix("")
+    if os.path.lexists(final):
+        raise _exists(final)
+    _check_files(tmp, entries)
+    manifest = {"version": 1, "files": {name: asdict(entry) for name, entry in entries.items()}}
+    write_durably(tmp / MANIFEST, json.dumps(manifest, indent=1))
+    _fsync(tmp)
+    os.rename(tmp, final)
+    _fsync(final.parent)
+    return final
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make an empty `step-<step>.tmp` to write into.
+
+    Raises:
+        CheckpointError: the checkpoint of this step exists already. It is never overwritten.
+    """
+    final = step_folder(root, step)
+    if os.path.lexists(final):
+        raise _exists(final)
+    tmp = final.with_suffix(".tmp")
+    if tmp.exists():  # an earlier attempt of this process failed
+        shutil.rmtree(tmp)
+    tmp.mkdir(parents=True)
+    return tmp
+
+
+def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
+    """Compare a checkpoint with its manifest.
+
+    Args:
+        folder: the checkpoint.
+        share: which part of the files to hash, so that several processes can split the reading. Names and sizes are
+            always checked in full.
+        shares: into how many parts the files are split.
+
+    Raises:
+        CheckpointError: names every file that is missing, altered or not a plain file of this checkpoint.
+    """
+    entries = _manifest(folder)
+    _check_files(folder, entries)
+    by_size = sorted(entries, key=lambda name: (-entries[name].bytes, name))
+    altered = [name for name in by_size[share::shares] if _sha256(folder / name) != entries[name].sha256]
+    if altered:
+        wrong = [Problem(n, "another SHA-256", f"the content that {MANIFEST} was written for", _ASIDE) for n in altered]
+        raise CheckpointError(describe(str(folder), wrong))
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps that have a complete checkpoint, oldest first. Folders of any other name are not ours."""
+    if not root.is_dir():
+        return []
+    steps = {int(m[1]) for p in root.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()}
+    return sorted(step for step in steps if step_folder(root, step).is_dir())
+
+
+def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
+    """Delete all but the newest `keep` complete checkpoints.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: how many to keep; 0 keeps all.
+        spare: step that the run was resumed from: kept beside the newest, as the last one known to load.
+
+    Returns:
+        The steps deleted, oldest first.
+    """
+    if keep == 0:
+        return []
+    old = [step for step in complete_steps(root)[:-keep] if step != spare]
+    for step in old:
+        doomed = step_folder(root, step)
+        hidden = doomed.with_suffix(".deleting")
+        os.rename(doomed, hidden)  # from here on it is not a checkpoint, in one instant
+        _delete(hidden)
+    return old
+
+
+def remove_stale(root: Path) -> list[str]:
+    """Remove what a killed process left half written or half deleted. Call on one process, at start.
+
+    Returns:
+        The names removed.
+    """
+    stale = sorted(p for p in root.iterdir() if _STALE.fullmatch(p.name)) if root.is_dir() else []
+    for path in stale:
+        _delete(path)
+    return [p.name for p in stale]
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small text file and wait until it is on disk."""
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def _manifest(folder: Path) -> dict[str, Entry]:
+    """Read the manifest strictly: what it says is not trusted until it has been checked."""
+    try:
+        raw = cast(object, json.loads((folder / MANIFEST).read_bytes()))
+        files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
+        entries = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        problem = Problem(MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE)
+        raise CheckpointError(describe(str(folder), [problem])) from None
+    bad = [n for n in entries if not _FILE.fullmatch(n) or n in (".", "..", MANIFEST)]
+    if bad:
+        want = "plain file names inside the checkpoint"
+        raise CheckpointError(describe(str(folder), [Problem(f"{MANIFEST} lists", repr(n), want, _ASIDE) for n in bad]))
+    return entries
+
+
+def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
+    """The folder holds the files of `entries`, at their sizes, and nothing else."""
+    found: dict[str, int] = {}
+    problems: list[Problem] = []
+    for item in sorted(os.scandir(folder), key=lambda i: i.name):
+        if item.is_symlink() or not item.is_file(follow_symlinks=False):
+            kind = "a link" if item.is_symlink() else "not a file"
+            problems.append(Problem(item.name, kind, "plain files only", f"remove {folder / item.name}"))
+        elif item.name in entries:
+            found[item.name] = item.stat().st_size
+        elif item.name != MANIFEST:
+            fix = f"remove {folder / item.name}"
+            problems.append(Problem(item.name, "not of this checkpoint", "the files that were saved, only", fix))
+    listed = {p.where for p in problems}
+    for name, entry in entries.items():
+        if name not in found and name not in listed:
+            fix = f"{_ASIDE}; if it was just being saved: every host must write to the same file system"
+            problems.append(Problem(name, "missing", f"a file of {entry.bytes} bytes", fix))
+        elif name in found and found[name] != entry.bytes:
+            problems.append(Problem(name, f"{found[name]} bytes", f"{entry.bytes} bytes", _ASIDE))
+    if problems:
+        raise CheckpointError(describe(str(folder), problems))
+
+
+def _exists(final: Path) -> CheckpointError:
+    fix = "set job.name to a new name, or move the existing checkpoint away"
+    want = "a step that has not been saved: a checkpoint is never overwritten"
+    return CheckpointError(describe(str(final.parent), [Problem(final.name, "exists already", want, fix)]))
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder that no longer counts. Its name already says so, hence a failure need not end the run."""
+    try:
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+    except OSError as e:  # for instance a file that another process still has open on NFS
+        log.warning("could not delete all of %s (%s); the next start tries again", path, e)
+
+
+def _fsync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
