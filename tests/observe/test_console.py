@@ -1,0 +1,137 @@
+import io
+import math
+import os
+import pty
+import re
+from dataclasses import replace
+
+import pytest
+
+from titanlite.observe.console import Console, duration, step_line
+from titanlite.observe.metrics import StepRow, ValidationRow
+
+ROW = StepRow(
+    step=120,
+    loss=2.43131,
+    grad_norm=0.5129,
+    lr=3e-4,
+    tokens=7_864_320,
+    tokens_per_second_per_gpu=9912.4,
+    tflops_per_gpu=510.0,
+    mfu=0.5812,
+    memory_gib=52.34,
+    memory_allocated_gib=50.0,
+    seconds=1.0,
+    data_wait_seconds=0.002,
+)
+STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ "
+
+
+def run(rank, local_rank, folder):
+    stream = io.StringIO()
+    console = Console(rank, local_rank, 10_000, folder, stream)
+    console.notice("8 processes [mesh 2x4]")
+    console.step(replace(ROW, seconds=3.0))
+    console.warning("no peak")
+    console.validation(ValidationRow(120, 1, 2.5))
+    console.close()
+    return stream.getvalue(), (folder / f"rank{rank}.log").read_text()
+
+
+def test_plain_output_is_stable(tmp_path):
+    out, log = run(0, 0, tmp_path / "logs")
+    assert out == (
+        "8 processes [mesh 2x4]\n"
+        "step   120/10000  loss  2.4313  grad   0.513  lr 3.00e-04    9,912 tok/s/gpu  mfu 58.1%  mem  52.3 GiB  "
+        "wait  0.1%  eta 8:14:00\n"
+        "warning: no peak\n"
+        "step   120/10000  validation loss 2.5000\n"
+    )
+    assert [re.sub("^" + STAMP, "", line) for line in log.splitlines()] == out.splitlines()
+    assert all(re.match(STAMP, line) for line in log.splitlines())
+
+
+def test_who_writes_what(tmp_path):
+    out, log = run(8, 0, tmp_path)  # first rank of the second host
+    assert out == "[rank 8] 8 processes [mesh 2x4]\n[rank 8] warning: no peak\n"
+    assert len(log.splitlines()) == 4
+    out, log = run(9, 1, tmp_path)
+    assert out == ""
+    assert len(log.splitlines()) == 4
+
+
+def test_columns_stay_aligned_and_can_be_parsed():
+    lines = [
+        step_line(row, 10_000, 60)
+        for row in (
+            ROW,
+            replace(ROW, step=1, loss=12.1, grad_norm=101.5, tokens_per_second_per_gpu=123_456, memory_gib=139.1),
+            replace(ROW, step=9999, loss=math.nan, grad_norm=math.inf, mfu=None, data_wait_seconds=0.5),
+        )
+    ]
+    assert len({line.index("eta") for line in lines}) == 1
+    assert "mfu   n/a" in lines[2]
+    assert "loss     nan" in lines[2]
+    for line in lines:
+        assert line.isascii()
+        assert re.fullmatch(
+            r"step +\d+/10000  loss +\S+  grad +\S+  lr \S+  +[\d,]+ tok/s/gpu  mfu +\S+  mem +[\d.]+ GiB  "
+            r"wait +[\d.]+%  eta 0:01:00",
+            line,
+        )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (-3, "0:00:00"), (11525, "3:12:05"), (2 * 86400 + 59.6, "2d 0:01:00")]
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_compiling_first_step_does_not_spoil_the_estimate(tmp_path):
+    stream = io.StringIO()
+    console = Console(0, 0, 103, tmp_path, stream)
+    for step, seconds in ((1, 300.0), (2, 1.0), (3, 1.0)):
+        console.step(replace(ROW, step=step, seconds=seconds))
+    console.close()
+    assert stream.getvalue().endswith("eta 0:01:40\n")
+
+
+def test_a_secret_in_a_message_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    stream = io.StringIO()
+    console = Console(0, 0, 1, tmp_path, stream)
+    console.notice("using hf_abcdefgh")
+    console.warning("bad hf_abcdefgh")
+    console.close()
+    assert stream.getvalue() == "using ***\nwarning: bad ***\n"
+    assert "hf_abcdefgh" not in (tmp_path / "rank0.log").read_text()
+
+
+def test_a_restart_continues_the_log(tmp_path):
+    for _ in range(2):
+        run(0, 0, tmp_path)
+    assert len((tmp_path / "rank0.log").read_text().splitlines()) == 8
+
+
+def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        console = Console(0, 0, 240, tmp_path, stream)
+        console.notice("[red]text in brackets is not markup[/red]")
+        console.step(ROW)
+        console.close()
+        os.set_blocking(ours, False)
+        out = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "\x1b[" in out
+    assert "120/240" in out.rsplit("eta", 1)[1]  # the bar, after the line
+    assert " 50%" in out
+    assert "[red]text in brackets is not markup[/red]" in out
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
+    assert step_line(ROW, 240, 120) in plain
+    assert "\x1b" not in (tmp_path / "rank0.log").read_text()
+    assert "\x1b[?25h" in out  # the cursor is shown again

@@ -1,0 +1,173 @@
+"""What a person sees while a run trains: one line a step, notices and warnings, and a progress bar on a terminal.
+
+    step   120/10000  loss  2.4313  grad   0.513  lr 3.00e-04    9,912 tok/s/gpu  mfu 58.1%  mem  52.3 GiB  …
+
+On a terminal the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above:
+no colours, no boxes, ASCII, one record per line, so that `grep` and `awk` work on it.
+
+Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
+host, and step lines to global rank 0, so eight ranks do not say everything eight times.
+"""
+
+import statistics
+import sys
+from collections import deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from titanlite.observe.metrics import StepRow, ValidationRow
+from titanlite.observe.redact import redact
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_RECENT = 20  # log lines over which the time left is estimated: the first step, which compiles, must not count for long
+
+
+class Console:
+    """The log of one rank."""
+
+    def __init__(
+        self, rank: int, local_rank: int, total_steps: int, log_folder: Path, stream: TextIO | None = None
+    ) -> None:
+        """Open the log file.
+
+        Args:
+            rank: global rank.
+            local_rank: rank on this host; 0 also writes to the terminal.
+            total_steps: `training.steps`.
+            log_folder: folder of `rank<r>.log`; created if needed. A log that exists is continued.
+            stream: the terminal; standard output if not given.
+        """
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._file = (log_folder / f"rank{rank}.log").open("a", buffering=1)
+        self._rank = rank
+        self._on_terminal = local_rank == 0
+        self._total = total_steps
+        self._stream = stream or sys.stdout
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._bar: tuple[Progress, TaskID] | None = None
+
+    def step(self, row: StepRow) -> None:
+        """Show one logged step."""
+        self._seconds.append(row.seconds)
+        left = (self._total - row.step) * statistics.median(self._seconds)
+        line = step_line(row, self._total, left)
+        self._log(line)
+        if self._rank == 0:
+            self._show(line, done=row.step)
+
+    def validation(self, row: ValidationRow) -> None:
+        """Show one validation."""
+        line = f"{_progress(row.step, self._total)}  validation loss {row.validation_loss:.4f}"
+        self._log(line)
+        if self._rank == 0:
+            self._show(line, done=row.step)
+
+    def notice(self, text: str) -> None:
+        """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""
+        text = redact(text)
+        self._log(text)
+        if self._on_terminal:
+            self._show(self._whose() + text)
+
+    def warning(self, text: str) -> None:
+        """Say something that the user may want to change. Shown by the first rank of each host."""
+        text = f"warning: {redact(text)}"
+        self._log(text)
+        if self._on_terminal:
+            self._show(self._whose() + text, style="yellow")
+
+    def close(self) -> None:
+        """Leave the terminal and the log file in order."""
+        if self._bar:
+            self._bar[0].stop()
+            self._bar = None
+        self._file.close()
+
+    def _whose(self) -> str:
+        """Name the rank, on hosts other than the first."""
+        return f"[rank {self._rank}] " if self._rank else ""
+
+    def _log(self, text: str) -> None:
+        self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {text}\n")
+
+    def _show(self, text: str, style: str = "", done: int | None = None) -> None:
+        """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
+        if not self._stream.isatty():
+            self._stream.write(text + "\n")
+            self._stream.flush()
+            return
+        import rich.console
+        from rich.text import Text
+
+        if self._bar is None and done is not None:
+            self._bar = self._start_bar()
+        console = self._bar[0].console if self._bar else rich.console.Console(file=self._stream)
+        styled = Text(text, style)
+        if done is not None:
+            styled.highlight_words(("step", "loss", "grad", "lr", "tok/s/gpu", "mfu", "mem", "wait", "eta"), "dim")
+            styled.highlight_regex(r"(?<=loss) +\S+", "bold cyan")
+        console.print(styled, soft_wrap=True)
+        if self._bar and done is not None:
+            self._bar[0].update(self._bar[1], completed=done, refresh=True)
+
+    def _start_bar(self) -> "tuple[Progress, TaskID]":
+        """Put the bar at the bottom. It is redrawn with each line and by no thread, which would disturb the step."""
+        import rich.console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn
+
+        progress = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            console=rich.console.Console(file=self._stream),
+            auto_refresh=False,
+            expand=True,
+            redirect_stdout=False,  # what others print goes where they send it
+            redirect_stderr=False,
+        )
+        task = progress.add_task("", total=self._total)
+        progress.start()
+        return progress, task
+
+
+def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
+    """Format one step as one line of aligned fields, two blanks apart, that a program can split again.
+
+    Args:
+        row: the step.
+        total_steps: `training.steps`.
+        seconds_left: until the last step.
+
+    Returns:
+        The line, in ASCII, without a newline.
+    """
+    mfu = "  n/a" if row.mfu is None else f"{100 * row.mfu:4.1f}%"
+    wait = 100 * row.data_wait_seconds / row.seconds if row.seconds > 0 else 0.0
+    return "  ".join(
+        (
+            _progress(row.step, total_steps),
+            f"loss {row.loss:7.4f}",
+            f"grad {row.grad_norm:7.3f}",
+            f"lr {row.lr:.2e}",
+            f"{row.tokens_per_second_per_gpu:7,.0f} tok/s/gpu",
+            f"mfu {mfu}",
+            f"mem {row.memory_gib:5.1f} GiB",
+            f"wait {wait:4.1f}%",
+            f"eta {duration(seconds_left)}",
+        )
+    )
+
+
+def duration(seconds: float) -> str:
+    """Format a time as h:mm:ss, with days in front where there are any: `3:12:05`, `2d 3:12:05`."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{h}:{m:02}:{s:02}"
+
+
+def _progress(step: int, total: int) -> str:
+    return f"step {step:>{len(str(total))}}/{total}"
