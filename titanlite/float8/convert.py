@@ -1,0 +1,179 @@
+"""Float8 recipes applied to a model: each linear layer's three matmuls, carried out by torchao.
+
+The recipe is data (`recipes/float8/*.toml`); this file translates its fields to torchao's and hands each eligible
+`Linear` another arithmetic. Layers work on local tensors, so under tensor parallelism every scale is that of this
+rank's part: exact for each product, and no reduction of maxima is needed.
+
+A fused projection is one operand: under tensorwise scaling its parts (`wq`, `wk`, `wv`) share a scale.
+
+Where the device has no float8 matmul the same casts are carried out and multiplied in high precision ("emulated"): the
+same numbers, none of the speed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.models.layers import Linear
+from titanlite.recipes import Float8Recipe, Granularity
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of each linear layer."""
+
+    lowering: str  # "torchao" or "torchao, emulated"
+    converted: tuple[str, ...]
+    skipped: dict[str, str]  # name → why
+
+
+class Float8Matmul:
+    """`x @ weight.T` in float8, forward and backward.
+
+    Args:
+        recipe: the arithmetic.
+        emulate: multiply the casted operands in high precision.
+    """
+
+    def __init__(self, recipe: Float8Recipe, emulate: bool) -> None:
+        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
+        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+        self.config = torchao_config(recipe, emulate)
+        gemms = (
+            self.config.gemm_config_output,
+            self.config.gemm_config_grad_input,
+            self.config.gemm_config_grad_weight,
+        )
+        self.products = LinearMMConfig(*(ScaledMMConfig(emulate, g.use_fast_accum, False, False) for g in gemms))
+        self.function = matmul_with_hp_or_float8_args
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[M, K], [N, K] → [M, N]."""
+        return self.function.apply(x, weight.t(), self.products, self.config)  # type: ignore[no-any-return]
+
+
+def torchao_config(recipe: Float8Recipe, emulate: bool = False):
+    """Translate a recipe, field by field.
+
+    Args:
+        recipe: the arithmetic.
+        emulate: multiply the casted operands in high precision.
+
+    Returns:
+        A `torchao.float8.Float8LinearConfig`.
+    """
+    from torchao.float8.config import (
+        CastConfig,
+        Float8GemmConfig,
+        Float8LinearConfig,
+        ScalingGranularity,
+        ScalingType,
+    )
+
+    granularities = {"tensor": ScalingGranularity.TENSORWISE, "row": ScalingGranularity.AXISWISE}
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+    def cast(granularity: Granularity, dtype: str) -> CastConfig:
+        if granularity == "none":
+            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtypes[dtype])
+        return CastConfig(scaling_granularity=granularities[granularity], target_dtype=dtypes[dtype])
+
+    x, w, g, add = recipe.input, recipe.weight, recipe.grad_output, recipe.accumulation
+    return Float8LinearConfig(
+        cast_config_input=cast(x.output, x.dtype),
+        cast_config_input_for_grad_weight=cast(x.grad_weight, x.dtype),
+        cast_config_weight=cast(w.output, w.dtype),
+        cast_config_weight_for_grad_input=cast(w.grad_input, w.dtype),
+        cast_config_grad_output=cast(g.grad_input, g.dtype),
+        cast_config_grad_output_for_grad_weight=cast(g.grad_weight, g.dtype),
+        gemm_config_output=Float8GemmConfig(use_fast_accum=add.output == "fast"),
+        gemm_config_grad_input=Float8GemmConfig(use_fast_accum=add.grad_input == "fast"),
+        gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=add.grad_weight == "fast"),
+        enable_fsdp_float8_all_gather=recipe.fsdp_all_gather == "float8",
+        round_scales_to_power_of_2=recipe.scale_rounding == "pow2_floor",
+        emulate=emulate,
+    )
+
+
+def apply_float8(
+    model: nn.Module, recipe: Float8Recipe, filter_fqns: tuple[str, ...], device: torch.device, tokens: int
+) -> Conversion:
+    """Give each eligible linear layer the recipe's arithmetic, in place.
+
+    Args:
+        model: after tensor parallelism, before FSDP.
+        recipe: the arithmetic.
+        filter_fqns: layers whose name contains one of these are left alone.
+        device: decides between hardware and emulation.
+        tokens: M, the tokens a layer sees per micro-step.
+
+    Returns:
+        What became of each linear layer.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    emulate = capability[0] + capability[1] / 10 < recipe.min_compute_capability
+    matmul = Float8Matmul(recipe, emulate)
+    converted, skipped = [], {}
+    for name, module in model.named_modules():
+        if not isinstance(module, Linear):
+            continue
+        weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+        odd = [n for n in (*weight.shape, tokens) if n % recipe.dim_multiple]
+        if matches := [f for f in filter_fqns if f in name]:
+            skipped[name] = f"float8.filter_fqns has {matches[0]!r}"
+        elif odd:
+            skipped[name] = f"sizes {tuple(weight.shape)}, {tokens} tokens: not all multiples of {recipe.dim_multiple}"
+        else:
+            module.matmul = matmul
+            if recipe.fsdp_all_gather == "float8":
+                module.weight = _gathered_in_float8(module.weight, matmul)
+            converted.append(name)
+    return Conversion("torchao, emulated" if emulate else "torchao", tuple(converted), skipped)
+
+
+def _gathered_in_float8(weight: nn.Parameter, matmul: Float8Matmul) -> nn.Parameter:
+    """Wrap the local tensor of a weight so that FSDP casts it before it gathers it."""
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+    def wrap(local: Tensor) -> Tensor:
+        return WeightWithDynamicFloat8CastTensor(local, matmul.products, matmul.config.cast_config_weight.target_dtype)
+
+    data = weight.data
+    if isinstance(data, DTensor):
+        wrapped = DTensor.from_local(
+            wrap(data.to_local()),
+            data.device_mesh,
+            data.placements,
+            run_check=False,
+            shape=data.shape,
+            stride=data.stride(),
+        )
+        return nn.Parameter(wrapped)
+    return nn.Parameter(wrap(data))
+
+
+@torch.no_grad()
+def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Scale every weight that FSDP gathers in float8, with one reduction for all; call after each optimizer step.
+
+    Without it each gather would reduce its own maximum first.
+
+    Args:
+        parameters: all parameters of the model.
+        mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
+    """
+    locals_ = [p.to_local() for p in parameters if isinstance(p, DTensor)]
+    weights = [w for w in locals_ if hasattr(w, "_precomputed_scale")]
+    if not weights:
+        return
+    amax = torch.stack(torch._foreach_norm([w._tensor for w in weights], ord=float("inf")))  # type: ignore[attr-defined]
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    largest = torch.finfo(weights[0]._dtype).max  # type: ignore[attr-defined]
+    scales = (largest / amax.double().clamp(min=1e-12)).float()  # float64, as torchao's own dynamic scale
+    for weight, scale in zip(weights, scales.unbind(), strict=True):
+        weight._precomputed_scale = scale  # type: ignore[attr-defined]

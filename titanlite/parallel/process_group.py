@@ -1,0 +1,48 @@
+"""The process group: started the same way under torchrun, on several hosts, and in a single plain process."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.schema import Comm
+
+
+def start_process_group(config: Comm) -> torch.device:
+    """Join the job's process group, over NCCL with a GPU for each process and over gloo without.
+
+    Objects and small host-side collectives always go over gloo, so that they work without a GPU and beside one.
+
+    Args:
+        config: `comm.init_timeout_seconds`.
+
+    Returns:
+        This process's device.
+    """
+    timeout = timedelta(seconds=config.init_timeout_seconds)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "WORLD_SIZE" in os.environ:  # torchrun
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def shorten_timeouts(config: Comm) -> None:
+    """From now on a collective that hangs ends the run after `comm.train_timeout_seconds`.
+
+    Call on all ranks once the first step, with its compilation, is done.
+
+    Args:
+        config: the limits.
+    """
+    dist.barrier()
+    timeout = timedelta(seconds=config.train_timeout_seconds)
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,0 +1,126 @@
+"""The only place that assembles a run: a flat list of calls, always in this order.
+
+    model on the meta device → tensor parallelism → float8 → activation checkpointing → compile → FSDP →
+    materialise and initialise → optimizer
+
+Each feature says in the receipt what it did. Restoring a checkpoint is the loop's first act.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlite import recipes
+from titanlite.config.schema import Config
+from titanlite.float8.convert import apply_float8, precompute_scales
+from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.llama3 import Llama3
+from titanlite.observe.receipt import Receipt, Skipped
+from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
+from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.initialise import initialise
+from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.recipes import ModelRecipe
+from titanlite.training.optimizer import AdamW
+
+_MODELS = {"llama3": Llama3}
+
+
+@dataclass
+class Run:
+    """Everything that a step needs."""
+
+    config: Config
+    sizes: ModelRecipe
+    mesh: Mesh
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    optimizer: AdamW
+    save_list_use: SaveListUse
+    receipt: Receipt
+
+
+def fastest_attention() -> AbstractContextManager[None]:
+    """Prefer the attention kernels in the order of their speed on the GPUs that titanlite is measured on.
+
+    Training and validation run inside this context; `scripts/bench/attention.py` has the figures.
+    """
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def build(config: Config, sizes: ModelRecipe, device: torch.device) -> Run:
+    """Assemble a run with fresh weights.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions, overrides applied.
+        device: this process's; the process group exists.
+
+    Returns:
+        The run.
+    """
+    torch.use_deterministic_algorithms(config.training.deterministic)
+    receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
+    tokens = config.training.local_batch_size * config.training.seq_len  # M
+
+    with torch.device("meta"):
+        model = _MODELS[config.model.name](sizes, config.training.seq_len)
+    if mesh.tp_group is not None:
+        apply_tensor_parallel(model, mesh.tp, mesh.tp_group)
+    if config.float8.recipe != "none":
+        _float8(model, config, device, tokens, receipt)
+    save_list = recipes.load("activation_checkpoint", config.activation_checkpoint.recipe, config.job.recipe_dirs)
+    save_list_use = apply_activation_checkpoint(model, save_list)
+    if config.compile.enable:
+        apply_compile(model)
+    apply_fsdp(model, config, mesh)
+
+    model.to_empty(device=device)
+    model.fill_buffers()
+    initialise(model, config.training.seed)
+    # FSDP moves shards that need padding when it is first used; the optimizer must see where they end up.
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+            module.reshard()
+    named = dict(model.named_parameters())
+    parameters = list(named.values())
+    precompute_scales(parameters, mesh.fsdp)
+    return Run(
+        config=config,
+        sizes=sizes,
+        mesh=mesh,
+        model=model,
+        parameters=parameters,
+        loss=CrossEntropy(mesh.tp_group, compile=config.compile.enable),
+        optimizer=AdamW(named, config.optimizer, mesh),
+        save_list_use=save_list_use,
+        receipt=receipt,
+    )
+
+
+def _float8(model: nn.Module, config: Config, device: torch.device, tokens: int, receipt: Receipt) -> None:
+    name = config.float8.recipe
+    recipe = recipes.load("float8", name, config.job.recipe_dirs)
+    done = apply_float8(model, recipe, config.float8.filter_fqns, device, tokens)
+    receipt.add(
+        "float8",
+        name,
+        {"layers": len(done.converted), "lowering": done.lowering, "fsdp_all_gather": recipe.fsdp_all_gather},
+        count=len(done.converted),
+        skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],
+        key="float8.recipe",
+    )

@@ -1,0 +1,161 @@
+"""AdamW on each rank's shards, with clipping folded into the update.
+
+Parameters are DTensors, the update is elementwise: it runs on the local shards, in torch's fused kernel. Clipping costs
+one read of the gradients for the norm; the division happens inside the kernel. Whether the step is applied at all is
+decided on the device too, so the host never waits.
+
+Bytes per parameter and step in float32: 4 for the norm, 28 for the update (read parameter, gradient and two moments,
+write parameter and two moments), 4 more because torch's kernel writes the clipped gradient back.
+
+Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
+"""
+
+from fnmatch import fnmatch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.schema import Optimizer
+from titanlite.errors import ConfigError, Problem, describe
+from titanlite.parallel.initialise import local_data
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.tensor import is_replicated
+
+
+class AdamW:
+    """The optimizer of one run.
+
+    Args:
+        parameters: by name; after FSDP's lazy initialisation, which may move the shards.
+        config: `[optimizer]`.
+        mesh: the mesh.
+
+    Raises:
+        ConfigError: a pattern of `weight_decay_exclude` matches no parameter.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], config: Optimizer, mesh: Mesh) -> None:
+        self.config, self.mesh, self.parameters = config, mesh, parameters
+        unused = [p for p in config.weight_decay_exclude if not any(fnmatch(name, p) for name in parameters)]
+        if unused:
+            where, some = "optimizer.weight_decay_exclude", ", ".join(list(parameters)[:4])
+            problem = Problem(where, repr(unused[0]), f"a pattern that matches a parameter: {some}, …", "remove it")
+            raise ConfigError(describe("config", [problem]))
+        self.locals = {name: local_data(p) for name, p in parameters.items()}
+        dtype = getattr(torch, config.state_dtype)
+        self.exp_avg = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.locals.items()}
+        self.exp_avg_sq = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.locals.items()}
+        self.updates = torch.zeros((), device=mesh.device)  # steps applied so far; float32, as the kernel wants it
+        excluded = {n for n in parameters if any(fnmatch(n, p) for p in config.weight_decay_exclude)}
+        # An empty shard (more ranks than rows) has nothing to update.
+        names = [n for n, p in self.locals.items() if p.numel()]
+        self.groups = [
+            ([n for n in names if n not in excluded], config.weight_decay),
+            ([n for n in names if n in excluded], 0.0),
+        ]
+        # Whole on every tensor-parallel rank: counted once in the norm.
+        self.shared = [n for n in names if mesh.tp_size > 1 and is_replicated(parameters[n])]
+        self.owned = [n for n in names if n not in set(self.shared)]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's shard of each gradient, float32."""
+        out = {}
+        for name, p in self.parameters.items():
+            grad = p.grad
+            if grad is None:
+                raise RuntimeError(f"{name} has no gradient after backward")
+            out[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+        return out
+
+    def norm(self, grads: dict[str, Tensor]) -> Tensor:
+        """Global L2 norm of all gradients.
+
+        Args:
+            grads: from `gradients`.
+
+        Returns:
+            [] float32, equal on every rank.
+        """
+        square = _sum_of_squares([grads[n] for n in self.owned], self.mesh.device)
+        square += _sum_of_squares([grads[n] for n in self.shared], self.mesh.device) / self.mesh.tp_size
+        dist.all_reduce(square)
+        return (square / self.mesh.replicas).sqrt()
+
+    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """Apply one update, or none.
+
+        Args:
+            grads: from `gradients`; divided in place.
+            lr: learning rate.
+            divisor: [] float32 that gradients are divided by, to clip them.
+            skip: [] float32; 1 leaves parameters and moments as they are.
+        """
+        self.updates += 1 - skip
+        for names, weight_decay in self.groups:
+            # Moments kept in bfloat16 are widened for the update, one parameter at a time to bound the extra memory.
+            batches = [names] if self.config.state_dtype == "float32" else [[n] for n in names]
+            for batch in filter(None, batches):
+                self._update(batch, weight_decay, grads, lr, divisor, skip)
+
+    def _update(
+        self, names: list[str], weight_decay: float, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor
+    ) -> None:
+        kept = [self.exp_avg[n] for n in names], [self.exp_avg_sq[n] for n in names]
+        wide = [m.float() for m in kept[0]], [m.float() for m in kept[1]]  # no copy if they are float32
+        torch._fused_adamw_(
+            [self.locals[n] for n in names],
+            [grads[n] for n in names],
+            *wide,
+            [],  # no running maxima
+            [self.updates] * len(names),
+            lr=lr,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+            found_inf=skip,
+        )
+        if self.config.state_dtype != "float32":
+            for narrow, updated in zip(kept, wide, strict=True):
+                torch._foreach_copy_(narrow, updated)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, laid out as the parameters are; loading into these tensors restores it."""
+        out: dict[str, Tensor] = {"optimizer/updates": self.updates}
+        for kind, tensors in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            for name, local in tensors.items():
+                out[f"optimizer/{kind}/{name}"] = as_laid_out(local, self.parameters[name])
+        return out
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(tensors)).square().sum()
+
+
+def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
+    """View a local shard as a DTensor with the layout of a parameter.
+
+    Args:
+        local: this rank's shard.
+        parameter: plain or DTensor, of the same local shape.
+
+    Returns:
+        A DTensor that shares the memory of `local`, or `local` itself if the parameter is plain.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

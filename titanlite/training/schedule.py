@@ -1,0 +1,29 @@
+"""The learning rate as a function of the step: linear warm-up, constant, decay."""
+
+import math
+
+from titanlite.config.schema import Config
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Learning rate of one optimizer step.
+
+    Args:
+        step: 1 for the first.
+        config: `optimizer.lr`, `lr_scheduler.*` and `training.steps`.
+
+    Returns:
+        The rate: rises to the peak at step `warmup_steps`, reaches `min_lr_factor` times the peak at the last step.
+    """
+    schedule, steps, peak = config.lr_scheduler, config.training.steps, config.optimizer.lr
+    warmup = schedule.warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    decay_from = warmup if schedule.decay_ratio is None else max(warmup, steps - round(schedule.decay_ratio * steps))
+    progress = max(0, step - decay_from) / max(1, steps - decay_from)  # 0 … 1 within the decay
+    shape = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+    }[schedule.decay_type]
+    return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * shape)

@@ -1,0 +1,80 @@
+"""One optimizer step, top to bottom.
+
+Nothing here waits for the device: the results stay there until the loop reads them, one step later, and whether the
+update is applied is decided there too.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.float8.convert import precompute_scales
+from titanlite.kernels.cross_entropy import IGNORE_INDEX
+from titanlite.parallel.tensor import reduce_replicated_gradients
+
+if TYPE_CHECKING:
+    from titanlite.data.batches import Batch
+    from titanlite.training.build import Run
+
+
+def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bool) -> Tensor:
+    """Take one optimizer step, or none if the loss or a gradient is not finite.
+
+    Args:
+        run: the built run.
+        batches: this rank's micro-batches.
+        lr: learning rate.
+        stop_requested: whether this process was asked to stop; every rank learns of it.
+
+    Returns:
+        [4] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
+        before clipping, 1 if the update was left out, number of ranks that were asked to stop.
+    """
+    # Every rank of a tensor-parallel group sees the same targets, hence the division.
+    targets = sum((b.targets != IGNORE_INDEX).sum() for b in batches) * torch.ones((), device=run.mesh.device)
+    dist.all_reduce(targets)
+    targets /= run.mesh.tp_size
+
+    loss = torch.zeros((), device=run.mesh.device)
+    for batch in batches:
+        logits = run.model(batch.tokens)  # [M, V/tp]
+        part = run.loss(logits, batch.targets) / targets
+        del logits  # the largest tensor alive: backward frees it as soon as it can
+        part.backward()
+        loss += part.detach()
+
+    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
+    gradients = run.optimizer.gradients()
+    norm = run.optimizer.norm(gradients)
+    totals = torch.stack((loss / run.mesh.tp_size, torch.full_like(loss, float(stop_requested))))
+    dist.all_reduce(totals)
+
+    # Both are reduced values, so every rank takes the same decision.
+    skip = (~torch.isfinite(totals[0] + norm)).float()
+    max_norm = run.config.training.max_norm
+    divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    run.optimizer.step(gradients, lr, divisor, skip)
+    run.model.zero_grad(set_to_none=True)
+    precompute_scales(run.parameters, run.mesh.fsdp)
+    return torch.stack((totals[0], norm, skip, totals[1]))
+
+
+@torch.no_grad()
+def validation_loss(run: "Run", batches: "list[Batch]") -> Tensor:
+    """Sum the loss over batches that every rank holds equally many of.
+
+    Args:
+        run: the built run.
+        batches: this rank's.
+
+    Returns:
+        [2] float32 on the device: summed loss and number of targets, over all ranks.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    for batch in batches:
+        totals[0] += run.loss(run.model(batch.tokens), batch.targets)
+        totals[1] += (batch.targets != IGNORE_INDEX).sum()
+    dist.all_reduce(totals)
+    return totals / run.mesh.tp_size
