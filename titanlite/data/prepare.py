@@ -1,0 +1,203 @@
+"""Preparation: from a source to token shards, once.
+
+The shards of a source lie in `<data.cache_dir>/<source>-<tokenizer>-<key>/`, where the key is a hash of everything
+that decides their content: the paths, sizes and modification times of the input files, the tokenizer, the text field.
+Whatever changes gives another folder, and the old one stays until somebody deletes it. (What a dataset on the hub
+holds cannot be seen from here: after it has changed there, delete its folder.)
+
+`check_inputs` is the part of this that can be said before torch is imported and before any device is touched.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.config.schema import Config, Data
+from titanlite.data.cache import make_once
+from titanlite.data.progress import Progress
+from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards
+from titanlite.data.sources import Document, Source, Tally, documents, resolve
+from titanlite.data.token_files import check_ids, scan, token_dtype
+from titanlite.data.tokenizer import Tokenizer, load
+from titanlite.errors import DataError, Problem, describe
+
+_BATCH_CHARACTERS = 1 << 22  # of the documents that are encoded at once
+_SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
+
+
+def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenShards:
+    """Open the token shards of a source; make them first if they are not there.
+
+    Any number of processes may call this at once: one works, the others wait.
+
+    Args:
+        source: `data.source` or `validation.source`.
+        data: tokenizer, text field, limit of bad records, cache folder.
+        vocab_size: of the model.
+        progress: show a progress bar, or lines where stderr is no terminal.
+
+    Returns:
+        The shards, of at least one token, all ids below `vocab_size`.
+
+    Raises:
+        DataError: anything about source, tokenizer, records or cache folder.
+    """
+    key = "data.source" if source == data.source else "validation.source"
+    found = resolve(source, key)
+    tokenizer = None
+    if found.kind == "tokens":
+        dtype = token_dtype(found, vocab_size)
+        identity = name = dtype
+    else:
+        tokenizer = load(data.tokenizer)
+        _check_vocabulary(tokenizer, vocab_size)
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
+    try:
+        stamps, total = found.stamps(), found.n_bytes()
+        inputs = hashlib.blake2b(f"{VERSION} {found.kind} {source} {identity} {stamps}".encode(), digest_size=8)
+        folder = Path(data.cache_dir).expanduser() / f"{_slug(source)}-{_slug(name)}-{inputs.hexdigest()}"
+
+        def make(unfinished: Path, report: Callable[[int], None]) -> None:
+            if tokenizer is None:
+                meta = scan(found, dtype, report)
+            else:
+                meta = _tokenize(found, tokenizer, data, dtype, unfinished, report)
+            _check_meta(meta, unfinished, data, vocab_size, key)
+            if found.stamps() != stamps:
+                saw = f"{source!r}, whose files changed while they were read"
+                raise DataError(describe("data", [Problem(key, saw, "files that stay as they are", "run again")]))
+            meta.write(unfinished)
+
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_once(folder, make, Progress(f"preparing {source}", progress), total)
+    except OSError as e:
+        want = "a folder for token shards, on a file system with locks and enough room"
+        saw = f"{data.cache_dir!r}: {e}"
+        problem = Problem("data.cache_dir", saw, want, "make room, or set data.cache_dir to a folder on a local disk")
+        raise DataError(describe("data", [problem])) from e
+    shards = TokenShards(folder)
+    _check_meta(shards.meta, folder, data, vocab_size, key)
+    return shards
+
+
+def check_inputs(config: Config, vocab_size: int) -> None:
+    """Check in a fraction of a second that there is something to train on, without preparing it.
+
+    Every source must match something, the tokenizer must load and fit the model; a source of less than a mebibyte is
+    read, so that a text file that is not UTF-8 is reported now.
+
+    Args:
+        config: the run.
+        vocab_size: of the model.
+
+    Raises:
+        DataError: with all problems found.
+    """
+    problems: list[str] = []
+    sources = {"data.source": config.data.source}
+    if config.validation.enable:
+        sources["validation.source"] = config.validation.source
+    is_text = False
+    for key, name in sources.items():
+        try:
+            found = resolve(name, key)
+            is_text = is_text or found.kind != "tokens"
+            _check_source(found, config.data, vocab_size)
+        except DataError as e:
+            problems.append(str(e))
+    try:
+        if is_text:
+            _check_vocabulary(load(config.data.tokenizer), vocab_size)
+    except DataError as e:
+        problems.append(str(e))
+    if problems:
+        raise DataError("\n".join(problems))
+
+
+def _check_source(source: Source, data: Data, vocab_size: int) -> None:
+    """Read what is small; of token files, look at the sizes of all."""
+    if source.kind == "tokens":
+        dtype = token_dtype(source, vocab_size)
+    n_bytes = source.n_bytes()
+    if n_bytes is None or n_bytes > _SMALL_BYTES or any(f.suffix == ".parquet" for f in source.files):
+        return
+    if source.kind == "tokens":
+        _check_meta(scan(source, dtype, lambda _: None), Path(), data, vocab_size, source.key)
+    else:
+        tally = Tally(data.max_bad_records, source.key)
+        for _ in documents(source, data.text_key, tally):
+            pass
+        tally.check()
+
+
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    if tokenizer.vocab_size > vocab_size:
+        want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
+        fix = f"set model.vocab_size = {tokenizer.vocab_size}, or choose a smaller tokenizer"
+        raise DataError(describe("data", [Problem("model.vocab_size", str(vocab_size), want, fix)]))
+
+
+def _check_meta(meta: Meta, folder: Path, data: Data, vocab_size: int, key: str) -> None:
+    """What must hold for this run, though the shards may have been made for one with other limits."""
+    Tally(data.max_bad_records, key, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
+    check_ids(meta, folder, vocab_size, key)
+    if not meta.tokens:
+        problem = Problem(key, f"{meta.source!r}, which holds no text", "at least one document", "give another source")
+        raise DataError(describe("data", [problem]))
+
+
+def _tokenize(
+    source: Source, tokenizer: Tokenizer, data: Data, dtype: str, folder: Path, report: Callable[[int], None]
+) -> Meta:
+    """Write the shards of a text source."""
+    tally, writer, n_documents = Tally(data.max_bad_records, source.key), ShardWriter(folder, dtype), 0
+    separator = np.array([tokenizer.separator_id], dtype)
+    for batch in _batches(documents(source, data.text_key, tally)):
+        pieces: list[np.ndarray] = []
+        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+            if (ids == tokenizer.separator_id).any():
+                what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
+                tally.add_bad(document.place, f"holds {what} separates documents")
+            else:
+                pieces += [ids, separator]
+        tally.check()
+        if pieces:
+            writer.write(np.concatenate(pieces))
+        n_documents += len(pieces) // 2
+        report(tally.n_bytes)
+    tally.check()
+    shards, fingerprint = writer.close()
+    return Meta(
+        source=source.name,
+        tokenizer=tokenizer.name,
+        dtype=dtype,
+        shards=shards,
+        fingerprint=fingerprint,
+        documents=n_documents,
+        input_bytes=tally.n_bytes,
+        n_bad_records=tally.n_bad,
+        bad_records=tuple(tally.bad),
+        skipped=tuple(tally.skipped),
+    )
+
+
+def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    n_characters = 0
+    for document in texts:
+        batch.append(document)
+        n_characters += len(document.text)
+        if n_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, n_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _slug(name: str) -> str:
+    """A name as part of a file name, its end kept: that is where paths differ."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"

@@ -1,0 +1,67 @@
+"""Progress of a preparation: a bar on a terminal, a line every ten seconds elsewhere, nothing where not asked for."""
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Shows how far reading has come, on stderr.
+
+    Args:
+        title: what is going on.
+        enable: show anything at all; of several ranks, one does.
+    """
+
+    def __init__(self, title: str, enable: bool) -> None:
+        self._title, self._enable = title, enable
+        self._console: Console | None = None
+        self._bar: Bar | None = None
+        self._started = self._last_line = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        if self._enable:
+            from rich.console import Console
+
+            self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+            if self._console.is_terminal:
+                self._bar = _bar(self._console)
+                self._task = self._bar.add_task(self._title, total=None)
+                self._bar.start()
+            else:
+                self._say(self._title)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.stop()
+        elif self._enable and kind is None and self._last_line > self._started:
+            self._say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
+
+    def update(self, n_bytes: int, total: int | None) -> None:
+        """Show that `n_bytes` of `total` have been read. Cheap enough to be called often."""
+        if self._bar:
+            self._bar.update(self._task, completed=n_bytes, total=total)
+        elif self._enable and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            of_total = f" of {total / 1e6:,.0f}" if total else ""
+            rate = n_bytes / 1e6 / (self._last_line - self._started)
+            self._say(f"{self._title}: {n_bytes / 1e6:,.0f}{of_total} MB, {rate:.1f} MB/s")
+
+    def _say(self, line: str) -> None:
+        if self._console:
+            self._console.print(line, markup=False)
+
+
+def _bar(console: "Console") -> "Bar":
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    return Bar(*columns, TimeRemainingColumn(), console=console, transient=True)

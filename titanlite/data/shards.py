@@ -1,0 +1,236 @@
+"""Token shards: a corpus as one long row of token ids, in flat files that are mapped into memory.
+
+A folder of shards holds `shard-00000.bin`, … (little-endian uint16, or uint32 for vocabularies above 65,536) and
+`meta.json`, which says what is in them. Token files that somebody else made stay where they are; their folder holds a
+`meta.json` alone, with their paths. There is no index of documents: sample i is tokens[i·S : i·S + S + 1], the row cut
+into equal pieces, its last token being the target of the one before.
+
+Reading goes through the page cache, which all ranks of a host share. A mapped file that shrinks kills the process with
+SIGBUS, without a word; so every read first compares the file's size.
+"""
+
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.errors import DataError, Problem, describe
+
+VERSION = 1
+_SHARD_TOKENS = 1 << 27
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of token ids."""
+
+    path: str  # relative to the folder of meta.json, or absolute
+    tokens: int
+    max_id: int  # -1 if there are no tokens
+    max_at: int  # where it occurs first in the file, in tokens
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says."""
+
+    source: str
+    tokenizer: str  # "" for token files
+    dtype: str  # "uint16" or "uint32"
+    shards: tuple[Shard, ...]
+    fingerprint: str  # of the tokens alone: equal on every machine that holds the same corpus
+    documents: int = 0
+    input_bytes: int = 0
+    n_bad_records: int = 0
+    bad_records: tuple[str, ...] = ()  # the first ones
+    skipped: tuple[str, ...] = ()
+    version: int = VERSION
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards, separators included."""
+        return sum(s.tokens for s in self.shards)
+
+    def write(self, folder: Path) -> None:
+        """Write meta.json, to be readable after a power cut."""
+        with (folder / "meta.json").open("w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Meta":
+        """Read meta.json.
+
+        Raises:
+            DataError: it is missing, or not what this version writes.
+        """
+        try:
+            content: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']}")
+            for name in ("bad_records", "skipped"):
+                content[name] = tuple(content[name])
+            content["shards"] = tuple(Shard(**s) for s in content["shards"])
+            return cls(**content)
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            want = f"a folder of token shards with a meta.json of version {VERSION}"
+            raise _damaged(folder, f"{type(e).__name__}: {e}", want) from e
+
+
+class TokenShards:
+    """A corpus of token ids, open for reading from any thread and any process.
+
+    Args:
+        folder: of meta.json.
+
+    Raises:
+        DataError: meta.json cannot be read, or a shard is missing or has another size than it says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.meta = Meta.read(folder)
+        self.tokens = self.meta.tokens
+        self.fingerprint = self.meta.fingerprint
+        self._dtype = np.dtype(self.meta.dtype).newbyteorder("<")
+        self._paths = [folder / s.path for s in self.meta.shards]
+        self._starts = np.cumsum([0] + [s.tokens for s in self.meta.shards])
+        self._maps: dict[int, mmap.mmap] = {}
+        for i in range(len(self._paths)):
+            self._check_size(i, _size(self._paths[i]))
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Copy some tokens, across shard boundaries.
+
+        Args:
+            start: first token, from 0 on.
+            count: number of tokens.
+
+        Returns:
+            [count] int64.
+
+        Raises:
+            IndexError: there are no such tokens.
+            DataError: a shard has changed its size.
+        """
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens {start} … {start + count} of {self.tokens}")
+        out, done = np.empty(count, np.int64), 0
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        while done < count:
+            at = start + done - int(self._starts[shard])
+            n = min(count - done, self.meta.shards[shard].tokens - at)
+            if n:
+                offset = at * self._dtype.itemsize
+                out[done : done + n] = np.frombuffer(self._map(shard), self._dtype, count=n, offset=offset)
+            done, shard = done + n, shard + 1
+        return out
+
+    def _map(self, shard: int) -> mmap.mmap:
+        if shard not in self._maps:
+            self._check_size(shard, _size(self._paths[shard]))
+            with self._paths[shard].open("rb") as file:
+                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._check_size(shard, self._maps[shard].size())  # of the file, not of the mapping
+        return self._maps[shard]
+
+    def _check_size(self, shard: int, size: int | None) -> None:
+        path, expected = self._paths[shard], self.meta.shards[shard].tokens * self._dtype.itemsize
+        if size != expected:
+            saw = f"{path} is missing" if size is None else f"{path} has {size} bytes"
+            raise _damaged(self.folder, saw, f"{expected} bytes, as {self.folder / 'meta.json'} says")
+
+
+class ShardWriter:
+    """Writes tokens to shards of equal length.
+
+    Args:
+        folder: an empty one.
+        dtype: "uint16" or "uint32".
+        shard_tokens: tokens per shard, but for the last.
+    """
+
+    def __init__(self, folder: Path, dtype: str, shard_tokens: int = _SHARD_TOKENS) -> None:
+        self.folder, self._dtype, self._shard_tokens = folder, np.dtype(dtype).newbyteorder("<"), shard_tokens
+        self._hash = token_hash(dtype)
+        self._shards: list[Shard] = []
+        self._file: Any = None
+        self._tokens, self._max_id, self._max_at = 0, -1, 0
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Append tokens, [N], whose ids fit the dtype."""
+        tokens = tokens.astype(self._dtype)
+        while len(tokens):
+            if self._file is None:
+                self._file = (self.folder / f"shard-{len(self._shards):05d}.bin").open("wb")
+            piece = tokens[: self._shard_tokens - self._tokens]
+            self._file.write(piece.data)
+            self._hash.update(piece.data)
+            top = int(piece.argmax())
+            if piece[top] > self._max_id:
+                self._max_id, self._max_at = int(piece[top]), self._tokens + top
+            self._tokens += len(piece)
+            tokens = tokens[len(piece) :]
+            if self._tokens == self._shard_tokens:
+                self._end_shard()
+
+    def close(self) -> tuple[tuple[Shard, ...], str]:
+        """End the last shard; return the shards and the fingerprint of their tokens."""
+        self._end_shard()
+        return tuple(self._shards), self._hash.hexdigest()
+
+    def _end_shard(self) -> None:
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._shards.append(Shard(os.path.basename(self._file.name), self._tokens, self._max_id, self._max_at))
+        self._file, self._tokens, self._max_id, self._max_at = None, 0, -1, 0
+
+
+def token_hash(dtype: str) -> "hashlib.blake2b":
+    """The hash that makes a corpus' fingerprint, to be updated with its tokens in order."""
+    return hashlib.blake2b(dtype.encode(), digest_size=16)
+
+
+def sample_count(shards: TokenShards, seq_len: int, at_least: int = 1, key: str = "data.source") -> int:
+    """Samples of a corpus.
+
+    Args:
+        shards: the corpus.
+        seq_len: tokens per sample (S); a sample reads one more, the last target.
+        at_least: samples needed, those of one global batch in training.
+        key: the config key of the source, for the message.
+
+    Returns:
+        (tokens - 1) // seq_len.
+
+    Raises:
+        DataError: there are fewer than `at_least`.
+    """
+    n_samples = max(0, shards.tokens - 1) // seq_len
+    if n_samples < at_least:
+        saw = f"{shards.meta.source!r}, which has {shards.tokens:,} tokens"
+        want = f"at least {at_least * seq_len + 1:,} tokens: {at_least} samples of training.seq_len = {seq_len}, and 1"
+        fix = "give more text, or a smaller training.seq_len" + (
+            " or training.global_batch_size" if at_least > 1 else ""
+        )
+        raise DataError(describe("data", [Problem(key, saw, want, fix)]))
+    return n_samples
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _damaged(folder: Path, saw: str, want: str) -> DataError:
+    fix = f"delete {folder}; it is made again from the source at the next run"
+    return DataError(describe(str(folder), [Problem("token shards", saw, want, fix)]))

@@ -1,0 +1,301 @@
+"""Sources: from the string in `data.source` to documents.
+
+    python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
+    a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids)
+    hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
+
+`resolve` looks at names only; `documents` reads. A record that cannot be decoded is never dropped in silence: the
+`Tally` names it, and one more than `data.max_bad_records` ends the reading. The trade-off: a source is always read from
+its beginning, by one process; what makes that cheap is that it happens once (see prepare.py).
+
+No torch here: a source that matches nothing is reported before torch is imported.
+"""
+
+import codecs
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from titanlite.errors import DataError, Problem, describe
+
+SUFFIXES = (".txt", ".jsonl", ".parquet", ".bin")
+_LISTED = 10  # bad records that a message names
+_RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a source string stands for; nothing has been read yet."""
+
+    name: str  # the string, as the user wrote it
+    key: str  # dotted key it was written under, for messages
+    kind: Literal["python", "text", "tokens", "dataset"]
+    files: tuple[Path, ...]  # sorted; of a dataset: those below its folder, empty if it is on the hub
+    dataset: tuple[str, str | None, str] | None = None  # path or hub name, config, split
+
+    def stamps(self) -> list[tuple[str, int, int]]:
+        """Path, size [bytes] and modification time [ns] of every file: what tells a changed input."""
+        return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in self.files]
+
+    def n_bytes(self) -> int | None:
+        """Bytes to read, or None where that is not known beforehand."""
+        return None if self.kind == "dataset" else sum(f.stat().st_size for f in self.files)
+
+
+class Document(NamedTuple):
+    """One text, and where it is from: `file`, `file:line` or `file:row`, counted from 1."""
+
+    place: str
+    text: str
+
+
+@dataclass
+class Tally:
+    """What reading has met so far."""
+
+    limit: int  # bad records that are allowed
+    key: str = "data.source"
+    n_bytes: int = 0  # of the input
+    n_bad: int = 0
+    bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
+    skipped: list[str] = field(default_factory=list)  # files left out by rule
+
+    def add_bad(self, place: str, reason: str) -> None:
+        """Count a record that cannot be used."""
+        self.n_bad += 1
+        if len(self.bad) < _LISTED:
+            self.bad.append(f"{place}: {reason}")
+        if self.n_bad > self.limit + _RUNAWAY:
+            self.check()
+
+    def check(self) -> None:
+        """Raise if there are too many bad records. Called between batches, so that a message names several at once.
+
+        Raises:
+            DataError: more than `limit` records are bad.
+        """
+        if self.n_bad <= self.limit:
+            return
+        more = f"\n      and {self.n_bad - len(self.bad)} more" if self.n_bad > len(self.bad) else ""
+        seen = f"{self.n_bad} bad records so far:\n      " + "\n      ".join(self.bad) + more
+        want = f"at most data.max_bad_records = {self.limit}"
+        fix = f"correct these records, or set data.max_bad_records = {self.n_bad} to skip them"
+        raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
+
+
+def resolve(source: str, key: str = "data.source") -> Source:
+    """Find the files of a source, without reading them.
+
+    Args:
+        source: as `data.source` takes it.
+        key: the config key it is from, for messages.
+
+    Returns:
+        The source; its files are sorted, so that every host reads them in one order.
+
+    Raises:
+        DataError: nothing matches, a suffix is unknown, or token files are mixed with text.
+    """
+    if source in ("python_stdlib", "python_stdlib_held_out"):
+        return Source(source, key, "python", _stdlib_files(held_out=source.endswith("held_out")))
+    if source.startswith("hf:"):
+        return _resolve_dataset(source, key)
+    files = _matches(source)
+    if not files:
+        known = "python_stdlib, hf:<dataset>, or a path, folder or glob of " + ", ".join(SUFFIXES)
+        saw = f"{source!r}, which matches no file (working directory: {Path.cwd()})"
+        fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
+        raise DataError(describe("data", [Problem(key, saw, known, fix)]))
+    unknown = [f for f in files if f.suffix not in SUFFIXES]
+    if unknown:
+        saw = f"{source!r}, which matches {len(unknown)} files of another kind, first {unknown[0]}"
+        fix = f"narrow the pattern, as in {str(unknown[0].parent / '*.txt')!r}, or rename the files"
+        raise DataError(describe("data", [Problem(key, saw, "files named " + ", ".join(SUFFIXES), fix)]))
+    tokens = [f for f in files if f.suffix == ".bin"]
+    if tokens and len(tokens) < len(files):
+        text = next(f for f in files if f.suffix != ".bin")
+        saw = f"{source!r}, which matches token files ({tokens[0]}, …) and text ({text}, …)"
+        fix = f"give one of them, as in {str(tokens[0].parent / '*.bin')!r}"
+        raise DataError(describe("data", [Problem(key, saw, "token files or text, not both", fix)]))
+    return Source(source, key, "tokens" if tokens else "text", tuple(files))
+
+
+def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
+    """Read the documents of a source, in order; empty ones are left out.
+
+    Args:
+        source: of kind "python", "text" or "dataset".
+        text_key: the field of a record that holds its text.
+        tally: counts bytes, bad records and skipped files as they are met. The caller calls its `check`.
+
+    Raises:
+        DataError: a file cannot be read, or a record's field is in none of a file's columns.
+    """
+    if source.dataset:
+        yield from _dataset_documents(source, text_key, tally)
+        return
+    for file in source.files:
+        start = tally.n_bytes
+        try:
+            if file.suffix == ".jsonl":
+                yield from _jsonl_documents(file, text_key, tally)
+            elif file.suffix == ".parquet":
+                yield from _parquet_documents(file, text_key, tally, source.key)
+            else:
+                yield from _text_document(file, tally, skip=source.kind == "python")
+            tally.n_bytes = start + file.stat().st_size
+        except OSError as e:
+            fix = "make the file readable, or leave it out of the pattern"
+            problem = Problem(source.key, f"{source.name!r}: {file}: {e.strerror or e}", "a file that can be read", fix)
+            raise DataError(describe("data", [problem])) from e
+
+
+def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
+    root = Path(sysconfig.get_path("stdlib"))
+    names: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [f for f in subfolders if f not in ("site-packages", "dist-packages", "__pycache__")]
+        names += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith(".py")]
+    return tuple(root / n for n in sorted(names) if _is_held_out(n) == held_out)
+
+
+def _is_held_out(relative_path: str) -> bool:
+    """One file in twenty, by its name alone: the split is the same on every machine and stays when files are added."""
+    digest = hashlib.blake2b(Path(relative_path).as_posix().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 20 == 0
+
+
+def _matches(pattern: str) -> list[Path]:
+    path = os.path.expanduser(pattern)
+    if os.path.isdir(path):
+        below = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
+        found = [f for f in below if f.endswith(SUFFIXES)]
+    else:
+        found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+    return [Path(f).resolve() for f in sorted(found) if os.path.isfile(f)]
+
+
+def _resolve_dataset(source: str, key: str) -> Source:
+    parts = source.removeprefix("hf:").split(":")
+    want = "hf:<dataset>[:<config>[:<split>]], as in hf:allenai/c4:en or hf:/data/books::train"
+    if not parts[0] or len(parts) > 3:
+        problem = Problem(key, repr(source), want, "write the dataset's name on the hub, or the path of its folder")
+        raise DataError(describe("data", [problem]))
+    path = os.path.expanduser(parts[0])
+    if path.startswith(("/", ".")) and not os.path.isdir(path):
+        saw = f"{source!r}, and there is no folder {path} (working directory: {Path.cwd()})"
+        raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
+    config, split = [*parts[1:], "", ""][:2]
+    below = sorted(Path(path).rglob("*")) if os.path.isdir(path) else []
+    files = tuple(f.resolve() for f in below if f.is_file())
+    return Source(source, key, "dataset", files, (path, config or None, split or "train"))
+
+
+def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
+    data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as e:
+        if skip:  # the standard library has a few on purpose: test data of the source decoder
+            tally.skipped.append(f"{file}: not UTF-8")
+        else:
+            line = data.count(b"\n", 0, e.start) + 1
+            tally.add_bad(f"{file}:{line}", _not_utf8(e))
+        return
+    if text:
+        yield Document(str(file), text)
+
+
+def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            tally.n_bytes += len(line)
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line.isspace():
+                continue
+            try:
+                record = json.loads(line.decode())
+                text = record.get(text_key) if isinstance(record, dict) else None
+                if isinstance(text, str):
+                    text.encode()  # JSON can spell half a surrogate pair, which is no text
+            except UnicodeDecodeError as e:
+                tally.add_bad(f"{file}:{number}", _not_utf8(e))
+            except UnicodeEncodeError:
+                tally.add_bad(f"{file}:{number}", f"field {text_key!r} holds half a surrogate pair")
+            except (ValueError, RecursionError) as e:
+                tally.add_bad(f"{file}:{number}", f"not JSON: {e}")
+            else:
+                yield from _record_document(f"{file}:{number}", record, text_key, tally)
+
+
+def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> Iterator[Document]:
+    if not isinstance(record, dict):
+        tally.add_bad(place, f"a {type(record).__name__}, not an object with field {text_key!r}")
+    elif text_key not in record:
+        tally.add_bad(place, f"no field {text_key!r} among {', '.join(map(str, record)) or 'none'} (data.text_key)")
+    elif not isinstance(record[text_key], str):
+        tally.add_bad(place, f"field {text_key!r} is a {type(record[text_key]).__name__}, not a string")
+    elif record[text_key]:
+        yield Document(place, record[text_key])
+
+
+def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        names = table.schema_arrow.names
+    except pyarrow.ArrowInvalid as e:
+        problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
+        raise DataError(describe("data", [problem])) from e
+    with table:
+        if text_key not in names:
+            want = f"one of the columns of {file}: {', '.join(names)}"
+            problem = Problem("data.text_key", repr(text_key), want, "name the column that holds the text")
+            raise DataError(describe("data", [problem]))
+        start, size, row = tally.n_bytes, file.stat().st_size, 0
+        for batch in table.iter_batches(batch_size=256, columns=[text_key]):
+            for value in batch.column(0):
+                row += 1
+                try:
+                    record = {text_key: value.as_py()}
+                except UnicodeDecodeError as e:
+                    tally.add_bad(f"{file}:{row}", _not_utf8(e))
+                else:
+                    yield from _record_document(f"{file}:{row}", record, text_key, tally)
+            tally.n_bytes = start + size * row // table.metadata.num_rows
+
+
+def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
+    import datasets
+
+    assert source.dataset  # noqa: S101  # by `resolve`
+    path, config, split = source.dataset
+    try:
+        rows = datasets.load_dataset(path, config, split=split, streaming=True)
+        for number, row in enumerate(rows, 1):
+            for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
+                tally.n_bytes += len(document.text.encode())
+                yield document
+    except DataError:
+        raise
+    except Exception as e:  # the library raises its own, its back ends' and the network's
+        problem = Problem(
+            source.key,
+            f"{source.name!r}: {type(e).__name__}: {e}",
+            f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`",
+            "correct the name, config or split; without a network give a folder, as hf:/data/name, or files",
+        )
+        raise DataError(describe("data", [problem])) from e
+
+
+def _not_utf8(e: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{e.object[e.start]:02x} at byte {e.start}"

@@ -1,0 +1,126 @@
+"""Tokenizers: text to token ids, and the id that separates documents.
+
+`bytes` needs no file and no download: 256 ids, the UTF-8 bytes themselves; NUL, which text does not hold, separates.
+Everything else is a `tokenizer.json` as Hugging Face writes it, read by the `tokenizers` library. Text is text: special
+tokens that occur in it as words are encoded as words, so that a web page about <|endoftext|> does not end a document.
+What the file says of truncation, padding and added special tokens is switched off, as it would change the corpus.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from titanlite.errors import DataError, Problem, describe
+
+SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """What the rest of titanlite needs of a tokenizer."""
+
+    name: str  # as the user wrote it
+    vocab_size: int  # largest id + 1
+    separator_id: int  # follows every document
+    fingerprint: str  # equal for equal encodings
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode documents, without separators.
+
+        Args:
+            texts: valid Unicode, that is without halves of surrogate pairs.
+
+        Returns:
+            One array of ids per text, unsigned, of any width.
+        """
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids."""
+
+    name = fingerprint = "bytes"
+    vocab_size = 256
+    separator_id = 0
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode documents as their UTF-8 bytes, uint8."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class FileTokenizer:
+    """A tokenizer.json."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        import tokenizers
+
+        try:
+            content = path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as e:  # the library raises plain Exception
+            raise _unusable(name, f"which is no tokenizer: {e}") from e
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = name
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        self.separator_id = _separator(name, path, ids)
+        self.fingerprint = hashlib.blake2b(content + b"%d" % self.separator_id, digest_size=16).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Encode documents on all cores, uint32."""
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.uint32) for e in encoded]
+
+
+def load(tokenizer: str) -> Tokenizer:
+    """Load the tokenizer that `data.tokenizer` names.
+
+    Args:
+        tokenizer: `bytes`, or the path of a tokenizer.json.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        DataError: no such file, it is not a tokenizer, or no token of it separates documents.
+    """
+    if tokenizer == "bytes":
+        return ByteTokenizer()
+    path = Path(os.path.expanduser(tokenizer))
+    if path.is_dir() and (path / "tokenizer.json").is_file():
+        raise _unusable(tokenizer, "which is a folder", f"data.tokenizer = {str(path / 'tokenizer.json')!r}")
+    if not path.is_file():
+        raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", "correct the path")
+    return FileTokenizer(tokenizer, path)
+
+
+def _separator(name: str, path: Path, ids: dict[str, int]) -> int:
+    """The id of the end-of-text token: the one that tokenizer_config.json names, else the first known one."""
+    config = path.parent / "tokenizer_config.json"
+    if config.is_file():
+        try:
+            eos: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as e:
+            raise _unusable(name, f"beside which {config} is not a JSON object: {e}", "correct that file") from e
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        if eos is not None:
+            if eos not in ids:
+                saw = f"which has no token {eos!r}, though {config} names it as eos_token"
+                raise _unusable(name, saw, "correct eos_token")
+            return ids[eos]
+    found = [s for s in SEPARATORS if s in ids]
+    if not found:
+        want = f"a token that separates documents, one of {', '.join(SEPARATORS)}"
+        fix = f'name the token in {config}: {{"eos_token": "…"}}'
+        raise DataError(describe("data", [Problem("data.tokenizer", repr(name), want, fix)]))
+    return ids[found[0]]
+
+
+def _unusable(name: str, saw: str, fix: str = "name a tokenizer.json as Hugging Face writes it, or bytes") -> DataError:
+    problem = Problem("data.tokenizer", f"{name!r}, {saw}", "`bytes`, or the path of a tokenizer.json", fix)
+    return DataError(describe("data", [problem]))
