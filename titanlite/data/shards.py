@@ -166,7 +166,7 @@ class ShardWriter:
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, [N], whose ids fit the dtype."""
-        tokens = tokens.astype(self._dtype)
+        tokens = tokens.astype(self._dtype, copy=False)
         while len(tokens):
             if self._file is None:
                 self._file = (self.folder / f"shard-{len(self._shards):05d}.bin").open("wb")

@@ -1,0 +1,181 @@
+"""Batches: the samples of one rank, step by step.
+
+Step t trains on the positions t·G … (t+1)·G - 1 of the global order (G = `training.global_batch_size`); micro-step m of
+data-parallel rank r takes `local_batch_size` of them from position t·G + (m·dp + r)·local on. So a step's samples are
+the same for every number of ranks, and the step number is the whole state.
+
+A thread reads the next step while this one is computed. One thread is enough: a sample is a copy out of mapped memory,
+and the ranks of a host need a few megabytes a second. Worker processes would bring signals, forks and shared memory.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.data.order import samples_at
+from titanlite.data.shards import TokenShards, sample_count
+
+IGNORE_INDEX = -100  # a target that does not count
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank, packed: sequences one after the other, M = local_batch_size · seq_len."""
+
+    tokens: Tensor  # [M] int64
+    targets: Tensor  # [M] int64, the token after each; IGNORE_INDEX where there is none
+
+
+class TrainBatches:
+    """The micro-batches of one rank in training, without end: epochs follow each other, each in its own order.
+
+    Args:
+        shards: the corpus.
+        seq_len: tokens per sample (S).
+        seed: of the order.
+        global_batch_size: samples per step over all ranks, a multiple of local_batch_size · dp_size.
+        local_batch_size: samples per micro-batch.
+        dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
+        dp_size: number of data-parallel ranks.
+        device: where the batches are to be.
+        step: steps done before.
+
+    Raises:
+        DataError: the corpus has fewer samples than one global batch.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        seq_len: int,
+        seed: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        step: int = 0,
+    ) -> None:
+        if global_batch_size % (local_batch_size * dp_size):
+            raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} x {dp_size=}")
+        self.n_samples = sample_count(shards, seq_len, at_least=global_batch_size)
+        self.step = step
+        self.wait_seconds = 0.0  # that the last `next` waited for the thread
+        self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
+        self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
+        places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
+        self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._ahead = self._prefetch()
+
+    def next(self) -> list[Batch]:
+        """The micro-batches of the next optimizer step.
+
+        Returns:
+            global_batch_size / (local_batch_size · dp_size) batches, on the device.
+
+        Raises:
+            DataError: a shard cannot be read any more.
+        """
+        started = time.monotonic()
+        pair = self._ahead.result()
+        self.wait_seconds = time.monotonic() - started
+        self.step += 1
+        self._ahead = self._prefetch()
+        tokens, targets = pair.to(self._device, non_blocking=True)
+        return [Batch(*micro) for micro in zip(tokens, targets, strict=True)]
+
+    def state(self) -> dict[str, int]:
+        """Where training is: `step` resumes it, `position` is that of the next sample in the global order."""
+        return {"step": self.step, "position": self.step * self._global_batch_size}
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _prefetch(self) -> "Future[Tensor]":
+        return self._thread.submit(self._read, self.step)
+
+    def _read(self, step: int) -> Tensor:
+        """Tokens and targets of one step, [2, micro-steps, M], in pinned memory if they go to a GPU."""
+        positions = step * self._global_batch_size + self._places
+        samples = samples_at(positions.ravel(), self.n_samples, self._seed)
+        pair = _tokens_and_targets(self._shards, samples, self._seq_len).reshape(2, len(positions), -1)
+        if self._device.type != "cuda":
+            return pair
+        torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
+        return pair.pin_memory()
+
+
+class ValidationBatches:
+    """Every sample of a held-out corpus once, over all ranks; as often iterated as wanted.
+
+    Ranks with nothing left get padding whose targets do not count, so that all ranks take the same number of steps, and
+    the sum of losses over the count of targets is that of the corpus under any layout.
+
+    Args:
+        shards: the corpus.
+        seq_len: tokens per sample (S).
+        global_batch_size: samples per global batch; matters if `steps` does.
+        local_batch_size: samples per micro-batch.
+        steps: global batches to read, from the first sample on. -1: the whole corpus.
+        dp_rank: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        device: where the batches are to be.
+
+    Raises:
+        DataError: the corpus has not one sample.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        steps: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+    ) -> None:
+        available = sample_count(shards, seq_len, key="validation.source")
+        self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
+        self._shards, self._seq_len, self._device = shards, seq_len, device
+        per_turn = local_batch_size * dp_size
+        turns = -(-self.n_samples // per_turn)
+        self._samples = np.arange(turns * per_turn).reshape(turns, dp_size, local_batch_size)[:, dp_rank]
+
+    def __len__(self) -> int:
+        """Batches per rank, the same for all."""
+        return len(self._samples)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for samples in self._samples:
+            pair = _tokens_and_targets(self._shards, samples[samples < self.n_samples], self._seq_len)
+            missing = len(samples) * self._seq_len - pair.shape[1]
+            tokens = torch.nn.functional.pad(pair[0], (0, missing), value=0)
+            targets = torch.nn.functional.pad(pair[1], (0, missing), value=IGNORE_INDEX)
+            yield Batch(tokens.to(self._device), targets.to(self._device))
+
+
+def _tokens_and_targets(shards: TokenShards, samples: np.ndarray, seq_len: int) -> Tensor:
+    """Samples one after the other, and the same one token later: [2, N·S] int64."""
+    pair = np.empty((2, len(samples), seq_len), np.int64)
+    for i, sample in enumerate(samples):
+        tokens = shards.read(int(sample) * seq_len, seq_len + 1)
+        pair[0, i], pair[1, i] = tokens[:-1], tokens[1:]
+    return torch.from_numpy(pair).reshape(2, -1)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """`cuda` as this thread means it; another thread's current device is GPU 0."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
