@@ -1,0 +1,67 @@
+"""Act on every rank, and fail on every rank if one fails.
+
+A rank that raises alone leaves the others waiting in their next collective until it times out, and the message that
+says why is on one rank of many. Everything in a checkpoint that can fail on a single rank (a disk, a damaged file)
+therefore runs inside `on_all_ranks`. Without a process group there is one rank, and all of this is a plain call.
+"""
+
+# torch's annotations are partial.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch.distributed as dist
+
+from titanlite.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def on_all_ranks(action: Callable[[], T]) -> list[T]:
+    """Call `action` on every rank and give every rank all results.
+
+    Args:
+        action: must not use collectives itself, for it may fail before them; its result is small and can be pickled.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        CheckpointError: it failed on some rank; the message is that rank's, on all ranks.
+    """
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as e:
+        failure = e
+    everywhere: list[tuple[T, str | None]] = [(cast(T, result), _message(failure))]
+    if dist.is_initialized():
+        everywhere *= dist.get_world_size()
+        dist.all_gather_object(everywhere, (result, _message(failure)))
+    if messages := list(dict.fromkeys(m for _, m in everywhere if m is not None)):
+        raise CheckpointError("\n".join(messages)) from failure
+    return [r for r, _ in everywhere]
+
+
+def on_rank_0(action: Callable[[], T]) -> T:
+    """Call `action` on rank 0 and give every rank its result, or its failure."""
+    return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None)[0])
+
+
+def _message(failure: Exception | None) -> str | None:
+    """What the other ranks are told: our own errors say where they are, any other gets its rank and type."""
+    if failure is None or isinstance(failure, CheckpointError):
+        return str(failure) if failure else None
+    return f"rank {rank()}: {type(failure).__name__}: {failure}"

@@ -1,0 +1,235 @@
+"""Write named tensors from all ranks into one folder, and read them back under any other layout.
+
+The work is done by torch.distributed.checkpoint (DCP): every rank writes its own shards into its own file, replicated
+tensors are written once (shared out over the ranks that have them), and on reading each rank fetches the slices that
+its present layout needs. What is added here is what DCP leaves open: a disk that is too small is noticed before
+anything is written; a missing, surplus, misshapen or mistyped tensor is an error that lists all of them, where DCP
+converts dtypes and ignores surplus names in silence; its CheckpointException, which derives from BaseException,
+becomes a CheckpointError; and nothing is unpickled but a closed list of records (`metadata.py`).
+
+A state is a flat dict. Values are tensors, the same on every rank, or DTensors on any mesh. A tensor that differs by
+rank carries the rank in its name.
+"""
+
+# torch's annotations are partial, and it does not list what it exports.
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+
+import math
+import shutil
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.metadata import read_metadata
+from titanlite.checkpoint.publish import Entry, hash_files
+from titanlite.errors import CheckpointError, Problem, describe
+
+_SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
+_SHOWN = 8  # names per problem in a message
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    """Write a state. Collective: every rank calls it with its tensors.
+
+    Args:
+        folder: an empty folder that all ranks see.
+        tensors: flat names to tensors (equal on all ranks that have the name) or DTensors.
+
+    Returns:
+        Size and hash of every file written by any rank, for `publish.commit`. Each rank hashed its own.
+
+    Raises:
+        CheckpointError: too little free space, or a rank could not write. On all ranks.
+    """
+    _check_before_writing(folder, tensors)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _dcp_errors(folder, "write"):
+        dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner)
+    entries = on_all_ranks(lambda: hash_files(folder, _my_files(folder)))
+    return {name: entry for of_rank in entries for name, entry in of_rank.items()}
+
+
+def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] = ()) -> set[str]:
+    """Fill tensors in place from a checkpoint, whatever layout it was written under. Collective.
+
+    Args:
+        folder: a checkpoint; verify it first, for damage inside a tensor shows nowhere else.
+        tensors: what to fill. The names of all ranks together must be those of the checkpoint.
+        optional: names that begin so may be absent here or there; they are read where they fit and else left alone.
+
+    Returns:
+        The names that were read on this rank.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ (all are listed), or the files cannot be read. On all ranks.
+    """
+    found = on_all_ranks(lambda: list(tensors))  # also a first contact: all ranks are here
+    asked = {name for names in found for name in names}
+    metadata: Metadata = _read_metadata(folder)
+    wanted = {n: t for n, t in tensors.items() if not n.startswith(optional) or _fits(t, metadata, n)}
+    on_all_ranks(lambda: _check_same(folder, metadata, wanted, asked, optional))
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _dcp_errors(folder, "read"):
+        dcp.load(dict[str, Any](wanted), storage_reader=_Reader(folder, metadata), planner=planner)
+    return set(wanted)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, without the absolute path in `.metadata`, and with the operating system's reason for a failure."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, sync_files=True, thread_count=1, overwrite=False)
+        self.folder = folder
+
+    def storage_meta(self) -> None:
+        return None
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as e:
+            # A full disk surfaces as "unexpected pos" from torch's zip writer; the OSError is what it was handling.
+            cause: BaseException | None = e
+            while cause and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            free = _gib(shutil.disk_usage(self.folder).free)
+            problem = Problem(
+                f"rank {rank()}",
+                f"cannot write: {cause}",
+                "a folder that every rank can write to, with space and quota for the whole checkpoint",
+                f"make room (free now: {free}) or set job.dump_folder to another disk; earlier checkpoints are whole",
+            )
+            raise CheckpointError(describe(str(self.folder), [problem])) from e
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, given the metadata that was read and checked by us."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Every rank reads the file by itself, since it may be large; a failure is everyone's."""
+    metadata: list[Metadata] = []
+    on_all_ranks(lambda: metadata.append(read_metadata(folder)))
+    return metadata[0]
+
+
+def _my_files(folder: Path) -> list[str]:
+    """The files that DCP wrote from this rank."""
+    mine = sorted(p.name for p in folder.iterdir() if p.name.startswith(f"__{rank()}_"))
+    return [".metadata", *mine] if rank() == 0 else mine
+
+
+def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Compare free space with what all ranks will write, and plain tensors of one name with each other."""
+
+    def survey() -> tuple[float, dict[str, tuple[str, int]], int]:
+        sharded, plain = 0.0, dict[str, tuple[str, int]]()
+        for name, t in tensors.items():
+            if isinstance(t, DTensor):
+                copies = math.prod(t.device_mesh.size(d) for d, p in enumerate(t.placements) if p.is_replicate())
+                sharded += t.to_local().nbytes / copies
+            else:
+                plain[name] = (f"{t.dtype}{list(t.shape)}", t.nbytes)
+        return sharded, plain, shutil.disk_usage(folder).free
+
+    ranks = on_all_ranks(survey)
+    plain: dict[str, tuple[str, int]] = {}
+    for _, of_rank, _ in ranks:
+        differ = [n for n in of_rank if plain.setdefault(n, of_rank[n]) != of_rank[n]]
+        if differ:
+            fix = "put the rank into the name of a tensor that differs by rank, or make it a DTensor"
+            problem = Problem(
+                _names(differ), "another shape or dtype on some rank", "the same tensor on all ranks", fix
+            )
+            raise CheckpointError(describe(str(folder), [problem]))
+    total = sum(sharded for sharded, _, _ in ranks) + sum(n for _, n in plain.values())
+    free = min(free for _, _, free in ranks)
+    if free < _SPARE * total:
+        problem = Problem(
+            "free space",
+            f"{_gib(free)} free at {folder}",
+            f"needs {_gib(_SPARE * total)} ({_SPARE} times the tensors)",
+            "make room, lower checkpoint.keep_latest_k, or set job.dump_folder to another disk",
+        )
+        raise CheckpointError(describe(str(folder), [problem]))
+
+
+def _fits(tensor: Tensor, metadata: Metadata, name: str) -> bool:
+    saved = metadata.state_dict_metadata.get(name)
+    if not isinstance(saved, TensorStorageMetadata):
+        return False
+    return saved.size == tensor.shape and saved.properties.dtype == tensor.dtype
+
+
+def _check_same(
+    folder: Path, metadata: Metadata, wanted: Mapping[str, Tensor], asked: set[str], optional: tuple[str, ...]
+) -> None:
+    """The run's tensors are the checkpoint's, by name, shape and dtype."""
+    saved = metadata.state_dict_metadata
+    missing = [n for n in wanted if n not in saved]
+    surplus = [n for n in saved if n not in asked and not n.startswith(optional)]
+    differ: list[str] = []
+    for name, t in wanted.items():
+        s = saved.get(name)
+        if isinstance(s, TensorStorageMetadata) and not _fits(t, metadata, name):
+            differ.append(f"{name} {list(s.size)} {s.properties.dtype} (this run: {list(t.shape)} {t.dtype})")
+    fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
+    problems = [
+        Problem(where, _names(names), want, fix)
+        for where, names, want in (
+            ("missing in the checkpoint", missing, "every tensor of this run"),
+            ("only in the checkpoint", surplus, "no tensor that this run does not have"),
+            ("different in the checkpoint", differ, "this run's shapes and dtypes"),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(describe(str(folder), problems))
+
+
+@contextmanager
+def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
+    """Turn DCP's exception, which `except Exception` does not catch, into ours; it is the same on all ranks."""
+    try:
+        with warnings.catch_warnings():
+            if not dist.is_initialized():  # one process is meant
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            yield
+    except CheckpointException as e:
+        ours = [str(cause) for cause, _ in e.failures.values() if isinstance(cause, CheckpointError)]
+        others = [
+            Problem(f"rank {r}", f"{type(cause).__name__}: {cause}", f"to {verb} this checkpoint", "see the cause")
+            for r, (cause, _) in e.failures.items()
+            if not isinstance(cause, CheckpointError)
+        ]
+        raise CheckpointError("\n".join([*ours, *([describe(str(folder), others)] if others else [])])) from e
+
+
+def _names(names: list[str]) -> str:
+    """A few of many names."""
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(sorted(names)[:_SHOWN]) + more
+
+
+def _gib(n: float) -> str:
+    return f"{n / 2**30:.3g} GiB"
