@@ -1,0 +1,108 @@
+import time
+
+import pytest
+import torch
+
+from titanlite.observe.memory import memory_gib
+from titanlite.observe.peak_flops import dense_bf16_flops, flops_per_token, peak_flops
+from titanlite.recipes import ModelRecipe
+
+TINY = ModelRecipe(
+    help="", n_layers=3, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, rope_theta=1e4, norm_eps=1e-5
+)
+LLAMA_8B = ModelRecipe(
+    help="", n_layers=32, dim=4096, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256, rope_theta=5e5,
+    norm_eps=1e-5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("AMD Instinct MI300X", 1307),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Quadro RTX 8000", None),
+        ("CPU", None),
+    ],
+)
+def test_table_of_data_sheets(name, tflops):
+    assert dense_bf16_flops(name) == (None if tflops is None else tflops * 1e12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_unknown_device_is_measured_within_a_moment(dtype):
+    start = time.perf_counter()
+    flops, how = peak_flops(torch.device("cpu"), dtype)
+    assert time.perf_counter() - start < 2.0  # 0.3 s on an idle machine
+    assert 1e8 < flops < 1e14  # any CPU is faster than a microcontroller and slower than an H200
+    assert how.startswith("measured with a ")
+    assert str(dtype).removeprefix("torch.") in how
+
+
+def test_matmul_flops_agree_with_counting_the_operations():
+    """Held against torch's own counter on a model of the same matmuls, attention over the full square and no mask."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    B, S, D, H, K, E, F, V = 2, 32, 64, 4, 2, 16, 128, 256
+    x = torch.randn(B * S, D, requires_grad=True)
+    sizes = [(D, (H + 2 * K) * E), (H * E, D), (D, 2 * F), (F, D)]
+    weights = [[torch.randn(*size, requires_grad=True) for size in sizes] for _ in range(TINY.n_layers)]
+    output = torch.randn(D, V, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        h = x
+        for wqkv, wo, w13, w2 in weights:
+            q, k, v = (h @ wqkv).split([H * E, K * E, K * E], dim=1)
+            q, k, v = (t.view(B, S, -1, E).transpose(1, 2).repeat_interleave(H * E // t.shape[1], 1) for t in (q, k, v))
+            p = (q.reshape(B * H, S, E) @ k.reshape(B * H, S, E).mT).softmax(-1)
+            h = (p @ v.reshape(B * H, S, E)).view(B, H, S, E).transpose(1, 2).reshape(B * S, H * E) @ wo
+            h = (h @ w13)[:, :F] @ w2
+        (h @ output).sum().backward()
+    other_half = TINY.n_layers * 6 * S * H * E  # of the square, which causal attention does not need
+    assert counter.get_total_flops() == B * S * (flops_per_token(TINY, S) + other_half)
+
+
+def test_llama_8b_by_hand():
+    # 8.03e9 parameters less the embedding (128256·4096) and the norms (65·4096), by Meta's count of 8,030,261,248.
+    matmul = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
+    assert flops_per_token(LLAMA_8B, 8192) == 6 * matmul + 32 * 6 * 8192 * 4096
+
+
+def test_memory_of_a_cpu_process_is_its_resident_size():
+    peak, present = memory_gib(torch.device("cpu"))
+    ballast = torch.ones(64 * 2**20)  # 0.25 GiB
+    peak_after, present_after = memory_gib(torch.device("cpu"))
+    assert 0 < present <= peak
+    assert present_after - present == pytest.approx(0.25, abs=0.05)
+    assert peak_after >= max(peak, present_after)
+    del ballast
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_known_gpu_cannot_be_faster_than_its_data_sheet():
+    from titanlite.observe import peak_flops as module
+
+    device = torch.device("cuda")
+    flops, how = peak_flops(device)
+    assert "data sheet" in how
+    measured, _ = module._measure(device, torch.bfloat16)
+    assert 0.3 * flops < measured <= 1.05 * flops
+    reserved, allocated = memory_gib(device)
+    assert reserved >= allocated > 0

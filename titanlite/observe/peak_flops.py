@@ -1,0 +1,120 @@
+"""The two sides of MFU: what a token costs by count, and what the device could do at best.
+
+MFU = tokens per second and device × FLOPs per token / peak FLOPs per second. The peak is that of dense bf16, whatever
+arithmetic a recipe uses, so that MFU compares runs of one model by speed alone; float8 may exceed 100 %. FLOPs that are
+spent on recomputing activations do not count.
+
+Source of the peaks: the vendors' data sheets, dense figures. NVIDIA prints most of them "with sparsity"; those are
+halved here. Boards of one chip differ in clocks and power (H100 SXM, PCIe, NVL), so the whole device name decides.
+A device that is not in the table, a CPU among them, is measured with a matmul; the result is below its peak, and
+MFU above what a data sheet would give. Which of the two it was is part of the answer.
+"""
+
+import re
+import time
+
+import torch
+
+from titanlite.recipes import ModelRecipe
+
+# First match wins: the special board before the general one.
+_DENSE_BF16: tuple[tuple[str, float], ...] = (
+    (r"GB[23]00", 2500e12),
+    (r"B[23]00", 2250e12),
+    (r"H[12]00 NVL", 835e12),
+    (r"H[18]00 PCIe", 756e12),
+    (r"GH200|H200|H[18]00", 989e12),
+    (r"H20", 148e12),
+    (r"A[18]00", 312e12),
+    (r"L40S", 362e12),
+    (r"L40", 181e12),
+    (r"L4", 121e12),
+    (r"RTX 6000 Ada", 364e12),
+    (r"RTX 5090", 209e12),
+    (r"RTX 4090", 165e12),
+    (r"RTX 3090", 71e12),
+    (r"MI300A", 981e12),
+    (r"MI300X|MI325X", 1307e12),
+    (r"MI350X", 2300e12),
+    (r"MI355X", 2500e12),
+)
+_MEASURE_S = 0.15
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:
+    """Find the highest rate of matmul FLOPs of a device.
+
+    Args:
+        device: where the model computes.
+        dtype: of the measurement, if there is one: the dtype of compute.
+
+    Returns:
+        FLOPs per second, and how it is known, for the log: "data sheet, NVIDIA H200" or "measured, …".
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    known = None if device.type == "cpu" else dense_bf16_flops(name)
+    if known is not None:
+        return known, f"dense bf16 of the data sheet, {name}"
+    flops, size = _measure(device, dtype)
+    return flops, f"measured with a {size}×{size} matmul in {str(dtype).removeprefix('torch.')}, {name}"
+
+
+def dense_bf16_flops(name: str) -> float | None:
+    """Look up the data sheet's dense bf16 FLOPs per second of a device name; None if it is not known.
+
+    A slice of a GPU (MIG) keeps the name of the whole and is treated as unknown.
+    """
+    if "MIG" in name:
+        return None
+    return next((flops for pattern, flops in _DENSE_BF16 if re.search(rf"\b(?:{pattern})\b", name)), None)
+
+
+def flops_per_token(model: ModelRecipe, seq_len: int) -> int:
+    """Count the FLOPs of forward and backward for one token, as MFU counts them.
+
+    Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the two
+    gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and does
+    not; nor do norms, RoPE and the loss.
+
+    Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
+    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. The boundaries of
+    documents, which reduce the work further, do not count.
+
+    Args:
+        model: the dimensions.
+        seq_len: tokens per sequence (S).
+
+    Returns:
+        FLOPs per token of a training step.
+    """
+    D, H, K, F = model.dim, model.n_heads, model.n_kv_heads, model.ffn_dim
+    E = D // H
+    attention_weights = D * (H + 2 * K) * E + H * E * D  # wqkv, wo
+    feed_forward_weights = 3 * D * F  # w1, w2, w3
+    matmul_parameters = model.n_layers * (attention_weights + feed_forward_weights) + D * model.vocab_size
+    return 6 * matmul_parameters + model.n_layers * 6 * seq_len * H * E
+
+
+def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+    """Time square matmuls, as large as the time allows, and take the fastest."""
+    best, size, end = 0.0, 256, time.perf_counter() + _MEASURE_S
+    while True:
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        _timed_matmul(a)  # starts the library up, or fills the caches
+        seconds = min(_timed_matmul(a), _timed_matmul(a))
+        best = max(best, 2 * size**3 / seconds)
+        # The next size takes 8 times as long, three times over.
+        if size == 8192 or time.perf_counter() + 24 * seconds > end:
+            return best, size
+        size *= 2
+
+
+def _timed_matmul(a: torch.Tensor) -> float:
+    """Seconds of `a @ a`."""
+    if a.device.type != "cpu":
+        torch.accelerator.synchronize(a.device)
+    start = time.perf_counter()
+    torch.mm(a, a)
+    if a.device.type != "cpu":
+        torch.accelerator.synchronize(a.device)
+    return time.perf_counter() - start
