@@ -1,0 +1,169 @@
+"""The guard of a run's folder: one job at a time, and the same run for its whole life."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
+from titanlite.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+
+
+def toml(config: Config) -> str:
+    sections = {s: {k: v for k, v in keys.items() if v is not None} for s, keys in asdict(config).items()}
+    return tomli_w.dumps(sections)
+
+
+def change(config: Config, key: str, value: object) -> Config:
+    section, name = key.split(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+def claim(path: Path, config: Config) -> list[str]:
+    folder = RunFolder(path)
+    notices = folder.claim(config, toml(config))
+    folder.release()
+    return notices
+
+
+def test_a_new_folder_and_the_same_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "outputs" / "run"
+    assert claim(path, Config()) == []
+    assert (path / "config.toml").read_text() == toml(Config())
+    assert claim(path, Config()) == []
+    assert sorted(p.name for p in path.iterdir()) == ["config.toml", "lock"]
+
+
+IDENTITY = [
+    ("model.flavor", "1B", '"1B"', '"8B"'),
+    ("model.n_layers", 3, "3", "not given"),
+    ("model.rope_theta", 1e4, "10000.0", "not given"),
+    ("data.source", "other/*.txt", '"other/*.txt"', '"python_stdlib"'),
+    ("data.tokenizer", "t.json", '"t.json"', '"bytes"'),
+    ("training.seq_len", 4096, "4096", "2048"),
+    ("training.seed", 1, "1", "0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "saw", "want"), IDENTITY)
+def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw: str, want: str) -> None:
+    claim(tmp_path, Config())
+    other = change(Config(), key, value)
+    with pytest.raises(ConfigError) as e:
+        claim(tmp_path, other)
+    text = str(e.value)
+    assert "output folder of a different run" in text
+    assert f"{key} = {saw}" in text
+    assert f"want: {want}, as in" in text
+    assert "job.name" in text
+    assert (tmp_path / "config.toml").read_text() == toml(Config())
+    with pytest.raises(ConfigError, match="2 problems"):
+        claim(tmp_path, change(other, "optimizer.name", "Other"))
+    claim(tmp_path, Config())  # a refused claim holds no lock
+
+
+def test_other_changes_are_told(tmp_path: Path) -> None:
+    claim(tmp_path, Config())
+    now = change(change(Config(), "optimizer.lr", 1e-3), "training.global_batch_size", 64)
+    now = change(now, "float8.filter_fqns", ("output", "w2"))
+    assert claim(tmp_path, now) == [
+        "training.global_batch_size: not given → 64",
+        "optimizer.lr: 0.0003 → 0.001",
+        'float8.filter_fqns: ["output"] → ["output", "w2"]',
+    ]
+    assert (tmp_path / "config.toml").read_text() == toml(now)
+    assert claim(tmp_path, now) == []
+    assert len(claim(tmp_path, Config())) == 3
+
+
+def test_a_config_of_another_version(tmp_path: Path) -> None:
+    """A key that was unknown then had its default; a key that is unknown now is told."""
+    old = {"training": {"seed": 0}, "gone": {"key": 1}, "model": {"gone": 2}}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(old))
+    told = ["gone.key: no longer a key, ignored", "model.gone: no longer a key, ignored"]
+    assert claim(tmp_path, Config()) == told
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[job\n")
+    with pytest.raises(ConfigError, match=r"config\.toml = .*line 1"):
+        claim(tmp_path, Config())
+
+
+@pytest.mark.parametrize("used", ["metrics.jsonl", "checkpoints/step-00000001/x"])
+def test_never_resume_needs_a_new_folder(tmp_path: Path, used: str) -> None:
+    never = change(Config(), "checkpoint.resume", "never")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    claim(tmp_path, never)  # nothing in them yet
+    (tmp_path / used).parent.mkdir(exist_ok=True)
+    (tmp_path / used).write_text("x")
+    with pytest.raises(ConfigError, match="never") as e:
+        claim(tmp_path, never)
+    assert used.split("/")[0] in str(e.value)
+    claim(tmp_path, Config())
+
+
+@pytest.mark.parametrize("where", ["file", "file/run", "locked/run"])
+def test_a_folder_that_cannot_be_written(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if where == "locked/run" and os.access(tmp_path / "locked", os.W_OK):
+        pytest.skip("root may write anywhere")
+    with pytest.raises(ConfigError, match=r"job\.dump_folder"):
+        claim(tmp_path / where, Config())
+
+
+HOLDER = """
+import os, sys, time
+from titanlite.config.schema import Config
+from titanlite.run_folder import RunFolder
+RunFolder(sys.argv[1]).claim(Config(), "")  # the object may be dropped: the lock is the process's
+assert "torch" not in sys.modules
+child = os.fork() if sys.argv[2] == "fork" else 0
+if not child:
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("mode", ["alone", "fork"])
+def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, mode: str) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), mode]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert first.stdout
+    last = int(first.stdout.readline())
+    try:
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == first.pid
+        with pytest.raises(ConfigError, match="in use") as e:
+            claim(tmp_path, Config())
+        assert str(first.pid) in str(e.value)
+        assert socket.gethostname() in str(e.value)
+        assert "job.name" in str(e.value)
+        second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=20)
+        assert "in use" in second.stderr
+        assert second.returncode == 1
+        first.kill()
+        first.wait()
+        if mode == "fork":
+            os.kill(last, 0)  # the forked child lives on, without the lock
+        start = time.monotonic()
+        claim(tmp_path, Config())
+        assert time.monotonic() - start < 1
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+        if mode == "fork":
+            os.kill(last, signal.SIGKILL)

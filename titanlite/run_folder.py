@@ -1,0 +1,187 @@
+"""The folder of one run: where its files are, and the guard that keeps other runs out.
+
+Two mistakes cost more than a crash: a second job writing into the folder of one that is still running, and a resumed
+run that is no longer the same run (another model, other data). `RunFolder.claim` refuses both before torch is imported.
+The config of the run is in its folder; what defines the run must equal it, and every other difference is told.
+
+The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
+gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is told as well.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import tomli
+
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError, Problem, describe
+
+# What makes a run this run: with another value, its checkpoints and curves would mean something else.
+_IDENTITY = ("model.", "data.source", "data.tokenizer", "training.seq_len", "training.seed", "optimizer.name")
+
+
+class RunFolder:
+    """Paths of a run's files. Rank 0 claims the folder; other ranks only name it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.receipt = self.path / "receipt.json"
+        self.status = self.path / "status.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.profile = self.path / "profile"
+        self._lock: int | None = None  # kept open, and with it the lock, until the process ends
+
+    def claim(self, config: Config, config_toml: str) -> list[str]:
+        """Create the folder or check that it is this run's, lock it, and write `config.toml`. On one process.
+
+        Args:
+            config: the resolved config.
+            config_toml: the same as TOML text.
+
+        Returns:
+            What the user should be told: keys that changed since the run was last started, a file system without locks.
+
+        Raises:
+            ConfigError: the folder cannot be written, is in use, is of a different run, or is not new although
+                `checkpoint.resume = "never"`.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            notices = self._take_lock()
+            try:
+                notices += self._compare(config)
+                self._check_new(config)
+                _replace(self.config, config_toml)
+            except BaseException:
+                self.release()
+                raise
+        except OSError as e:
+            problem = Problem(
+                "job.dump_folder",
+                f"{config.job.dump_folder} ({e.strerror or e})",
+                "a folder that can be written",
+                "set job.dump_folder to one, or make room",
+            )
+            raise ConfigError(describe(str(self.path), [problem])) from None
+        return notices
+
+    def release(self) -> None:
+        """Drop the lock before the process ends. Without a lock, nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_lock(self) -> list[str]:
+        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            holder = os.read(lock, 4096).decode(errors="replace")
+            os.close(lock)
+            if e.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                return [f"{self.path}: this file system has no locks; make sure that no second job uses the folder"]
+            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            problem = Problem(
+                "lock",
+                holder.strip() or "held by another process",
+                "no other job in this folder",
+                "wait for that job or stop it, or choose another job.name",
+            )
+            raise ConfigError(describe(f"{self.path}: in use", [problem])) from None
+        self._lock = lock
+        # A forked child (a data worker, say) shares the lock and would keep it when this process is killed.
+        os.register_at_fork(after_in_child=self.release)
+        who = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, (json.dumps(who) + "\n").encode(), 0)
+        return []
+
+    def _compare(self, config: Config) -> list[str]:
+        """Differences to the config that the run was last started with; those that make it another run are errors."""
+        try:
+            before = _flatten(tomli.loads(self.config.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return []
+        except (tomli.TOMLDecodeError, UnicodeDecodeError) as e:
+            problem = Problem("config.toml", str(e), "the config of this run", "restore it, or choose another job.name")
+            raise ConfigError(describe(str(self.path), [problem])) from None
+        # A key that a former version did not know had, in effect, its default.
+        default, now = _flatten(asdict(Config())), _flatten(asdict(config))
+        was = default | before
+        changed = [key for key in was if was[key] != now.get(key)]
+        identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
+        if identity:
+            problems = [
+                Problem(
+                    key,
+                    _toml(now[key]),
+                    f"{_toml(was[key])}, as in {self.config}",
+                    "the old value, or another job.name",
+                )
+                for key in identity
+            ]
+            raise ConfigError(describe(f"{self.path}: output folder of a different run", problems))
+        return [
+            f"{key}: {_toml(was[key])} → {_toml(now[key])}" if key in now else f"{key}: no longer a key, ignored"
+            for key in changed
+        ]
+
+    def _check_new(self, config: Config) -> None:
+        if config.checkpoint.resume != "never":
+            return
+        used = [p.name for p in (self.checkpoints, self.metrics) if _has_content(p)]
+        if used:
+            problem = Problem(
+                "checkpoint.resume",
+                f'"never", and the folder has {" and ".join(used)}',
+                "a new folder",
+                'choose another job.name, set checkpoint.resume = "auto", or delete the folder',
+            )
+            raise ConfigError(describe(str(self.path), [problem]))
+
+
+def _has_content(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.exists() and path.stat().st_size > 0
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}; tuples become lists, as TOML has them."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+    return flat
+
+
+def _toml(value: object) -> str:
+    return "not given" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old or the new one."""
+    new = path.with_suffix(".tmp")
+    with open(new, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(new, path)
