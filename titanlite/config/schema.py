@@ -13,7 +13,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Job:
-    """What the run is called, where its files go, how strict it is."""
+    """The run's name, where its files go, how strict it is."""
 
     name: str = "run"
     """Name of the run. Its files are in `<dump_folder>/<name>/`."""
@@ -117,7 +117,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """Learning rate over time: linear warm-up, constant, decay."""
+    """Learning rate: linear warm-up, constant, decay."""
 
     warmup_steps: int = 200
     """Steps of linear warm-up."""
@@ -147,17 +147,17 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Comm:
-    """Time limits of collectives, after which the run ends with a message instead of hanging."""
+    """Time limits of collectives. Past them the run ends with a message instead of hanging."""
 
     init_timeout_seconds: int = 600
-    """Until the end of the first step: start-up, data preparation and compilation."""
+    """While a compiler or a disk is at work: start-up and the first step, validation, saving."""
     train_timeout_seconds: int = 120
-    """From then on."""
+    """In every other step."""
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """Which activations are kept for backward and which are recomputed."""
+    """Which activations are kept; the others are recomputed."""
 
     recipe: str = "none"
     """Name of a save-list (`titanlite recipes activation_checkpoint`), or the path of one."""

@@ -34,15 +34,11 @@ def start_process_group(config: Comm) -> torch.device:
     return device
 
 
-def shorten_timeouts(config: Comm) -> None:
-    """From now on a collective that hangs ends the run after `comm.train_timeout_seconds`.
-
-    Call on all ranks once the first step, with its compilation, is done.
+def limit_collectives(seconds: float) -> None:
+    """From now on a collective that hangs for so long ends the run with its name.
 
     Args:
-        config: the limits.
+        seconds: the limit.
     """
-    dist.barrier()
-    timeout = timedelta(seconds=config.train_timeout_seconds)
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,0 +1,179 @@
+"""What the loop knows about each step: results on their way from the device, and the rows they become.
+
+A step's results are copied to the host while the next step is already queued, and read then. So the host runs one step
+ahead of the device, every step is checked and can be logged, and the device is never idle for it.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Config
+from titanlite.errors import StepError
+from titanlite.observe.console import Console
+from titanlite.observe.memory import memory_gib
+from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
+from titanlite.observe.peak_flops import flops_per_token, peak_flops
+from titanlite.observe.status import Status
+from titanlite.observe.wandb import WandbRun
+from titanlite.recipes import ModelRecipe
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+class InFlight:
+    """The results of one step, on their way to the host.
+
+    Args:
+        step: the step.
+        lr: its learning rate.
+        result: [4] as `train_step` returns it.
+        data_wait_s: seconds that the host waited for its batches.
+    """
+
+    def __init__(self, step: int, lr: float, result: Tensor, data_wait_s: float) -> None:
+        self.step, self.lr, self.data_wait_s = step, lr, data_wait_s
+        self._host, self._copied = result, None
+        if result.is_cuda:
+            self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            self._host.copy_(result, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> "Outcome":
+        """Wait until the step is done on the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        loss, norm, skipped, asked = self._host.tolist()
+        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, self.data_wait_s)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step, done."""
+
+    step: int
+    lr: float
+    loss: float
+    grad_norm: float
+    skipped: bool  # not finite: the update was left out
+    stop_asked: bool  # some rank received a signal
+    data_wait_s: float
+
+
+class Report:
+    """Checks and logs the steps of one rank.
+
+    Args:
+        config: the config.
+        sizes: the model's dimensions.
+        device: this process's.
+        world: number of processes.
+        samples_before: sequences trained on before the first step of this process.
+        start: last step that was done before.
+        console: of this rank.
+        metrics: on rank 0, else None.
+        status: on rank 0, else None.
+        wandb: where it is on, else None.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sizes: ModelRecipe,
+        device: torch.device,
+        world: int,
+        samples_before: int,
+        start: int,
+        console: Console,
+        metrics: MetricsFile | None,
+        status: Status | None,
+        wandb: WandbRun | None,
+        global_batch_size: int,
+    ) -> None:
+        self.config, self.device, self.world = config, device, world
+        self.console, self.metrics, self.status, self.wandb = console, metrics, status, wandb
+        self._samples_before, self._start, self._batch = samples_before, start, global_batch_size
+        self._flops = flops_per_token(sizes, config.training.seq_len)
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        self._peak, how = peak_flops(device, dtype)
+        console.notice(f"MFU is of {self._peak / 1e12:,.1f} TFLOP/s: {how}")
+        self._skipped_in_a_row = 0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out of the speed what was not training: start-up, validation, checkpoints."""
+        self._since, self._steps, self._waited = time.monotonic(), 0, 0.0
+
+    def tokens(self, step: int) -> int:
+        """Tokens trained on up to a step, over all ranks."""
+        return (self._samples_before + (step - self._start) * self._batch) * self.config.training.seq_len
+
+    def step(self, outcome: Outcome) -> None:
+        """Check one step and, if it is due, log it.
+
+        Raises:
+            StepError: the loss or a gradient was not finite, and `training.on_nonfinite` does not let that pass.
+        """
+        self._steps += 1
+        self._waited += outcome.data_wait_s
+        self._check_finite(outcome)
+        if self.status:
+            self.status.progress(outcome.step)
+        if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
+            return
+        seconds = (time.monotonic() - self._since) / self._steps
+        rate = self._batch * self.config.training.seq_len / seconds / self.world
+        reserved, allocated = memory_gib(self.device)
+        row = StepRow(
+            step=outcome.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            lr=outcome.lr,
+            tokens=self.tokens(outcome.step),
+            tokens_per_second_per_gpu=rate,
+            tflops_per_gpu=rate * self._flops / 1e12,
+            mfu=rate * self._flops / self._peak,
+            memory_gib=reserved,
+            memory_allocated_gib=allocated,
+            seconds=seconds,
+            data_wait_seconds=self._waited / self._steps,
+        )
+        self.restart_clock()
+        self.console.step(row)
+        self._record(row)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Log one validation."""
+        row = ValidationRow(step=step, tokens=self.tokens(step), validation_loss=loss)
+        self.console.validation(row)
+        self._record(row)
+
+    def _record(self, row: StepRow | ValidationRow) -> None:
+        if self.metrics:
+            self.metrics.write(row)
+        if self.wandb:
+            self.wandb.log(row)
+
+    def _check_finite(self, outcome: Outcome) -> None:
+        if not outcome.skipped:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        first = self._samples_before + (outcome.step - self._start - 1) * self._batch
+        seen = (
+            f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
+            f"{first + self._batch - 1} of the data order"
+        )
+        if self.config.training.on_nonfinite == "skip" and self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+            self.console.warning(f"{seen}; not finite, so the update was left out")
+            return
+        source = "the loss" if not math.isfinite(outcome.loss) else "a gradient"
+        raise StepError(
+            f"{seen}\n    want: finite numbers; {source} is not, and nothing of this step reached the weights\n"
+            f"    fix:  look at that data, lower optimizer.lr or raise lr_scheduler.warmup_steps; "
+            f"training.on_nonfinite = \"skip\" leaves out up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row"
+        )

@@ -1,0 +1,31 @@
+"""Stopping together: a signal sets a flag, the step shares it, and all ranks save and leave after the same step.
+
+The handler does nothing but note the signal. It may arrive at one rank or at all of them, in a step, in validation or
+while compiling; the flag travels with the step's own reduction, so that no rank waits for another that has left.
+"""
+
+import os
+import signal
+from types import FrameType
+
+
+class StopSignals:
+    """Notes SIGTERM, SIGINT and SIGUSR1 while it is entered; a second signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None  # name of the first signal
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = signal.Signals(number).name
