@@ -72,9 +72,9 @@ def dense_bf16_flops(name: str) -> float | None:
 def flops_per_token(model: ModelRecipe, seq_len: int) -> int:
     """Count the FLOPs of forward and backward for one token, as MFU counts them.
 
-    Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the two
-    gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and does
-    not; nor do norms, RoPE and the loss.
+    Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
+    two gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and
+    does not; nor do norms, RoPE and the loss.
 
     Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
     causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. The boundaries of

@@ -7,8 +7,8 @@ that the launcher ends the other ranks or restarts them all.
 
 Stacks of a C++ hang end at the Python line that called into it, which names the collective. If native code never gives
 the interpreter back, the thread itself cannot run; a timer of `faulthandler`, which needs no interpreter and is pushed
-back by the thread each time it runs, then writes the stacks to stderr and ends the process. `os._exit` is used because a regular exit would wait for the very
-thread that hangs.
+back by the thread each time it runs, then writes the stacks to stderr and ends the process. `os._exit` is used because
+a regular exit would wait for the very thread that hangs.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ class Watchdog:
         self._log = log.open("a")
         self._rank = rank
         self._on_timeout = on_timeout
-        self._seen = (time.monotonic(), timeout_s, 0, "start-up")  # one tuple, so that a change is seen as a whole
+        # Time of the last report, limit, step, phase: one tuple, so that the thread sees a change as a whole.
+        self._seen: tuple[float, float, int, str] = (time.monotonic(), timeout_s, 0, "start-up")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -65,7 +66,8 @@ class Watchdog:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the longest time without progress, from now on; long for the first step, which compiles."""
-        self._seen = (time.monotonic(), seconds, *self._seen[2:])
+        _, _, step, phase = self._seen
+        self._seen = (time.monotonic(), seconds, step, phase)
 
     def close(self) -> None:
         """Stop watching."""

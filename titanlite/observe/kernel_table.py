@@ -1,0 +1,158 @@
+"""Where the time of a step goes: a profiler trace as a table of text.
+
+Reads the events of a Chrome trace as torch.profiler writes it, and nothing else, so it also works on a trace from
+another machine. On a GPU the rows are kernels and copies as the device ran them. Without a GPU they are the operators
+of the CPU with their self time, which is what their callees do not account for.
+
+Three numbers matter before any row does: how long the device was idle, how much of the communication was not hidden
+behind other work, and which class of kernels has the rest.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+_TOP = 40
+_GAPS = 5
+
+# First match wins. A fused kernel of communication and matmul is named for both and counts as a matmul; attention
+# kernels are built from the same libraries as matmuls and must come before them.
+_CLASSES = (
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
+    ("communication", r"nccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|symm_mem|memcpy ptop"),
+    ("optimizer", r"adam|multi_tensor|_foreach_|foreach_norm"),
+    ("triton", r"^triton_|^_?[a-z0-9_]+_kernel$"),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel, copy or operator. Times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    self_us: float
+
+    @property
+    def kind(self) -> str:
+        """The class it belongs to."""
+        return kernel_class(self.name)
+
+
+def kernel_class(name: str) -> str:
+    """Classify a kernel or operator by its name: attention, matmul, communication, optimizer, triton or other."""
+    return next((kind for kind, pattern in _CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def kernel_table(trace: dict[str, Any], steps: int) -> str:
+    """Summarise a trace.
+
+    Args:
+        trace: the parsed JSON of a Chrome trace by torch.profiler.
+        steps: training steps in it; times are given per step.
+
+    Returns:
+        Text of three parts: time by class with idle and exposed communication, the longest gaps, the longest kernels.
+    """
+    work = _device_work(trace) or _cpu_work(trace)
+    if not work:
+        return "The trace holds no kernels and no operators.\n"
+    span = max(w.end for w in work) - min(w.start for w in work)
+    busy = _merge((w.start, w.end) for w in work)
+    busy_us = _length(busy)
+    not_comm_us = _length(_merge((w.start, w.end) for w in work if w.kind != "communication"))
+
+    by_class: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for w in work:
+        for total in (by_class[w.kind], by_name[w.name]):
+            total[0] += w.self_us
+            total[1] += 1
+
+    def row(us: float, calls: float | None, name: str) -> str:
+        count = f"{calls / steps:10.1f}" if calls is not None else " " * 10
+        return f"{us / steps / 1e3:10.3f}{count}{100 * us / span:9.1f}%  {name}"
+
+    def longest(totals: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
+        return sorted(totals.items(), key=lambda item: -item[1][0])
+
+    head = f"{'ms/step':>10}{'calls':>10}{'of wall':>10}"
+    lines = [f"{steps} steps, wall time per step {span / steps / 1e3:.3f} ms", "", f"{head}  class"]
+    lines += [row(us, calls, kind) for kind, (us, calls) in longest(by_class)]
+    lines += [
+        row(span - busy_us, None, "idle"),
+        row(busy_us - not_comm_us, None, "communication that nothing hides"),
+    ]
+    gaps = [(start - end, end, start) for (_, end), (start, _) in pairwise(busy)]
+    if gaps:
+        lines += ["", f"{'us':>10}  the longest gaps"]
+        before = {w.end: w.name for w in work}
+        after = {w.start: w.name for w in work}
+        lines += [
+            f"{us:10.1f}  {_short(before[end], 60)} -> {_short(after[start], 60)}"
+            for us, end, start in sorted(gaps, reverse=True)[:_GAPS]
+        ]
+    lines += ["", f"{head}  {'class':<14}{'kernel':<}"]
+    lines += [
+        row(us, calls, f"{kernel_class(name):<14}{_short(name, 110)}") for name, (us, calls) in longest(by_name)[:_TOP]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _device_work(trace: dict[str, Any]) -> list[Work]:
+    """Kernels, copies and fills of the GPU, each with its whole duration."""
+    return [
+        Work(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"])
+        for e in trace["traceEvents"]
+        if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+
+
+def _cpu_work(trace: dict[str, Any]) -> list[Work]:
+    """Operators of the CPU. They nest within a thread; each keeps the time that its children do not account for."""
+    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") == "cpu_op":
+            threads[event.get("tid")].append(event)
+    work = []
+    for events in threads.values():
+        events.sort(key=lambda e: (e["ts"], -e["dur"]))
+        self_us = [e["dur"] for e in events]
+        open_events: list[int] = []
+        for i, event in enumerate(events):
+            while open_events and _end(events[open_events[-1]]) <= event["ts"]:
+                open_events.pop()
+            if open_events:
+                self_us[open_events[-1]] -= event["dur"]
+            open_events.append(i)
+        work += [Work(e["name"], e["ts"], _end(e), us) for e, us in zip(events, self_us, strict=True)]
+    return work
+
+
+def _end(event: dict[str, Any]) -> float:
+    return event["ts"] + event["dur"]
+
+
+def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Unite overlapping intervals, in order of time."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _short(name: str, width: int) -> str:
+    """Cut a name: C++ kernels carry their whole template."""
+    return name if len(name) <= width else name[: width - 3] + "..."
