@@ -97,10 +97,12 @@ def flops_per_token(model: ModelRecipe, seq_len: int) -> int:
 
 def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
     """Time square matmuls, as large as the time allows, and take the fastest."""
-    best, size, end = 0.0, 256, time.perf_counter() + _MEASURE_S
+    best, size = 0.0, 256
+    _timed_matmul(torch.ones(size, size, device=device, dtype=dtype))  # loads the matmul library, which takes longer
+    end = time.perf_counter() + _MEASURE_S
     while True:
         a = torch.ones(size, size, device=device, dtype=dtype)
-        _timed_matmul(a)  # starts the library up, or fills the caches
+        _timed_matmul(a)  # picks the kernel of this size
         seconds = min(_timed_matmul(a), _timed_matmul(a))
         best = max(best, 2 * size**3 / seconds)
         # The next size takes 8 times as long, three times over.

@@ -1,95 +1,89 @@
 """A torch profiler trace of a few steps, and a table of where their time went.
 
-Writes `rank<r>.json.gz` (open it in https://ui.perfetto.dev) and `kernels.txt`. Made on rank 0 only: the others run
-the same steps, and a profiler on each would slow the collectives that are to be measured.
+Writes `rank0.json.gz` (open it in https://ui.perfetto.dev) and `kernels.txt`. Only rank 0 records: the others run the
+same steps, and a profiler on each would slow the collectives that are to be measured.
 
-The steps are those of the run, not of the process: a run that resumes after `profiling.start_step` has no steps left to
-trace, and says so. Steps before the window are not recorded, so they cost nothing.
+`profiling.start_step` counts the steps of the run, not of the process: a run that resumes after it has no such step
+left, and says so. Steps outside the window are not recorded, so they cost nothing.
 """
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from titanlite.config.schema import Profiling
+from titanlite.observe.console import Console
 from titanlite.observe.kernel_table import kernel_table
 
 
 class Profiler:
-    """Traces steps `start_step` to `start_step + steps - 1`."""
+    """Traces the steps that `[profiling]` names. Use as a context manager around the training loop."""
 
     def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        start_step: int,
-        steps: int,
-        first_step: int,
-        device: torch.device,
-        notice: Callable[[str], object],
-        warn: Callable[[str], object],
+        self, config: Profiling, folder: Path, rank: int, device: torch.device, first_step: int, console: Console
     ) -> None:
         """Prepare, and start at once if the window begins with the first step.
 
         Args:
+            config: the window, and whether to trace at all.
             folder: `profile/` of the run; created when there is something to write.
-            rank: global rank, named in the file.
-            start_step: first step of the trace.
-            steps: steps in the trace.
-            first_step: the first step that this process trains.
+            rank: global rank; on any other than 0 this does nothing.
             device: where the model is.
-            notice: called when the trace is written.
-            warn: called if the window began before `first_step`.
+            first_step: the first step that this process trains.
+            console: told when the trace is written, or that it will not be.
         """
-        self._folder = folder
-        self._rank = rank
-        self._start_step = start_step
-        self._steps = steps
-        self._device = device
-        self._notice = notice
-        self._profile: profile | None = None
-        if start_step < first_step:
-            warn(
-                f"profiling.start_step = {start_step} is before step {first_step}, where training begins: no trace; "
-                f"give a step from {first_step} on"
+        self._folder, self._rank, self._device, self._console = folder, rank, device, console
+        self._start_step, self._last_step = config.start_step, config.start_step + config.steps - 1
+        self._on = config.enable and rank == 0
+        self._trace: profile | None = None
+        self._step = first_step - 1
+        if self._on and config.start_step < first_step:
+            self._on = False
+            console.warning(
+                f"profiling.start_step = {config.start_step} is before step {first_step}, where training begins: "
+                f"no trace; give a step from {first_step} on"
             )
-        elif start_step == first_step:
-            self._start()
+        self.step(first_step - 1)
+
+    def __enter__(self) -> "Profiler":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what there is if training ended within the window; nothing if it failed."""
+        if self._trace is not None and error is None and self._step >= self._start_step:
+            self._write(self._trace)
 
     def step(self, step: int) -> None:
         """Report that `step` is done. Starts the trace after the step before the window, writes it after the last."""
-        if self._profile is not None and step == self._start_step + self._steps - 1:
-            self._write(self._profile, self._steps)
-        elif self._profile is None and step == self._start_step - 1:
-            self._start()
+        self._step = step
+        if self._trace is not None and step == self._last_step:
+            self._write(self._trace)
+        elif self._on and step == self._start_step - 1:
+            self._synchronize()
+            activities = [ProfilerActivity.CPU]
+            if self._device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._trace = profile(activities=activities, acc_events=True)
+            self._trace.start()
 
-    def close(self, step: int) -> None:
-        """Write what there is, if training ended at `step` within the window."""
-        if self._profile is not None and step >= self._start_step:
-            self._write(self._profile, step - self._start_step + 1)
-
-    def _start(self) -> None:
-        self._synchronize()
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, acc_events=True)
-        self._profile.start()
-
-    def _write(self, trace: profile, steps: int) -> None:
-        self._profile = None
+    def _write(self, trace: profile) -> None:
+        self._trace = None
         self._synchronize()
         trace.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}.json.gz"
         trace.export_chrome_trace(str(path))
+        steps = self._step - self._start_step + 1
         with gzip.open(path, "rt") as file:
             table = kernel_table(json.load(file), steps)
         (self._folder / "kernels.txt").write_text(table)
-        self._notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
+        self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
 
     def _synchronize(self) -> None:
         """Let the device finish, so that the trace holds whole steps."""
