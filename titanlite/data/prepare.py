@@ -128,7 +128,7 @@ def _check_source(source: Source, data: Data, vocab_size: int) -> None:
     if source.kind == "tokens":
         _check_meta(scan(source, dtype, lambda _: None), Path(), data, vocab_size, source.key)
     else:
-        tally = Tally(data.max_bad_records, source.key)
+        tally = Tally(source.name, source.key, data.max_bad_records)
         for _ in documents(source, data.text_key, tally):
             pass
         tally.check()
@@ -143,7 +143,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
 
 def _check_meta(meta: Meta, folder: Path, data: Data, vocab_size: int, key: str) -> None:
     """What must hold for this run, though the shards may have been made for one with other limits."""
-    Tally(data.max_bad_records, key, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
+    Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
     check_ids(meta, folder, vocab_size, key)
     if not meta.tokens:
         problem = Problem(key, f"{meta.source!r}, which holds no text", "at least one document", "give another source")
@@ -154,7 +154,7 @@ def _tokenize(
     source: Source, tokenizer: Tokenizer, data: Data, dtype: str, folder: Path, report: Callable[[int], None]
 ) -> Meta:
     """Write the shards of a text source."""
-    tally, writer, n_documents = Tally(data.max_bad_records, source.key), ShardWriter(folder, dtype), 0
+    tally, writer, n_documents = Tally(source.name, source.key, data.max_bad_records), ShardWriter(folder, dtype), 0
     separator = np.array([tokenizer.separator_id], dtype)
     for batch in _batches(documents(source, data.text_key, tally)):
         pieces: list[np.ndarray] = []

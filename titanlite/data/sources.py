@@ -59,8 +59,9 @@ class Document(NamedTuple):
 class Tally:
     """What reading has met so far."""
 
+    source: str  # its name
+    key: str  # and where it was given, for messages
     limit: int  # bad records that are allowed
-    key: str = "data.source"
     n_bytes: int = 0  # of the input
     n_bad: int = 0
     bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
@@ -83,9 +84,9 @@ class Tally:
         if self.n_bad <= self.limit:
             return
         more = f"\n      and {self.n_bad - len(self.bad)} more" if self.n_bad > len(self.bad) else ""
-        seen = f"{self.n_bad} bad records so far:\n      " + "\n      ".join(self.bad) + more
+        seen = f"{self.source!r}: {self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:\n      " + "\n      ".join(self.bad) + more
         want = f"at most data.max_bad_records = {self.limit}"
-        fix = f"correct these records, or set data.max_bad_records = {self.n_bad} to skip them"
+        fix = "correct these records, or raise data.max_bad_records, so that as many are skipped"
         raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
 
 

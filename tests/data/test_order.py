@@ -1,0 +1,71 @@
+"""The global order: a permutation of each epoch, a pure function, without visible structure."""
+
+import numpy as np
+import pytest
+
+from titanlite.data.order import sample_at, samples_at
+
+
+@pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 1000, 4096, 99_991])
+def test_each_sample_occurs_once_in_each_epoch(n: int) -> None:
+    for epoch in (0, 1, 7):
+        samples = samples_at(np.arange(epoch * n, (epoch + 1) * n), n, seed=3)
+        assert np.array_equal(np.sort(samples), np.arange(n))
+
+
+def test_positions_may_span_epochs_and_come_in_any_order() -> None:
+    positions = np.array([250, 3, 99, 100, 101, 3])
+    assert samples_at(positions, 100, 5).tolist() == [sample_at(int(p), 100, 5) for p in positions]
+
+
+def test_a_corpus_of_any_size_needs_no_table() -> None:
+    n = 10**13
+    samples = samples_at(np.arange(5 * n - 500, 5 * n + 500), n, 0)
+    assert samples.min() >= 0
+    assert samples.max() < n
+    assert len(set(samples.tolist())) == 1000
+
+
+def test_seed_and_epoch_give_unrelated_orders() -> None:
+    n = 10_000
+    orders = [samples_at(np.arange(n) + epoch * n, n, seed) for seed in (0, 1, 2, -1) for epoch in (0, 1, 2)]
+    for i, a in enumerate(orders):
+        for b in orders[:i]:
+            # Two independent permutations agree in a number of places that is Poisson of mean 1.
+            assert (a == b).sum() < 12
+
+
+@pytest.mark.parametrize("n", [1000, 4096, 100_000])
+def test_no_visible_structure(n: int) -> None:
+    place = np.arange(n)
+    for seed in range(5):
+        samples = samples_at(place, n, seed)
+        sigma = 1 / np.sqrt(n)  # of the correlation of independent ranks
+        for lag in (1, 2, 64):
+            assert abs(np.corrcoef(samples[:-lag], samples[lag:])[0, 1]) < 5 * sigma
+        assert abs(np.corrcoef(place, samples)[0, 1]) < 5 * sigma
+        # A tenth of the positions spreads evenly over tenths of the corpus: hypergeometric, variance below n / 100.
+        counts = np.bincount(samples[: n // 10] * 10 // n, minlength=10)
+        assert np.abs(counts - n / 100).max() < 5 * np.sqrt(n / 100)
+        # Neighbours stay neighbours in 2 of n cases.
+        assert (np.abs(np.diff(samples)) == 1).sum() < 2 + 6 * np.sqrt(2)
+
+
+def test_every_order_of_three_occurs_equally_often() -> None:
+    orders = [tuple(samples_at(np.arange(3), 3, seed).tolist()) for seed in range(6000)]
+    counts = np.array([orders.count(o) for o in sorted(set(orders))])
+    assert len(counts) == 6
+    assert np.abs(counts - 1000).max() < 5 * np.sqrt(1000)
+
+
+def test_the_order_never_changes() -> None:
+    """Old runs resume: these values are part of the format of a checkpoint."""
+    assert samples_at(np.arange(8), 8, 0).tolist() == [2, 6, 3, 5, 7, 0, 4, 1]
+    assert samples_at(np.arange(2_000_000, 2_000_006), 1_000_003, 42).tolist() == [
+        443188,
+        563256,
+        892889,
+        283826,
+        433137,
+        88032,
+    ]

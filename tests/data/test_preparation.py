@@ -1,0 +1,226 @@
+"""Preparation: once, complete or absent, by one of many processes; and the quick check before it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_tokenizer import make_tokenizer
+
+from titanlite.config.schema import Config, Data, Validation
+from titanlite.data.prepare import check_inputs, prepare
+from titanlite.data.shards import TokenShards
+from titanlite.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_texts(folder: Path, *texts: str) -> str:
+    folder.mkdir(exist_ok=True)
+    for i, text in enumerate(texts):
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    return str(folder)
+
+
+def prepare_here(tmp_path: Path, source: str, vocab_size: int = 256, **data: object) -> TokenShards:
+    return prepare(source, replace(Data(cache_dir=str(tmp_path / "cache")), **data), vocab_size, progress=False)
+
+
+def test_documents_are_separated(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "one", "", "zwö")
+    shards = prepare_here(tmp_path, source)
+    assert bytes(shards.read(0, shards.tokens).tolist()) == "one\0zwö\0".encode()
+    meta = shards.meta
+    assert (meta.documents, meta.input_bytes, meta.dtype, meta.n_bad_records) == (2, 7, "uint16", 0)
+
+
+def test_many_batches_give_the_same_tokens_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_texts(tmp_path / "in", *(f"text {i} " * (i % 5 + 1) for i in range(50)))
+    one = prepare_here(tmp_path, source)
+    monkeypatch.setattr("titanlite.data.prepare._BATCH_CHARACTERS", 30)
+    many = prepare_here(tmp_path, source, cache_dir=str(tmp_path / "other"))
+    assert many.fingerprint == one.fingerprint
+    assert many.meta.documents == 50
+
+
+def test_tokenizer_file(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    path = make_tokenizer(tmp_path / "tokenizer.json")
+    texts = ["hello world", "hello <|endoftext|> there"]
+    shards = prepare_here(tmp_path, write_texts(tmp_path / "in", *texts), 300, tokenizer=str(path))
+    ids = shards.read(0, shards.tokens)
+    ends = np.flatnonzero(ids == Tokenizer.from_file(str(path)).token_to_id("<|endoftext|>"))
+    assert len(ends) == 2
+    decode = Tokenizer.from_file(str(path)).decode
+    assert [decode(d.tolist()) for d in np.split(ids, ends + 1)[:2]] == texts
+
+
+def test_what_decides_the_content_decides_the_folder(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "one")
+    first = prepare_here(tmp_path, source)
+    assert prepare_here(tmp_path, source).folder == first.folder
+    tokenizer = prepare_here(tmp_path, source, 300, tokenizer=str(make_tokenizer(tmp_path / "tokenizer.json")))
+    text_key = prepare_here(tmp_path, source, text_key="body")
+    os.utime(tmp_path / "in" / "0.txt", (1, 1))
+    touched = prepare_here(tmp_path, source)
+    (tmp_path / "in" / "0.txt").write_text("ONE")
+    changed = prepare_here(tmp_path, source)
+    assert len({s.folder for s in (first, tokenizer, text_key, touched, changed)}) == 5
+    assert touched.fingerprint == first.fingerprint == text_key.fingerprint
+    assert changed.fingerprint != first.fingerprint
+
+
+def test_a_separator_inside_a_text_is_a_bad_record(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "good", "with \0 NUL")
+    with pytest.raises(DataError, match=r"1\.txt: holds NUL, which separates documents"):
+        prepare_here(tmp_path, source)
+    shards = prepare_here(tmp_path, source, max_bad_records=1)
+    assert bytes(shards.read(0, shards.tokens).tolist()) == b"good\0"
+    with pytest.raises(DataError, match=r"1\.txt: holds NUL"):  # prepared for a run that allows it; this one does not
+        prepare_here(tmp_path, source)
+
+
+def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "x" * 1000)
+    (tmp_path / "in" / "1.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="1 bad record so far"):
+        prepare_here(tmp_path, source)
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
+    (tmp_path / "in" / "1.txt").unlink()
+    (tmp_path / "in" / "0.txt").write_text("")
+    with pytest.raises(DataError, match="which holds no text"):
+        prepare_here(tmp_path, source)
+
+
+def test_input_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlite.data.tokenizer import ByteTokenizer
+
+    source, encode = write_texts(tmp_path / "in", "one", "two"), ByteTokenizer.encode_batch
+
+    def change_and_encode(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
+        (tmp_path / "in" / "1.txt").write_text("another")
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", change_and_encode)
+    with pytest.raises(DataError, match="whose files changed while they were read"):
+        prepare_here(tmp_path, source)
+
+
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(DataError, match=r"data.cache_dir = .*File exists(.|\n)*fix:  make room, or set"):
+        prepare_here(tmp_path, write_texts(tmp_path / "in", "x"))
+
+
+SLOW = """
+import sys, time
+from titanlite.config.schema import Data
+from titanlite.data import prepare as module
+from titanlite.data.tokenizer import ByteTokenizer
+
+encode, source, cache, seconds = ByteTokenizer.encode_batch, *sys.argv[1:3], float(sys.argv[3])
+def slowly(self, texts):
+    print("encoding", flush=True)
+    time.sleep(seconds)
+    return encode(self, texts)
+ByteTokenizer.encode_batch = slowly
+module._BATCH_CHARACTERS = 1
+shards = module.prepare(source, Data(cache_dir=cache), 256, progress=True)
+print("tokens", shards.tokens, shards.fingerprint)
+"""
+
+
+def start_slow(source: str, cache: Path, seconds: float) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", SLOW, source, str(cache), str(seconds)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_of_several_processes_one_prepares(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "a", "b", "c")
+    processes = [start_slow(source, tmp_path / "cache", 0.2) for _ in range(3)]
+    out = [p.communicate(timeout=30) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0, 0], out
+    assert sorted(o.count("encoding") for o, _ in out) == [0, 0, 3]
+    assert len({re.findall(r"tokens 6 \w+", o)[0] for o, _ in out}) == 1
+    assert all(f"preparing {source}" in e for _, e in out)
+
+
+def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) -> None:
+    source, cache = write_texts(tmp_path / "in", "a", "b"), tmp_path / "cache"
+    killed = start_slow(source, cache, 30)
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "encoding\n"
+    assert len(list(cache.glob("*.tmp-*"))) == 1
+    waiting = start_slow(source, cache, 0)
+    time.sleep(0.5)
+    assert waiting.poll() is None
+    killed.send_signal(signal.SIGKILL)
+    out, error = waiting.communicate(timeout=30)
+    killed.communicate()
+    assert "tokens 4" in out, error
+    assert not list(cache.glob("*.tmp-*"))
+
+
+def test_progress_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.progress._SECONDS_BETWEEN_LINES", 0.0)
+    source = write_texts(tmp_path / "in", "x" * 2_000_000)
+    prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"preparing {source}"
+    assert re.fullmatch(rf"preparing {source}: 2 of 2 MB, [\d.]+ MB/s", lines[1])
+    prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
+    assert capfd.readouterr().err == ""
+
+
+def config(source: str, tokenizer: str = "bytes", held_out: str = "") -> Config:
+    validation = Validation(enable=bool(held_out), source=held_out or "nope")
+    return Config(data=Data(source=source, tokenizer=tokenizer), validation=validation)
+
+
+def test_check_inputs_passes_what_can_be_prepared(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "one")
+    check_inputs(config("python_stdlib", held_out="python_stdlib_held_out"), 256)
+    check_inputs(config(source, str(make_tokenizer(tmp_path / "tokenizer.json"))), 300)
+    np.arange(10, dtype="<u2").tofile(tmp_path / "a.bin")
+    check_inputs(config(f"{tmp_path}/a.bin", "no tokenizer is needed"), 10)
+
+
+def test_check_inputs_reports_all_problems_at_once(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "one")
+    (tmp_path / "in" / "1.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(DataError) as e:
+        check_inputs(config(source, held_out="nothing/*.txt"), 128)
+    for part in (
+        "1.txt:1: not UTF-8",
+        "validation.source = 'nothing/*.txt', which matches no file",
+        "model.vocab_size = 128\n      want: at least 256, the vocabulary of data.tokenizer = 'bytes'",
+        "fix:  set model.vocab_size = 256",
+    ):
+        assert part in str(e.value)
+
+
+def test_check_inputs_reads_small_token_files(tmp_path: Path) -> None:
+    np.arange(300, dtype="<u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"id 299 at token 299 of .*a\.bin"):
+        check_inputs(config(f"{tmp_path}/a.bin"), 256)
+
+
+def test_check_inputs_needs_neither_torch_nor_time(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from titanlite.config.schema import Config\n"
+        "from titanlite.data.prepare import check_inputs\n"
+        "start = time.process_time(); check_inputs(Config(), 256)\n"
+        "heavy = {'torch', 'datasets', 'pyarrow', 'rich', 'tokenizers'} & set(sys.modules)\n"
+        "print(time.process_time() - start, heavy)"
+    )
+    out = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    seconds, _, heavy = out.strip().partition(" ")
+    assert heavy == "set()"
+    assert float(seconds) < 0.3

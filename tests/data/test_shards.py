@@ -1,0 +1,161 @@
+"""Token shards and token files: written, read across boundaries, and every kind of damage found."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.config.schema import Data
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import Meta, ShardWriter, TokenShards, sample_count
+from titanlite.errors import DataError
+
+
+def make_shards(folder: Path, tokens: np.ndarray, dtype: str = "uint16", shard_tokens: int = 100) -> TokenShards:
+    folder.mkdir(exist_ok=True)
+    writer = ShardWriter(folder, dtype, shard_tokens)
+    for piece in np.array_split(tokens, 7):
+        writer.write(piece)
+    shards, fingerprint = writer.close()
+    Meta("test", "bytes", dtype, shards, fingerprint).write(folder)
+    return TokenShards(folder)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("n", [1, 99, 100, 101, 350])
+def test_what_is_written_is_read(tmp_path: Path, dtype: str, n: int) -> None:
+    tokens = np.arange(n) * 187 % np.iinfo(dtype).max
+    shards = make_shards(tmp_path / "s", tokens, dtype)
+    assert [s.tokens for s in shards.meta.shards] == [100] * (n // 100) + [n % 100] * (n % 100 > 0)
+    assert shards.tokens == n
+    for start in range(0, n, 13):
+        for count in {0, 1, 50, 101, 205, n - start}:
+            if start + count <= n:
+                seen = shards.read(start, count)
+                assert seen.dtype == np.int64
+                assert np.array_equal(seen, tokens[start : start + count])
+    with pytest.raises(IndexError):
+        shards.read(n, 1)
+    with pytest.raises(IndexError):
+        shards.read(-1, 1)
+
+
+def test_meta_knows_the_largest_id_of_each_shard(tmp_path: Path) -> None:
+    tokens = np.zeros(250, int)
+    tokens[[30, 170, 171]] = [5, 900, 900]
+    shards = make_shards(tmp_path / "s", tokens).meta.shards
+    assert [(s.max_id, s.max_at) for s in shards] == [(5, 30), (900, 70), (0, 0)]
+
+
+def test_fingerprint_is_of_the_tokens_alone(tmp_path: Path) -> None:
+    tokens = np.arange(300)
+    one = make_shards(tmp_path / "a", tokens, shard_tokens=100).fingerprint
+    assert make_shards(tmp_path / "b", tokens, shard_tokens=70).fingerprint == one
+    assert make_shards(tmp_path / "c", tokens[::-1].copy()).fingerprint != one
+
+
+def test_a_shard_of_another_size_is_refused_at_opening(tmp_path: Path) -> None:
+    make_shards(tmp_path / "s", np.arange(250))
+    last = tmp_path / "s" / "shard-00002.bin"
+    os.truncate(last, 98)
+    with pytest.raises(DataError, match=r"shard-00002.bin has 98 bytes\n.*want: 100 bytes(.|\n)*fix:  delete"):
+        TokenShards(tmp_path / "s")
+    last.unlink()
+    with pytest.raises(DataError, match=r"shard-00002.bin is missing"):
+        TokenShards(tmp_path / "s")
+
+
+def test_a_shard_that_shrinks_while_mapped_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "s", np.arange(250))
+    shards.read(0, 250)
+    os.truncate(tmp_path / "s" / "shard-00001.bin", 10)
+    assert shards.read(0, 100)[99] == 99
+    with pytest.raises(DataError, match=r"shard-00001.bin has 10 bytes"):
+        shards.read(150, 1)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}', '{"version": 1, "shards": [{}]}'])
+def test_damaged_meta(tmp_path: Path, content: str) -> None:
+    make_shards(tmp_path / "s", np.arange(10))
+    (tmp_path / "s" / "meta.json").write_text(content)
+    with pytest.raises(DataError, match=r"want: a folder of token shards with a meta.json of version 1"):
+        TokenShards(tmp_path / "s")
+
+
+def test_sample_count(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "s", np.arange(81))
+    assert sample_count(shards, 16) == 5
+    assert sample_count(shards, 80) == 1
+    with pytest.raises(DataError, match=r"81 tokens\n.*want: at least 82 tokens: 1 samples of training.seq_len = 81"):
+        sample_count(shards, 81)
+    with pytest.raises(DataError, match=r"want: at least 97 tokens(.|\n)*training.global_batch_size"):
+        sample_count(shards, 16, at_least=6)
+
+
+def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin") -> TokenShards:
+    return prepare(str(tmp_path / source), Data(cache_dir=str(tmp_path / "cache")), vocab_size, progress=False)
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 1 << 16), ("<u4", (1 << 16) + 1)])
+def test_token_files_are_used_where_they_lie(tmp_path: Path, dtype: str, vocab_size: int) -> None:
+    (tmp_path / "in").mkdir()
+    tokens = np.arange(500) * 131 % vocab_size
+    for i, part in enumerate(np.array_split(tokens, 3)):
+        part.astype(dtype).tofile(tmp_path / "in" / f"{i}.bin")
+    (tmp_path / "in" / "3.bin").write_bytes(b"")
+    shards = open_files(tmp_path, vocab_size)
+    assert np.array_equal(shards.read(0, 500), tokens)
+    assert [p.name for p in shards.folder.iterdir()] == ["meta.json"]
+    assert open_files(tmp_path, vocab_size).folder == shards.folder
+
+
+def test_prepared_shards_are_token_files(tmp_path: Path) -> None:
+    """So a corpus can be prepared on one machine and used on another; meta.json says which type it is."""
+    made = make_shards(tmp_path / "in", np.arange(350), "uint32")
+    shards = open_files(tmp_path, 1000, source="in")
+    assert np.array_equal(shards.read(0, 350), np.arange(350))
+    assert shards.fingerprint == made.fingerprint
+
+
+def test_folders_of_different_types_are_refused(tmp_path: Path) -> None:
+    make_shards(tmp_path / "a", np.arange(100), "uint32")
+    make_shards(tmp_path / "b", np.arange(100), "uint16")
+    with pytest.raises(DataError, match="want: one type of ids"):
+        open_files(tmp_path, 1000, source="*/*.bin")
+
+
+def test_odd_sizes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.bin").write_bytes(b"abc")
+    with pytest.raises(DataError, match=r"a\.bin has 3 bytes\n.*want: uint16 ids \(2 bytes each\)"):
+        open_files(tmp_path, 256)
+    (tmp_path / "in" / "a.bin").write_bytes(b"abcdef")
+    with pytest.raises(DataError, match=r"a\.bin has 6 bytes\n.*want: uint32 ids \(4 bytes each\)"):
+        open_files(tmp_path, 100_000)
+
+
+def test_ids_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.array([1, 2, 300, 299], "<u2").tofile(tmp_path / "in" / "a.bin")
+    np.array([1, 2], "<u2").tofile(tmp_path / "in" / "b.bin")
+    want = r"id 300 at token 2 of .*a\.bin\n.*want: ids below model.vocab_size = 300"
+    with pytest.raises(DataError, match=want):
+        open_files(tmp_path, 300)
+    open_files(tmp_path, 301)
+    with pytest.raises(DataError, match=want):  # though it has been prepared for a larger model
+        open_files(tmp_path, 300)
+
+
+def test_ids_of_the_other_width_are_found_out(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.arange(1, 101, dtype="<u4").tofile(tmp_path / "in" / "a.bin")
+    with pytest.raises(DataError, match=r"every second id of .*is 0, as if it held uint32"):
+        open_files(tmp_path, 256)
+    (tmp_path / "in" / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
+    assert open_files(tmp_path, 256).read(98, 2).tolist() == [99, 100]
+    (tmp_path / "in" / "meta.json").unlink()
+    np.arange(1, 101, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
+    with pytest.raises(DataError, match=r"if it holds uint16, put"):
+        open_files(tmp_path, 70_000)

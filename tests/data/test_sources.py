@@ -1,0 +1,167 @@
+"""Sources: what a string resolves to, which documents are in it, and what is said about bad ones."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from titanlite.data.sources import Tally, documents, resolve
+from titanlite.errors import DataError
+
+
+def read(source: str, limit: int = 0, text_key: str = "text") -> tuple[list[str], Tally]:
+    tally = Tally(source, "data.source", limit)
+    texts = [d.text for d in documents(resolve(source), text_key, tally)]
+    tally.check()
+    return texts, tally
+
+
+def test_the_standard_library_is_split_without_overlap() -> None:
+    kept, held_out = resolve("python_stdlib").files, resolve("python_stdlib_held_out").files
+    assert not set(kept) & set(held_out)
+    assert 0.02 < len(held_out) / (len(kept) + len(held_out)) < 0.08
+    for files in (kept, held_out):
+        assert all(f.suffix == ".py" and "site-packages" not in f.parts for f in files)
+    assert Path(os.__file__) in kept + held_out
+
+
+def test_files_of_the_standard_library_that_are_not_utf8_are_skipped_and_named() -> None:
+    texts, tally = read("python_stdlib")
+    assert len(texts) > 500
+    assert tally.n_bad == 0
+    assert all(s.endswith("not UTF-8") for s in tally.skipped)
+    assert tally.n_bytes == resolve("python_stdlib").n_bytes()
+
+
+def test_paths_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.txt", "note.md", "odd[1].txt"):
+        (tmp_path / name).write_text(name)
+    assert read(f"{tmp_path}/a.txt")[0] == ["a.txt"]
+    assert read(f"{tmp_path}/odd[1].txt")[0] == ["odd[1].txt"]
+    assert read(f"{tmp_path}/*.txt")[0] == ["a.txt", "b.txt", "odd[1].txt"]
+    assert read(f"{tmp_path}/**/*.txt")[0] == ["a.txt", "b.txt", "odd[1].txt", "sub/c.txt"]
+    assert read(str(tmp_path))[0] == ["a.txt", "b.txt", "odd[1].txt", "sub/c.txt"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read("~/sub/*.txt")[0] == ["sub/c.txt"]
+    monkeypatch.chdir(tmp_path)
+    assert read("sub")[0] == ["sub/c.txt"]
+
+
+def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"validation.source = 'nope/\*.txt', which matches no file") as e:
+        resolve("nope/*.txt", "validation.source")
+    for part in (str(tmp_path), "want: python_stdlib", "fix:  correct the path"):
+        assert part in str(e.value)
+
+
+def test_other_files_and_mixtures_are_refused(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.bin", "c.csv"):
+        (tmp_path / name).write_bytes(b"ab")
+    with pytest.raises(DataError, match=r"1 files of another kind, first .*c\.csv"):
+        resolve(f"{tmp_path}/*")
+    with pytest.raises(DataError, match="want: token files or text, not both"):
+        resolve(str(tmp_path))
+    assert resolve(f"{tmp_path}/*.bin").kind == "tokens"
+
+
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("first\nsecond\ncaf\xe9".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfwith a mark")
+    (tmp_path / "c.txt").write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.txt:3: not UTF-8: byte 0xe9 at byte 16"):
+        read(str(tmp_path))
+    texts, tally = read(str(tmp_path), limit=1)
+    assert texts == ["with a mark"]
+    assert tally.n_bad == 1
+
+
+BAD_LINES = {
+    b'{"text": "half': "not JSON",
+    b'["text"]': "a list, not an object",
+    b'{"body": "x"}': "no field 'text' among body",
+    b'{"text": 5}': "field 'text' is a int",
+    b'{"text": null}': "field 'text' is a NoneType",
+    b'{"text": "\xff"}': "not UTF-8",
+    b'{"text": "\\ud800"}': "field 'text' holds half a surrogate pair",
+}
+
+
+def test_every_kind_of_bad_record_is_named_with_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "good"}\n\n' + b"\n".join(BAD_LINES) + b'\n{"text": ""}\n{"text": "last \\u00e9"}')
+    with pytest.raises(DataError, match=f"{len(BAD_LINES)} bad records so far") as e:
+        read(str(file), limit=len(BAD_LINES) - 1)
+    for number, reason in enumerate(BAD_LINES.values(), 3):
+        assert f"{file}:{number}: {reason}" in str(e.value)
+    assert f"want: at most data.max_bad_records = {len(BAD_LINES) - 1}" in str(e.value)
+    texts, tally = read(str(file), limit=len(BAD_LINES))
+    assert texts == ["good", "last é"]
+    assert tally.n_bytes == file.stat().st_size
+
+
+def test_a_file_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"oops\n" * 5000)
+    tally = Tally("a", "data.source", 10)
+    with pytest.raises(DataError, match=r"1011 bad records so far(.|\n)*and 1001 more"):
+        list(documents(resolve(str(tmp_path)), "text", tally))
+
+
+def test_text_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no", "body": "yes"}))
+    assert read(str(tmp_path), text_key="body")[0] == ["yes"]
+
+
+def write_parquet(path: Path, **columns: list[object]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    write_parquet(file, text=[f"row {i}" for i in range(600)] + [None, ""], other=list(range(602)))
+    with pytest.raises(DataError, match=r"a\.parquet:601: field 'text' is a NoneType"):
+        read(str(file))
+    texts, tally = read(str(file), limit=1)
+    assert texts == [f"row {i}" for i in range(600)]
+    assert tally.n_bytes == file.stat().st_size
+    with pytest.raises(DataError, match=r"data.text_key = 'body'\n.*want: one of the columns of .*: text, other"):
+        read(str(file), text_key="body")
+    file.write_text("no parquet")
+    with pytest.raises(DataError, match="want: a Parquet file"):
+        read(str(file))
+
+
+def test_dataset_of_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    folder = tmp_path / "books"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (folder / "test.jsonl").write_text('{"text": "three"}\n')
+    assert read(f"hf:{folder}")[0] == ["one", "two"]
+    assert read(f"hf:{folder}::test")[0] == ["three"]
+    with pytest.raises(DataError, match=r"2 bad records(.|\n)*:1: no field 'body' among text"):
+        read(f"hf:{folder}", text_key="body")
+    with pytest.raises(DataError, match="Bad split: nope"):
+        read(f"hf:{folder}::nope")
+    before = resolve(f"hf:{folder}").stamps()
+    (folder / "train.jsonl").write_text('{"text": "one"}\n')
+    assert resolve(f"hf:{folder}").stamps() != before
+
+
+@pytest.mark.parametrize("source", ["hf:", "hf:a:b:c:d", "hf:/no/such/folder"])
+def test_malformed_datasets(source: str) -> None:
+    with pytest.raises(DataError, match=r"want: hf:<dataset>\[:<config>\[:<split>\]\]"):
+        resolve(source)
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    source = resolve(str(tmp_path))
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"a\.txt: No such file"):
+        list(documents(source, "text", Tally("a", "data.source", 0)))

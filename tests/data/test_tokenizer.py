@@ -1,0 +1,104 @@
+"""Tokenizers: ids, separators, and what is no tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.data.tokenizer import load
+from titanlite.errors import DataError
+
+
+def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **extra: Any) -> Path:
+    """A byte-level BPE of a few merges, with truncation and padding on as some published files have them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["hello world hello there"] * 4, trainer)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(path))
+    if extra:
+        (path.parent / "tokenizer_config.json").write_text(json.dumps(extra))
+    return path
+
+
+def test_bytes() -> None:
+    tokenizer = load("bytes")
+    assert (tokenizer.vocab_size, tokenizer.separator_id) == (256, 0)
+    ids = tokenizer.encode_batch(["a", "é", ""])
+    assert [i.tolist() for i in ids] == [[97], [0xC3, 0xA9], []]
+
+
+def test_a_file_is_used_without_truncation_padding_or_special_words(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    path = make_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer, plain = load(str(path)), Tokenizer.from_file(str(path))
+    assert tokenizer.separator_id == plain.token_to_id("<|endoftext|>")
+    text = "hello world, this <|endoftext|> is a text of more than four tokens"
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.separator_id not in ids
+    assert plain.decode(ids.tolist(), skip_special_tokens=False) == text
+    (short,) = tokenizer.encode_batch(["hello"])
+    assert len(short) < 4
+
+
+def test_vocabulary_is_the_largest_id_and_one(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 3, "b": 9}, unk_token="a")).save(str(tmp_path / "t.json"))
+    tokenizer = load(str(tmp_path / "t.json"))
+    assert (tokenizer.vocab_size, tokenizer.separator_id) == (10, 3)
+
+
+@pytest.mark.parametrize(
+    ("special", "config", "expected"),
+    [
+        (("<unk>", "</s>"), {}, "</s>"),
+        (("</s>", "<|endoftext|>", "<|end_of_text|>"), {}, "<|end_of_text|>"),
+        (("</s>", "<end>"), {"eos_token": "<end>"}, "<end>"),
+        (("</s>", "<end>"), {"eos_token": {"content": "<end>", "special": True}}, "<end>"),
+        (("</s>", "<end>"), {"eos_token": None}, "</s>"),
+    ],
+)
+def test_separator(tmp_path: Path, special: tuple[str, ...], config: dict[str, Any], expected: str) -> None:
+    tokenizer = load(str(make_tokenizer(tmp_path / "tokenizer.json", special, **config)))
+    assert tokenizer.separator_id == special.index(expected)  # special tokens come first
+
+
+def test_no_separator_lists_what_was_looked_for(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer.json", ("<unk>",))
+    with pytest.raises(DataError, match=r"one of <\|end_of_text\|>, <\|endoftext\|>, </s>, <eos>\n.*fix:.*eos_token"):
+        load(str(path))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    with pytest.raises(DataError, match="has no token '<gone>'"):
+        load(str(path))
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match="not a JSON object"):
+        load(str(path))
+
+
+def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.tokenizer = 'nope.json', and there is no such file"):
+        load("nope.json")
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(DataError, match="which is no tokenizer"):
+        load(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"which is a folder(.|\n)*fix:  data.tokenizer = .*tokenizer\.json"):
+        load(str(tmp_path))
+
+
+def test_fingerprint_follows_content_and_separator(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>", "<end>"))
+    first = load(str(path)).fingerprint
+    assert load(str(path)).fingerprint == first
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert load(str(path)).fingerprint != first
