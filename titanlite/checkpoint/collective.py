@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, TitanliteError
 
 T = TypeVar("T")
 
@@ -38,7 +38,8 @@ def on_all_ranks(action: Callable[[], T]) -> list[T]:
         The results, by rank.
 
     Raises:
-        CheckpointError: it failed on some rank; the message is that rank's, on all ranks.
+        CheckpointError: it failed on some rank; the message is that rank's, on all ranks. Only what looks like a bug
+            there, neither an error of ours nor of the operating system, keeps its type and traceback on that rank.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -51,6 +52,8 @@ def on_all_ranks(action: Callable[[], T]) -> list[T]:
         everywhere *= dist.get_world_size()
         dist.all_gather_object(everywhere, (result, _message(failure)))
     if messages := list(dict.fromkeys(m for _, m in everywhere if m is not None)):
+        if failure and not isinstance(failure, TitanliteError | OSError):
+            raise failure
         raise CheckpointError("\n".join(messages)) from failure
     return [r for r, _ in everywhere]
 
@@ -62,6 +65,6 @@ def on_rank_0(action: Callable[[], T]) -> T:
 
 def _message(failure: Exception | None) -> str | None:
     """What the other ranks are told: our own errors say where they are, any other gets its rank and type."""
-    if failure is None or isinstance(failure, CheckpointError):
+    if failure is None or isinstance(failure, TitanliteError):
         return str(failure) if failure else None
     return f"rank {rank()}: {type(failure).__name__}: {failure}"

@@ -133,6 +133,14 @@ def complete_steps(root: Path) -> list[int]:
     return sorted(step for step in steps if step_folder(root, step).is_dir())
 
 
+def partial_folders(root: Path) -> list[str]:
+    """Folders named as complete checkpoints that are not: copied in part, or tampered with. No save leaves one."""
+    if not root.is_dir():
+        return []
+    whole = {step_folder(root, step).name for step in complete_steps(root)}
+    return sorted(p.name for p in root.iterdir() if _STEP.fullmatch(p.name) and p.name not in whole)
+
+
 def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
     """Delete all but the newest `keep` complete checkpoints.
 

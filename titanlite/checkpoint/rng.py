@@ -1,0 +1,88 @@
+"""The random number generators of a rank as tensors, so that a resumed run draws what the uninterrupted one would have.
+
+The state of a generator has a fixed size and belongs to one rank, hence names like `rng/rank00003/torch`. Under another
+number of ranks there is no right way to deal the states out, so then none is restored (`Checkpoints.load` says so).
+"""
+
+# torch's and numpy's annotations are partial.
+# pyright: reportUnknownMemberType=false
+
+import random
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.collective import rank
+
+PREFIX = "rng/"
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Copy the state of this rank's generators: Python, numpy, torch, and the current CUDA device if there is one.
+
+    Returns:
+        `rng/rank<rank>/<generator>` → state, uint8 or int64, on the CPU.
+    """
+    return {_name(kind): get() for kind, (get, _) in _generators().items()}
+
+
+def restore_rng(tensors: Mapping[str, Tensor]) -> None:
+    """Set this rank's generators to the states in `tensors`; other names in it are ignored.
+
+    What a checkpoint could not fill still has the present state, and restoring that changes nothing.
+    """
+    for kind, (_, put) in _generators().items():
+        if _name(kind) in tensors:
+            put(tensors[_name(kind)])
+
+
+def _name(kind: str) -> str:
+    return f"{PREFIX}rank{rank():05d}/{kind}"
+
+
+def _generators() -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]]:
+    """How to read and how to set each generator of this process."""
+    found: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = {
+        "python": (_get_python, _set_python),
+        "numpy": (_get_numpy, _set_numpy),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    return found
+
+
+def _get_python() -> Tensor:
+    _, words, gauss = random.getstate()
+    return _pack(words, gauss)
+
+
+def _set_python(state: Tensor) -> None:
+    words, gauss = _unpack(state)
+    random.setstate((3, tuple(words), gauss))
+
+
+def _get_numpy() -> Tensor:
+    state: dict[str, Any] = np.random.get_state(legacy=False)  # pyright: ignore[reportAssignmentType]
+    words = [*(int(w) for w in state["state"]["key"]), int(state["state"]["pos"])]
+    return _pack(words, state["gauss"] if state["has_gauss"] else None)
+
+
+def _set_numpy(state: Tensor) -> None:
+    words, gauss = _unpack(state)
+    np.random.set_state(("MT19937", np.array(words[:-1], np.uint32), words[-1], int(gauss is not None), gauss or 0.0))
+
+
+def _pack(words: Iterable[int], gauss: float | None) -> Tensor:
+    """A Mersenne twister's words, and the second value of a pair of Gaussians if one is pending: int64 [n + 2]."""
+    bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
+    return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
+
+
+def _unpack(state: Tensor) -> tuple[list[int], float | None]:
+    *words, has_gauss, bits = cast(list[int], state.tolist())
+    return words, struct.unpack("<d", struct.pack("<q", bits))[0] if has_gauss else None

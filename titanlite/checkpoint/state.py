@@ -1,0 +1,197 @@
+"""The checkpoints of a run: save one, choose which to resume from, load it.
+
+A checkpoint holds tensors (`store.py`) and one `state.json` with everything else; it is published whole or not at all
+(`publish.py`). The rules of resuming are chosen so that no work is lost in silence:
+
+- `auto` takes the newest complete checkpoint, a step number exactly that one, `never` demands that there is none;
+- a damaged checkpoint stops the run and names the next older good one, it is not skipped;
+- resuming behind newer checkpoints is refused, for a later `auto` would take the abandoned branch.
+
+Every method is collective: all ranks call it, all ranks return the same or raise the same.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+import titanlite
+from titanlite.checkpoint import publish, store
+from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
+from titanlite.checkpoint.rng import PREFIX as RNG
+from titanlite.errors import CheckpointError, Problem, describe
+
+_STATE = "state.json"
+_VERSION = 1
+
+
+class Checkpoints:
+    """All checkpoints of one run."""
+
+    def __init__(self, root: Path, keep: int) -> None:
+        """Name the folder; nothing is touched.
+
+        Args:
+            root: folder of the checkpoints, on a file system that all ranks share.
+            keep: complete checkpoints to keep; 0 keeps all. The one resumed from is kept besides.
+        """
+        self.root = root
+        self.keep = keep
+        self._resumed_from: int | None = None
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+        """Publish a checkpoint, then delete what is older than the newest `keep`.
+
+        Args:
+            step: the last step that is in `tensors`.
+            tensors: flat names to tensors or DTensors; a tensor that differs by rank has the rank in its name.
+            state: everything else, as JSON; rank 0's is stored.
+
+        Returns:
+            The folder of the checkpoint, complete and on disk.
+
+        Raises:
+            CheckpointError: the step exists already, or some rank could not write. Earlier checkpoints are untouched.
+        """
+        content = {
+            "version": _VERSION,
+            "step": step,
+            "torch": str(torch.__version__),
+            "titanlite": titanlite.__version__,
+            "world_size": world_size(),
+            "state": state,
+        }
+        text = on_rank_0(lambda: json.dumps(content, indent=1))  # fails before anything is written, if it does
+        tmp = on_rank_0(lambda: publish.begin(self.root, step))
+        entries = store.write(tmp, tensors)
+
+        def finish() -> Path:
+            publish.write_durably(tmp / _STATE, text)
+            folder = publish.commit(tmp, entries | publish.hash_files(tmp, [_STATE]))
+            publish.prune(self.root, self.keep, spare=self._resumed_from)
+            return folder
+
+        return on_rank_0(finish)
+
+    def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
+        """Decide at start what to resume from, and remove what a killed save or deletion left behind.
+
+        Args:
+            resume: `checkpoint.resume`.
+
+        Returns:
+            The step to load; None for a fresh start.
+
+        Raises:
+            CheckpointError: the named step is not there, newer ones exist, there are some in spite of `never`, or a
+                folder is only part of a checkpoint.
+        """
+        return on_rank_0(lambda: self._choose(resume))
+
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+        """Verify a checkpoint, the ranks sharing the reading, and fill `tensors` in place, resharding as needed.
+
+        Args:
+            step: from `choose`.
+            tensors: as for `save`, under the present layout. `rng/` entries are filled if the number of ranks is the
+                same, and else keep what they have.
+
+        Returns:
+            The `state` given to `save`, and notices for the user (random state not restored, other versions).
+
+        Raises:
+            CheckpointError: damaged (the next older good one is named), or of another model or optimizer.
+        """
+        folder = publish.step_folder(self.root, step)
+        self._verify(step)
+        saved = on_rank_0(lambda: _read_state(folder, step))
+        notices = [
+            f"{folder.name} was saved with {library} {saved[library]}, this is {now}"
+            for library, now in (("torch", str(torch.__version__)), ("titanlite", titanlite.__version__))
+            if saved[library] != now
+        ]
+        random = {name for name in tensors if name.startswith(RNG)}
+        if saved["world_size"] != world_size():
+            tensors = {name: t for name, t in tensors.items() if name not in random}
+        read = store.read(folder, tensors, optional=(RNG,))
+        if lost := sorted(random - read):
+            then, now = saved["world_size"], world_size()
+            why = f"it was saved by {then} ranks, this run has {now}" if then != now else "it does not have it"
+            notices.append(
+                f"{folder.name}: random state not restored ({', '.join(lost)}), for {why}. Dropout and the like draw "
+                "other numbers than without the interruption; weights, optimizer and data order are unaffected"
+            )
+        self._resumed_from = step
+        return saved["state"], notices
+
+    def _choose(self, resume: Literal["auto", "never"] | int) -> int | None:
+        publish.remove_stale(self.root)
+        steps = publish.complete_steps(self.root)
+        if parts := publish.partial_folders(self.root):
+            want = f"complete checkpoints only: one without {publish.MANIFEST} was copied in part or tampered with"
+            fix = "copy it again, or move it away"
+            raise CheckpointError(describe(str(self.root), [Problem(p, "incomplete", want, fix) for p in parts]))
+        if resume == "auto":
+            return steps[-1] if steps else None
+        if resume == "never":
+            if steps:
+                fix = 'choose another job.name, or set checkpoint.resume = "auto"'
+                raise self._resume_error(f'"never", and there are {_list(steps)}', "a folder without checkpoints", fix)
+            return None
+        if resume not in steps:
+            want = f"one of {_list(steps)}" if steps else f"a complete checkpoint in {self.root}; there is none"
+            raise self._resume_error(str(resume), want, 'name one that is there, or set checkpoint.resume = "auto"')
+        if newer := [step for step in steps if step > resume]:
+            want = f"the newest, {newer[-1]}: a later start would take up the abandoned branch ({_list(newer)}) again"
+            fix = (
+                f"move the newer ones away or delete them; or choose another job.name and copy "
+                f"{publish.step_folder(self.root, resume).name} into its checkpoints folder"
+            )
+            raise self._resume_error(str(resume), want, fix)
+        return resume
+
+    def _resume_error(self, saw: str, want: str, fix: str) -> CheckpointError:
+        return CheckpointError(describe(str(self.root), [Problem("checkpoint.resume", saw, want, fix)]))
+
+    def _verify(self, step: int) -> None:
+        """Verify on all ranks; if the checkpoint is damaged, look for the one to go back to."""
+        try:
+            on_all_ranks(
+                lambda: publish.verify(publish.step_folder(self.root, step), share=rank(), shares=world_size())
+            )
+        except CheckpointError as damage:
+            good = self._newest_good(step)
+            then = f"then step {good} is the newest that is whole" if good is not None else "no older one is whole"
+            raise CheckpointError(f"{damage}\n  {then}") from damage
+
+    def _newest_good(self, before: int) -> int | None:
+        for step in reversed(on_rank_0(lambda: publish.complete_steps(self.root))):
+            if step < before:
+                folder = publish.step_folder(self.root, step)
+                try:
+                    on_all_ranks(lambda f=folder: publish.verify(f, share=rank(), shares=world_size()))
+                except CheckpointError:
+                    continue
+                return step
+        return None
+
+
+def _read_state(folder: Path, step: int) -> dict[str, Any]:
+    """`state.json` of a verified checkpoint."""
+    saved = cast(dict[str, Any], json.loads((folder / _STATE).read_bytes()))
+    if saved.get("version") != _VERSION:
+        want = f"version {_VERSION}, which titanlite {titanlite.__version__} reads"
+        fix = "use the titanlite that wrote it"
+        problem = Problem(_STATE, f"version {saved.get('version')}", want, fix)
+    elif saved.get("step") != step:
+        problem = Problem(_STATE, f"step {saved.get('step')}", f"step {step}, as the folder says", "rename the folder")
+    else:
+        return saved
+    raise CheckpointError(describe(str(folder), [problem]))
+
+
+def _list(steps: list[int]) -> str:
+    return ", ".join(str(step) for step in steps)
