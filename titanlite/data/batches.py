@@ -1,8 +1,8 @@
 """Batches: the samples of one rank, step by step.
 
-Step t trains on the positions t·G … (t+1)·G - 1 of the global order (G = `training.global_batch_size`); micro-step m of
-data-parallel rank r takes `local_batch_size` of them from position t·G + (m·dp + r)·local on. So a step's samples are
-the same for every number of ranks, and the step number is the whole state.
+A step trains on the next G positions of the global order (G = `training.global_batch_size`); micro-step m of
+data-parallel rank r takes `local_batch_size` of them, from the (m·dp + r)·local-th on. So a step's samples are the same
+for every number of ranks, and the number of samples trained on is the whole state.
 
 A thread reads the next step while this one is computed. One thread is enough: a sample is a copy out of mapped memory,
 and the ranks of a host need a few megabytes a second. Worker processes would bring signals, forks and shared memory.
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from titanlite.data.order import samples_at
 from titanlite.data.shards import TokenShards, sample_count
-
-IGNORE_INDEX = -100  # a target that does not count
+from titanlite.kernels.cross_entropy import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class TrainBatches:
         dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
-        step: steps done before.
+        position: in the global order, of the first sample: as many as were trained on before.
 
     Raises:
         DataError: the corpus has fewer samples than one global batch.
@@ -60,12 +59,12 @@ class TrainBatches:
         dp_rank: int,
         dp_size: int,
         device: torch.device,
-        step: int = 0,
+        position: int = 0,
     ) -> None:
         if global_batch_size % (local_batch_size * dp_size):
             raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} x {dp_size=}")
         self.n_samples = sample_count(shards, seq_len, at_least=global_batch_size)
-        self.step = step
+        self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
         self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
         self._global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
@@ -86,25 +85,21 @@ class TrainBatches:
         started = time.monotonic()
         pair = self._ahead.result()
         self.wait_seconds = time.monotonic() - started
-        self.step += 1
+        self.position += self._global_batch_size
         self._ahead = self._prefetch()
         tokens, targets = pair.to(self._device, non_blocking=True)
         return [Batch(*micro) for micro in zip(tokens, targets, strict=True)]
-
-    def state(self) -> dict[str, int]:
-        """Where training is: `step` resumes it, `position` is that of the next sample in the global order."""
-        return {"step": self.step, "position": self.step * self._global_batch_size}
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prefetch(self) -> "Future[Tensor]":
-        return self._thread.submit(self._read, self.step)
+        return self._thread.submit(self._read, self.position)
 
-    def _read(self, step: int) -> Tensor:
+    def _read(self, position: int) -> Tensor:
         """Tokens and targets of one step, [2, micro-steps, M], in pinned memory if they go to a GPU."""
-        positions = step * self._global_batch_size + self._places
+        positions = position + self._places
         samples = samples_at(positions.ravel(), self.n_samples, self._seed)
         pair = _tokens_and_targets(self._shards, samples, self._seq_len).reshape(2, len(positions), -1)
         if self._device.type != "cuda":

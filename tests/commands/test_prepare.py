@@ -1,0 +1,61 @@
+"""`titanlite prepare`: what it prints, and that a run finds what it made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titanlite.commands.prepare import run
+from titanlite.config.schema import Data
+from titanlite.data.prepare import prepare
+from titanlite.errors import TitanliteError
+
+
+def write_run(tmp_path: Path, vocab_size: int = 256, **data: object) -> list[str]:
+    (tmp_path / "in").mkdir(exist_ok=True)
+    (tmp_path / "in" / "a.jsonl").write_text('{"text": "one"}\noops\n{"text": "two"}\n')
+    (tmp_path / "held_out.txt").write_text("three")
+    values = {"source": f"{tmp_path}/in", "cache_dir": f"{tmp_path}/cache", "max_bad_records": 1, **data}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in values.items()]
+    # Nothing here depends on a shipped flavor: this one is the test's own.
+    flavor = 'help = "for tests"\nn_layers = 1\ndim = 128\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 128\n'
+    flavor += f"vocab_size = {vocab_size}\nrope_theta = 10000.0\nnorm_eps = 1e-5\n"
+    (tmp_path / "recipes" / "model").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "recipes" / "model" / "llama3-tiny_test.toml").write_text(flavor)
+    text = "[data]\n" + "\n".join(lines)
+    text += f'\n[job]\nrecipe_dirs = ["{tmp_path}/recipes"]\n[model]\nflavor = "tiny_test"\n'
+    text += f'[validation]\nenable = true\nsource = "{tmp_path}/held_out.txt"\n'
+    (tmp_path / "run.toml").write_text(text)
+    return ["--config", str(tmp_path / "run.toml")]
+
+
+def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = write_run(tmp_path)
+    assert run(argv) == 0
+    out = capsys.readouterr().out.splitlines()
+    shards = prepare(
+        f"{tmp_path}/in", Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache"), 256, False
+    )
+    assert out[:6] == [
+        f"{tmp_path}/in",
+        "  documents    2",
+        "  tokens       8 as uint16, by bytes",
+        f"  bytes        {(tmp_path / 'in' / 'a.jsonl').stat().st_size} read",
+        "  bad records  1",
+        f"    {tmp_path}/in/a.jsonl:2: not JSON: Expecting value: line 1 column 1 (char 0)",
+    ]
+    assert out[6] == f"  folder       {shards.folder}"
+    assert out[7:10] == [f"{tmp_path}/held_out.txt", "  documents    1", "  tokens       6 as uint16, by bytes"]
+
+
+def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*write_run(tmp_path), "--data.source", f"{tmp_path}/held_out.txt", "--validation.enable=false"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("documents") == 1
+    assert out.startswith(f"{tmp_path}/held_out.txt\n")
+
+
+def test_nothing_is_prepared_if_something_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(TitanliteError, match=r"model.vocab_size = 100\n"):
+        run(write_run(tmp_path, vocab_size=100))
+    assert not (tmp_path / "cache").exists()

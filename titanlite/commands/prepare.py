@@ -1,0 +1,51 @@
+"""`titanlite prepare --config FILE [flags]`: make the token shards of a run before it is started.
+
+A run prepares what it needs by itself. To do it beforehand pays where many GPUs would wait for one CPU, or where the
+hosts that train cannot reach the source.
+"""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from titanlite.config.command_line import parse
+from titanlite.data.prepare import check_inputs, prepare
+from titanlite.data.shards import TokenShards
+from titanlite.recipes import model_dimensions
+
+
+def run(argv: Sequence[str]) -> int:
+    """Prepare `data.source` and, if it is enabled, `validation.source`, and print what came of it.
+
+    Args:
+        argv: arguments after `prepare`; those of train.py.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        TitanliteError: config, source or tokenizer cannot be used.
+    """
+    config = parse(argv, "titanlite prepare")
+    vocab_size = model_dimensions(config).vocab_size
+    check_inputs(config, vocab_size)
+    sources = [config.data.source] + [config.validation.source] * config.validation.enable
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for source in sources:
+        console.print(_summary(prepare(source, config.data, vocab_size, progress=True)))
+    return 0
+
+
+def _summary(shards: TokenShards) -> str:
+    meta = shards.meta
+    lines = [
+        meta.source,
+        f"  documents    {meta.documents:,}" if meta.tokenizer else "  documents    not counted in token files",
+        f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'somebody else'}",
+        f"  bytes        {meta.input_bytes:,} read",
+        f"  bad records  {meta.n_bad_records:,}",
+        *(f"    {record}" for record in meta.bad_records),
+        *(f"  skipped      {file}" for file in meta.skipped),
+        f"  folder       {shards.folder}",
+    ]
+    return "\n".join(lines)
