@@ -152,6 +152,8 @@ def test_a_problem_of_one_rank_is_everyones(tmp_path: Path) -> None:
         tmp.mkdir(exist_ok=True)
         fails_everywhere(lambda: store.write(tmp, state), "another shape or dtype on some rank", "a")
         fails_everywhere(lambda: store.read(tmp, {}), ".metadata = FileNotFoundError")
+        elsewhere = tmp if rank == 0 else tmp_path / "disk of another host"
+        fails_everywhere(lambda: store.write(elsewhere, {"a": torch.ones(2)}), "rank 1 on", "does not see it")
 
     run_ranks(body, tmp_path)
 

@@ -16,6 +16,7 @@ rank carries the rank in its name.
 
 import math
 import shutil
+import socket
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -143,6 +144,12 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Compare free space with what all ranks will write, and plain tensors of one name with each other."""
 
     def survey() -> tuple[float, dict[str, tuple[str, int]], int]:
+        if not folder.is_dir():
+            fix = "set job.dump_folder to a folder on a file system that all hosts share"
+            problem = Problem(
+                f"rank {rank()} on {socket.gethostname()}", "does not see it", "one folder for all ranks", fix
+            )
+            raise CheckpointError(describe(str(folder), [problem]))
         sharded, plain = 0.0, dict[str, tuple[str, int]]()
         for name, t in tensors.items():
             if isinstance(t, DTensor):
