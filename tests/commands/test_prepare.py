@@ -33,9 +33,8 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
     argv = write_run(tmp_path)
     assert run(argv) == 0
     out = capsys.readouterr().out.splitlines()
-    shards = prepare(
-        f"{tmp_path}/in", Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache"), 256, False
-    )
+    data = Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache")
+    shards = prepare(data.source, data, 256, progress=False)
     assert out[:6] == [
         f"{tmp_path}/in",
         "  documents    2",

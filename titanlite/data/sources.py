@@ -83,12 +83,9 @@ class Tally:
         """
         if self.n_bad <= self.limit:
             return
-        more = f"\n      and {self.n_bad - len(self.bad)} more" if self.n_bad > len(self.bad) else ""
-        seen = (
-            f"{self.source!r}: {self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:\n      "
-            + "\n      ".join(self.bad)
-            + more
-        )
+        more = [f"and {self.n_bad - len(self.bad)} more"] * (self.n_bad > len(self.bad))
+        count = f"{self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:"
+        seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
         want = f"at most data.max_bad_records = {self.limit}"
         fix = "correct these records, or raise data.max_bad_records, so that as many are skipped"
         raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
