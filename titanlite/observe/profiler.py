@@ -7,6 +7,7 @@ same steps, and a profiler on each would slow the collectives that are to be mea
 left, and says so. Steps outside the window are not recorded, so they cost nothing.
 """
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -58,6 +59,9 @@ class Profiler:
         """Write what there is if training ended within the window; nothing if it failed."""
         if self._trace is not None and error is None and self._step >= self._start_step:
             self._write(self._trace)
+        elif self._trace is not None:
+            with contextlib.suppress(RuntimeError):  # of a device that failed: the error under way matters more
+                self._trace.stop()
 
     def step(self, step: int) -> None:
         """Report that `step` is done. Starts the trace after the step before the window, writes it after the last."""

@@ -1,0 +1,129 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from titanlite.commands.compare import run
+from titanlite.commands.loss_picture import draw_losses
+from titanlite.observe.metrics import MetricsFile, RunError, StepRow, ValidationRow
+
+ROW = StepRow(1, 5.0, 0.5, 3e-4, 1000, 100.0, 0.1, 0.5, 1.5, 1.0, 0.25, 0.01)
+
+
+def make_run(folder, losses, lr=3e-4, batch=1, validations=(), state="finished", **row):
+    file = MetricsFile(folder / "metrics.jsonl", 0)
+    for step, loss in enumerate(losses, start=1):
+        file.write(replace(ROW, step=step, loss=loss, tokens=1000 * batch * step, **row))
+    for step, loss in validations:
+        file.write(ValidationRow(step, 1000 * batch * step, loss))
+    file.close()
+    exclude = '["*norm.weight", "[red]x"]'
+    (folder / "config.toml").write_text(
+        f'[job]\nname = "run"\n[optimizer]\nlr = {lr}\nweight_decay_exclude = {exclude}\n'
+        f"[training]\nlocal_batch_size = {batch}\n"
+    )
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    return str(folder)
+
+
+def has_colour(path, colour):
+    """Whether a colour, as "#rrggbb", is in a picture."""
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(path)[..., :3]
+    wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return bool((abs(pixels - wanted).max(axis=-1) < 0.01).any())
+
+
+BLUE, VERMILION = "#0072B2", "#D55E00"
+
+
+def test_one_run(tmp_path, capsys):
+    folder = make_run(tmp_path / "debug", [5.0, 4.0, 3.0], validations=[(2, 3.9), (3, 3.25)])
+    assert run([folder]) == 0
+    out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert out == [
+        "run    steps  final loss  best validation  tok/s/GPU    MFU  memory GiB",
+        "debug      3      3.0000           3.2500        100  50.0%         1.5",
+        str(tmp_path / "debug/loss.png"),
+    ]
+    assert has_colour(tmp_path / "debug/loss.png", BLUE)
+    assert not has_colour(tmp_path / "debug/loss.png", VERMILION)
+
+
+def test_several_runs_and_what_differs(tmp_path, capsys):
+    runs = [
+        make_run(tmp_path / "a", [5.0, 4.0], tokens_per_second_per_gpu=1234.0),
+        make_run(tmp_path / "b", [5.0, 3.5, float("nan")], lr=0.001, batch=2, mfu=None, state="stopped"),
+    ]
+    assert run([*runs, "--out", str(tmp_path / "new/picture.png")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["a", "2", "4.0000", "-", "1,234", "50.0%", "1.5"]
+    assert lines[2] == ["b", "3", "(stopped)", "3.5000", "-", "100", "-", "1.5"]
+    assert lines[3:6] == [
+        ["config", "a", "b"],
+        ["optimizer.lr", "0.0003", "0.001"],
+        ["training.local_batch_size", "1", "2"],
+    ]
+    assert lines[6] == [str(tmp_path / "new/picture.png")]
+    assert has_colour(tmp_path / "new/picture.png", BLUE)
+    assert has_colour(tmp_path / "new/picture.png", VERMILION)
+
+
+def test_runs_of_one_name_are_told_apart_and_equal_configs_are_said_to_be_equal(tmp_path, capsys):
+    runs = [make_run(tmp_path / side / "run", [5.0]) for side in ("left", "right")]
+    run([*runs, "--out", str(tmp_path / "p.png")])
+    out = capsys.readouterr().out
+    assert "left/run " in out
+    assert "right/run " in out
+    assert "the configs are the same" in out
+
+
+def test_brackets_in_a_config_are_shown_as_they_are(tmp_path, capsys):
+    runs = [make_run(tmp_path / name, [5.0]) for name in ("a", "b")]
+    config = tmp_path / "b/config.toml"
+    config.write_text(config.read_text().replace("*norm", "*bias"))
+    run([*runs, "--out", str(tmp_path / "p.png")])
+    assert '["*norm.weight", "[red]x"]' in capsys.readouterr().out
+
+
+def test_a_run_without_steps_beside_one_that_has_some(tmp_path, capsys):
+    runs = [make_run(tmp_path / "new", [], state="running"), make_run(tmp_path / "old", [5.0])]
+    run([*runs, "--out", str(tmp_path / "p.png")])
+    assert capsys.readouterr().out.splitlines()[1].split() == ["new", "0", "(running)", "-", "-", "-", "-", "-"]
+
+
+def test_every_folder_that_is_not_a_run_is_named(tmp_path):
+    make_run(tmp_path / "outputs/mine", [5.0])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError) as error:
+        run([str(tmp_path / "absent"), str(tmp_path / "empty"), str(tmp_path / "outputs")])
+    text = str(error.value)
+    assert "titanlite compare: 3 problems" in text
+    assert "there is no such folder" in text
+    assert "config.toml and metrics.jsonl missing" in text
+    assert f"fix:  did you mean {tmp_path}/outputs/mine?" in text
+    assert text.count("want: a run's folder, with config.toml and metrics.jsonl; ") == 3
+
+
+def test_nothing_to_compare(tmp_path):
+    with pytest.raises(RunError, match=r"1 problem\n  RUN\n.*want: a run's folder(.|\n)*fix:  titanlite compare"):
+        run([])
+    with pytest.raises(RunError, match="wait for the first step"):
+        run([make_run(tmp_path / "new", [])])
+    assert not (tmp_path / "new/loss.png").exists()
+
+
+def test_a_damaged_config_is_named(tmp_path):
+    folder = make_run(tmp_path / "a", [5.0])
+    (tmp_path / "a/config.toml").write_text("[job\n")
+    with pytest.raises(RunError, match=r"a/config\.toml: .*line 1"):
+        run([folder])
+
+
+def test_a_long_noisy_run_is_drawn_within_a_moment_and_keeps_its_colour(tmp_path):
+    steps = [
+        {"step": i, "tokens": i * 1e6, "loss": None if i == 500 else 2 + (i * 7919 % 13) / 10} for i in range(1, 20_001)
+    ]
+    draw_losses([("long", steps, [])], tmp_path / "p.png")
+    assert has_colour(tmp_path / "p.png", BLUE)  # the median, opaque above the faint raw curve

@@ -1,0 +1,194 @@
+"""`titanlite compare RUN …`: loss curves in one picture, one table of results, and how the configs differ.
+
+Reads nothing but run folders (`metrics.jsonl`, `config.toml`, `status.json`), so it works on runs that are still going,
+were copied from elsewhere or were made by another version.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomli
+import tyro
+
+from titanlite.commands.loss_picture import draw_losses
+from titanlite.errors import Problem, describe
+from titanlite.observe.metrics import RunError, read_metrics
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare runs: loss curves in one picture, a table of results, the difference of the configs."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run folders, `<dump_folder>/<name>`; one is enough."""
+    out: Path | None = None
+    """Where the picture goes. Not given: `loss.png` in the folder of a single run, or `compare.png` here."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run folder holds."""
+
+    name: str
+    steps: list[dict[str, Any]]  # rows of logged steps
+    validations: list[dict[str, Any]]
+    config: dict[str, Any]  # dotted key → value
+    state: str  # of status.json; "" if there is none
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out the command.
+
+    Args:
+        argv: what follows `titanlite compare` on the command line.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        RunError: a path is not a run's folder, or no run has logged anything; all problems at once.
+    """
+    arguments = tyro.cli(Arguments, args=argv, prog="titanlite compare")
+    records = read_runs(arguments.runs)
+    out = arguments.out or (arguments.runs[0] / "loss.png" if len(records) == 1 else Path("compare.png"))
+    draw_losses([(record.name, record.steps, record.validations) for record in records], out)
+    _print(records, out)
+    return 0
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Read run folders.
+
+    Args:
+        folders: at least one.
+
+    Returns:
+        A record per folder, in the same order, with names that differ.
+
+    Raises:
+        RunError: something is not a run's folder, or nothing was logged in any of them.
+    """
+    problems: list[Problem] = []
+    want, fix = "a run's folder, with config.toml and metrics.jsonl", "give the path <dump_folder>/<name> of a run"
+    if not folders:
+        problems.append(Problem("RUN", "", want, "titanlite compare outputs/run"))
+    for folder in folders:
+        missing = [name for name in ("config.toml", "metrics.jsonl") if not (folder / name).is_file()]
+        if not folder.is_dir():
+            problems.append(Problem(str(folder), "", f"{want}; there is no such folder", fix))
+        elif missing:
+            inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+            hint = f"did you mean {folder / inside[0]}?" if inside else fix
+            problems.append(Problem(str(folder), "", f"{want}; {' and '.join(missing)} missing", hint))
+    if problems:
+        raise RunError(describe("titanlite compare", problems))
+    records = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    if not any(record.steps for record in records):
+        saw = ", ".join(str(folder) for folder in folders)
+        problem = Problem("RUN", saw, "a logged step in at least one run", "wait for the first step")
+        raise RunError(describe("titanlite compare", [problem]))
+    return records
+
+
+def difference(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Find the config keys whose values are not the same in all runs.
+
+    Returns:
+        (dotted key, its value in each run as TOML-like text, "-" where it is not set), in the order of the files.
+    """
+    keys = dict.fromkeys(key for record in records for key in record.config)
+    rows = [(key, [json.dumps(r.config[key]) if key in r.config else "-" for r in records]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _read(folder: Path, name: str) -> RunRecord:
+    rows = read_metrics(folder / "metrics.jsonl")
+    try:
+        config = tomli.loads((folder / "config.toml").read_text())
+    except tomli.TOMLDecodeError as error:
+        problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
+        raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
+    status = folder / "status.json"
+    return RunRecord(
+        name=name,
+        steps=[row for row in rows if "loss" in row],
+        validations=[row for row in rows if "validation_loss" in row],
+        config=_flat(config),
+        state=json.loads(status.read_text()).get("state", "") if status.is_file() else "",
+    )
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, with as many of their parents as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts))):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(folder) for folder in folders]
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of a nested table."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _print(records: Sequence[RunRecord], out: Path) -> None:
+    """Print the tables and the path of the picture: with lines on a terminal, plain columns in a pipe."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)  # a pipe has no width: cut and wrap nothing
+    style = box.SIMPLE if console.is_terminal else None
+
+    results = Table(box=style, pad_edge=False)
+    columns = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
+    for column in columns:
+        results.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
+    for record in records:
+        results.add_row(*map(Text, _results(record)))
+    console.print(results)
+
+    rows = difference(records)
+    if rows:
+        configs = Table(box=style, pad_edge=False)
+        for column in ("config", *(record.name for record in records)):
+            configs.add_column(Text(column), overflow="fold")
+        for key, values in rows:
+            configs.add_row(*map(Text, (key, *values)))
+        console.print(configs)
+    elif len(records) > 1:
+        console.print("the configs are the same")
+    console.print(str(out), soft_wrap=True, markup=False, highlight=False)
+
+
+def _results(record: RunRecord) -> list[str]:
+    """One row of the table; "-" where there is no such number."""
+
+    def values(key: str, rows: list[dict[str, Any]] = record.steps) -> list[float]:
+        return [row[key] for row in rows if row.get(key) is not None]
+
+    def text(numbers: list[float], pick: Any, form: str) -> str:
+        return form.format(pick(numbers)) if numbers else "-"
+
+    step = record.steps[-1]["step"] if record.steps else 0
+    return [
+        record.name,
+        f"{step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
+        text(values("loss"), lambda numbers: numbers[-1], "{:.4f}"),
+        text(values("validation_loss", record.validations), min, "{:.4f}"),
+        text(values("tokens_per_second_per_gpu"), statistics.median, "{:,.0f}"),
+        text(values("mfu"), statistics.median, "{:.1%}"),
+        text(values("memory_gib"), max, "{:.1f}"),
+    ]
