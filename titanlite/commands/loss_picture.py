@@ -67,9 +67,15 @@ def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
     if per_step is None:
         axes.spines[["top"]].set_visible(False)
     else:
-        ratio = scale / per_step
-        top = axes.secondary_xaxis("top", functions=(lambda x: x * ratio, lambda x: x / ratio))
-        top.set_xlabel("step")
+        factor = scale / per_step
+
+        def steps_of(tokens: Any) -> Any:
+            return tokens * factor
+
+        def tokens_of(steps: Any) -> Any:
+            return steps / factor
+
+        axes.secondary_xaxis("top", functions=(steps_of, tokens_of)).set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
