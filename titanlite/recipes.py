@@ -6,114 +6,240 @@ Three kinds, one folder each under `recipes/`:
     float8                  the arithmetic of a linear layer's three matmuls
     activation_checkpoint   a save-list: which activations are kept for backward
 
-The dataclasses below are the schemas, and code elsewhere interprets their fields: no recipe name occurs in an `if`.
-This module imports no torch, so that a bad recipe is reported within a second.
+A recipe is legal or it is not loaded: what the schemas (`config/recipe_schema.py`) cannot say about a value, the
+checks below do. Code elsewhere interprets the fields: no recipe name occurs in an `if`. This module imports no torch,
+so that a bad recipe is reported within a second.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+from titanlite.config.build import build, show
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import (
+    Float8Accumulation,
+    Float8GradOutput,
+    Float8Input,
+    Float8Recipe,
+    Float8Weight,
+    Granularity,
+    ModelRecipe,
+    RopeScaling,
+    SaveList,
+    SaveRule,
+)
+from titanlite.config.schema import Config
+from titanlite.config.toml_file import read_merged, shipped_folder
+from titanlite.errors import RecipeError
+
+__all__ = [
+    "KINDS",
+    "Float8Accumulation",
+    "Float8GradOutput",
+    "Float8Input",
+    "Float8Recipe",
+    "Float8Weight",
+    "Granularity",
+    "ModelRecipe",
+    "RopeScaling",
+    "SaveList",
+    "SaveRule",
+    "load",
+    "model_dimensions",
+    "names",
+]
+
+Kind = Literal["model", "float8", "activation_checkpoint"]
+OP_CLASSES = ("attention", "matmul", "communication")
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1 frequency scaling: low frequencies are divided by `factor`, high ones kept, those between blended."""
+def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
+    """Return the names of all recipes of one kind, the shipped ones first.
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
+    Args:
+        kind: which recipes.
+        extra_dirs: the user's folders (`job.recipe_dirs`).
 
-
-@dataclass(frozen=True)
-class ModelRecipe:
-    """The dimensions of one model size."""
-
-    help: str
-    n_layers: int
-    dim: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int
-    rope_theta: float
-    norm_eps: float
-    tied_embeddings: bool = False
-    rope_scaling: RopeScaling | None = None
-    refs: tuple[str, ...] = ()
+    Raises:
+        RecipeError: a folder does not exist, or two recipes have one name.
+    """
+    return list(_files(kind, extra_dirs, Origin("recipes")))
 
 
-@dataclass(frozen=True)
-class SaveRule:
-    """One line of a save-list; the first rule that matches an operation decides."""
+@overload
+def load(
+    kind: Literal["model"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+) -> ModelRecipe: ...
+@overload
+def load(
+    kind: Literal["float8"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+) -> Float8Recipe: ...
+@overload
+def load(
+    kind: Literal["activation_checkpoint"],
+    name_or_path: str,
+    extra_dirs: Sequence[str] = (),
+    origin: Origin | None = None,
+) -> SaveList: ...
+def load(
+    kind: Kind, name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+) -> ModelRecipe | Float8Recipe | SaveList:
+    """Find a recipe, read it with what it extends, and check it.
 
-    op: str  # "attention", "matmul", "communication": a class of ops; or one op, as "aten.max.default"
-    action: Literal["save", "recompute"]
-    module: tuple[str, ...] = ()  # only the matmuls of these linear layers, as "wqkv"; empty: any
-    every: int = 1  # of the ops that match, the first of every so many
-    optional: bool = False  # may match nothing
+    Args:
+        kind: which recipes to look in.
+        name_or_path: a name, or the path of a file (it ends in .toml).
+        extra_dirs: the user's folders (`job.recipe_dirs`).
+        origin: where the config named the recipe, for the message if there is none.
 
+    Raises:
+        RecipeError: there is no such recipe, or it is malformed or not legal; every problem is in the message.
+        ConfigError: its file is not TOML.
+    """
+    origin = origin or Origin("recipes")
+    files = _files(kind, extra_dirs, origin)
+    path = _find(kind, name_or_path, files, origin)
 
-@dataclass(frozen=True)
-class SaveList:
-    """Which activations of a block are kept for backward. What no rule matches follows `default`."""
+    def find_base(name: str, file: Path) -> Path:
+        return _find(kind, name, files, Origin(str(file)), "extends", file.parent)
 
-    help: str
-    default: Literal["save", "recompute"]
-    rules: tuple[SaveRule, ...] = ()
-    refs: tuple[str, ...] = ()
-
-
-Granularity = Literal["tensor", "row", "none"]  # "none": this operand stays in high precision in this matmul
-
-
-@dataclass(frozen=True)
-class Float8Input:
-    """The activation of a linear layer, in the two matmuls that use it."""
-
-    dtype: Literal["e4m3", "e5m2"]
-    output: Granularity
-    grad_weight: Granularity
-
-
-@dataclass(frozen=True)
-class Float8Weight:
-    """The weight, in the two matmuls that use it."""
-
-    dtype: Literal["e4m3", "e5m2"]
-    output: Granularity
-    grad_input: Granularity
-
-
-@dataclass(frozen=True)
-class Float8GradOutput:
-    """The gradient of the output, in the two matmuls that use it."""
-
-    dtype: Literal["e4m3", "e5m2"]
-    grad_input: Granularity
-    grad_weight: Granularity
+    table, places = read_merged(path, find_base)
+    problems = Problems(Origin(str(path), places))
+    recipe = build(KINDS[kind].schema, table, problems)
+    if recipe is not None:
+        KINDS[kind].check(recipe, problems)
+    problems.raise_all(RecipeError)
+    return cast("ModelRecipe | Float8Recipe | SaveList", recipe)
 
 
-@dataclass(frozen=True)
-class Float8Accumulation:
-    """How each matmul adds up: `fast` keeps partial sums in the tensor core, `split` promotes them to float32."""
+def model_dimensions(config: Config, origin: Origin | None = None) -> ModelRecipe:
+    """Return the dimensions of a config's model: its flavor, and over it the keys that `[model]` overrides.
 
-    output: Literal["fast", "split"]
-    grad_input: Literal["fast", "split"]
-    grad_weight: Literal["fast", "split"]
+    Args:
+        config: the run.
+        origin: where its keys were given, for the message if there is no such flavor.
+
+    Raises:
+        RecipeError: there is no such flavor.
+    """
+    model = config.model
+    recipe = load("model", f"{model.name}-{model.flavor}", config.job.recipe_dirs, origin)
+    given = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("name", "flavor") and v is not None}
+    return dataclasses.replace(recipe, **given)
 
 
-@dataclass(frozen=True)
-class Float8Recipe:
-    """The arithmetic of a linear layer's three matmuls: output, grad_input, grad_weight."""
+def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, Path]:
+    """Return name → file, the shipped ones first."""
+    problems = Problems(origin)
+    files = {path.stem: path for path in sorted((shipped_folder("recipes") / kind).glob("*.toml"))}
+    for folder in map(Path, extra_dirs):
+        if not folder.is_dir():
+            problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
+        for path in sorted((folder / kind).glob("*.toml")):
+            if path.stem in files:
+                want = f"a name that no other recipe has; {files[path.stem]} has it"
+                problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
+            files.setdefault(path.stem, path)
+    problems.raise_all(RecipeError)
+    return files
 
-    help: str
-    scale_rounding: Literal["exact", "pow2_floor"]
-    input: Float8Input
-    weight: Float8Weight
-    grad_output: Float8GradOutput
-    accumulation: Float8Accumulation
-    fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
-    min_compute_capability: float = 8.9  # below it, and on a CPU, the recipe is emulated
-    dim_multiple: int = 16  # layers with other widths cannot be converted
-    status: Literal["stable", "experimental"] = "stable"
-    refs: tuple[str, ...] = ()
+
+def _find(
+    kind: Kind, name: str, files: dict[str, Path], origin: Origin, key: str | None = None, base: Path = Path()
+) -> Path:
+    """Return the file of a recipe, or raise an error that lists the names there are."""
+    if name in files:
+        return files[name]
+    if name.endswith(".toml") and (base / name).is_file():
+        return base / name
+    asked, choices = name, [*KINDS[kind].words, *files]
+    if kind == "model" and key is None:  # a config says name and flavor apart
+        asked, choices = name.partition("-")[2], [c.partition("-")[2] for c in choices]
+    problems, key = Problems(origin), key or KINDS[kind].key
+    near = difflib.get_close_matches(asked, choices, n=1)
+    fix = f'did you mean "{near[0]}"?' if near else f"see `titanlite recipes {kind}`"
+    want = f"one of {', '.join(choices)}" + ("" if kind == "model" else ", or a .toml file that exists")
+    problems.add(key, show(asked), want, fix)
+    raise RecipeError(problems.message())
+
+
+def _check_model(recipe: ModelRecipe, problems: Problems) -> None:
+    """Dimensions are positive; `config/check.py` holds them against each other, after the overrides."""
+    for name, value in dataclasses.asdict(recipe).items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            problems.add(name, show(value), "a number above 0", f"{name} = the published size")
+
+
+def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
+    """Each matmul is one that the hardware, or its definition, can carry out."""
+    matmuls = {
+        "output": ("input", "weight"),
+        "grad_input": ("grad_output", "weight"),
+        "grad_weight": ("grad_output", "input"),
+    }
+    n_float8 = 0
+    for matmul, (left, right) in matmuls.items():
+        a, b = getattr(recipe, left), getattr(recipe, right)
+        grain_a, grain_b = getattr(a, matmul), getattr(b, matmul)
+        n_float8 += "none" not in (grain_a, grain_b)
+        if (grain_a == "none") != (grain_b == "none"):
+            where, other = (left, right) if grain_a == "none" else (right, left)
+            want = f'both operands of a matmul in float8, or both "none"; {other}.{matmul} is not "none"'
+            problems.add(f"{where}.{matmul}", '"none"', want, f'{other}.{matmul} = "none"')
+        elif grain_a != "none" and a.dtype == b.dtype == "e5m2":
+            want = f"e4m3 for one operand of the {matmul} matmul: tensor cores have no e5m2 × e5m2"
+            problems.add(f"{right}.dtype", '"e5m2"', want, f'{right}.dtype = "e4m3"')
+    if n_float8 == 0 and not problems:
+        want = 'a matmul in float8; all three are "none"'
+        problems.add("input.output", '"none"', want, 'float8.recipe = "none" in the config, for no float8 at all')
+    weight = recipe.weight
+    if recipe.fsdp_all_gather == "float8" and {weight.output, weight.grad_input} != {"tensor"}:
+        want = 'high_precision, unless weight.output and weight.grad_input are "tensor": FSDP gathers one scale'
+        problems.add("fsdp_all_gather", '"float8"', want, 'fsdp_all_gather = "high_precision"')
+    for name in ("dim_multiple", "min_compute_capability"):
+        if not getattr(recipe, name) > 0:
+            problems.add(name, show(getattr(recipe, name)), "a number above 0", f"leave {name} out")
+
+
+def _check_save_list(recipe: SaveList, problems: Problems) -> None:
+    """Each rule names an op and can match something."""
+    decided: set[str] = set()  # ops that an earlier rule matches without exception
+    for n, rule in enumerate(recipe.rules):
+        where, is_class = f"rules[{n}]", rule.op in OP_CLASSES
+        if not is_class and "." not in rule.op:
+            near = difflib.get_close_matches(rule.op, OP_CLASSES, n=1)
+            fix = f'did you mean "{near[0]}"?' if near else "name a class, or one op"
+            problems.add(
+                f"{where}.op", show(rule.op), f"one of {', '.join(OP_CLASSES)}, or one op, as aten.mm.default", fix
+            )
+        if rule.every < 1 or (rule.every > 1 and not is_class):
+            want = "at least 1, and 1 for a rule that names one op"
+            problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
+        if rule.module and rule.op != "matmul":
+            want = 'no modules: only a rule with op = "matmul" chooses by linear layer'
+            problems.add(f"{where}.module", show(rule.module), want, "remove module")
+        if rule.op in decided:
+            want = "an op that no earlier rule has decided; this rule can never match"
+            problems.add(f"{where}.op", show(rule.op), want, "remove the rule, or move it up")
+        if rule.every == 1 and not rule.module:
+            decided.add(rule.op)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What differs between kinds of recipes."""
+
+    schema: type[Any]
+    check: Callable[[Any, Problems], None]
+    key: str  # of the config, that names a recipe of this kind
+    words: tuple[str, ...] = ()  # what that key may say besides a name
+
+
+KINDS: dict[Kind, _Kind] = {
+    "model": _Kind(ModelRecipe, _check_model, "model.flavor"),
+    "float8": _Kind(Float8Recipe, _check_float8, "float8.recipe", words=("none",)),
+    "activation_checkpoint": _Kind(SaveList, _check_save_list, "activation_checkpoint.recipe"),
+}

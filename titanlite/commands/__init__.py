@@ -1,0 +1,54 @@
+"""The `titanlite` command: its subcommands, and what happens to their errors.
+
+Each subcommand is a module of this package with `run(argv) -> exit code`; the first line of its docstring is its
+help. It is imported when it is called, and its help is read without importing it, so that `--help` answers at once.
+"""
+
+import ast
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+
+_COMMANDS = {
+    "validate": "titanlite.commands.validate",
+    "recipes": "titanlite.commands.recipes",
+    "prepare": "titanlite.commands.prepare",
+    "compare": "titanlite.commands.compare",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: arguments without the program; those of this process if not given.
+
+    Returns:
+        0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr.
+    """
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("--help", "-h"):
+        sys.stdout.write(_overview())
+        return 0
+    try:
+        if name not in _COMMANDS:
+            near = difflib.get_close_matches(name, _COMMANDS, n=1)
+            fix = f"did you mean titanlite {near[0]}?" if near else "see titanlite --help"
+            raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
+        return importlib.import_module(_COMMANDS[name]).run(rest)
+    except TitanliteError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _overview() -> str:
+    lines = ["usage: titanlite COMMAND [--help] ...", ""]
+    for name in _COMMANDS:
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        help_text = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+        lines.append(f"  {name:10}{help_text}")
+    return "\n".join(lines) + "\n"

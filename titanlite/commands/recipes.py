@@ -1,0 +1,55 @@
+"""List the recipes, or show one in full: recipes [KIND [NAME]].
+
+What is shown is what the loader made of the file: defaults filled in, `extends` resolved. So a recipe that extends
+another can be read here without opening both.
+"""
+
+import difflib
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import cast, get_args
+
+from titanlite.config.problems import Origin
+from titanlite.config.write import to_toml
+from titanlite.errors import Problem, RecipeError, describe
+from titanlite.recipes import Kind, load, names
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def run(argv: list[str]) -> int:
+    """Print the recipes of all kinds or of one kind, or one recipe."""
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write("usage: titanlite recipes [KIND [NAME]]\n\n  KIND  " + ", ".join(_KINDS) + "\n")
+        return 0
+    if len(argv) > 2:
+        problem = Problem(" ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME")
+        raise RecipeError(describe("command line", [problem]))
+    for kind in argv[:1]:
+        if kind not in _KINDS:
+            near = difflib.get_close_matches(kind, _KINDS, n=1)
+            fix = f"did you mean {near[0]}?" if near else "titanlite recipes, to see them all"
+            raise RecipeError(describe("command line", [Problem("KIND", kind, f"one of {', '.join(_KINDS)}", fix)]))
+    if len(argv) == 2:
+        sys.stdout.write(_one(cast("Kind", argv[0]), argv[1]))
+    else:
+        kinds = cast("Sequence[Kind]", argv) or _KINDS
+        sys.stdout.write("\n".join(_listing(kind) for kind in kinds))
+    return 0
+
+
+def _listing(kind: Kind) -> str:
+    """The names of one kind, each with its help."""
+    rows = {name: load(kind, name).help for name in names(kind)}
+    width = max(map(len, rows))
+    indent = " " * (width + 4)
+    lines = [kind]
+    for name, text in rows.items():
+        lines += textwrap.wrap(text, 100, initial_indent=f"  {name:{width}}  ", subsequent_indent=indent)
+    return "\n".join(lines) + "\n"
+
+
+def _one(kind: Kind, name: str) -> str:
+    """One recipe as TOML, after a line that says which."""
+    return f"# {kind} recipe {name}\n" + to_toml(load(kind, name, origin=Origin("command line")))

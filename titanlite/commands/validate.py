@@ -1,0 +1,148 @@
+"""Check a config, its recipes and its data, and say what would run; nothing is started.
+
+What `train.py` checks before it imports torch is `checked_run`, and this command is nothing but that and a summary. A
+file that passes here with `--world N` passes there on N processes of this machine.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from titanlite import recipes
+from titanlite.config.check import check
+from titanlite.config.command_line import parse_with_origin
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.schema import Config
+from titanlite.data.prepare import check_inputs
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A config that passed every check, with all that it names."""
+
+    config: Config
+    dimensions: ModelRecipe
+    save_list: SaveList
+    float8: Float8Recipe | None
+
+
+def checked_run(
+    argv: Sequence[str], usage: str = "train.py --config FILE", world_size: int | None = None
+) -> CheckedRun:
+    """Read and check everything that a command line asks for, without importing torch.
+
+    Args:
+        argv: arguments without the program.
+        usage: the first line of the help page.
+        world_size: number of processes; None if it is not known.
+
+    Returns:
+        The config and its recipes. Data is checked too, but not loaded.
+
+    Raises:
+        ConfigError: something is wrong; all problems of the command line and the file, or else all those of recipes,
+            cross-checks and data, are in the message.
+        SystemExit: with 0, after `--help`.
+    """
+    config, origin = parse_with_origin(argv, usage)
+    wrong: dict[str, None] = {}  # messages in order, each once: a missing folder is every recipe's problem
+
+    def attempt(step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except TitanliteError as error:
+            wrong[str(error)] = None
+            return None
+
+    dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
+    dimensions = attempt(lambda: recipes.model_dimensions(config, origin))
+    save_list = attempt(lambda: recipes.load("activation_checkpoint", save_name, dirs, origin))
+    float8 = None if float8_name == "none" else attempt(lambda: recipes.load("float8", float8_name, dirs, origin))
+    if dimensions is not None:
+        sizes = dimensions
+        attempt(lambda: check(config, sizes, world_size, origin))
+        attempt(lambda: check_inputs(config, sizes.vocab_size))
+    if wrong or dimensions is None or save_list is None:
+        raise ConfigError("\n".join(wrong))
+    return CheckedRun(config, dimensions, save_list, float8)
+
+
+def run(argv: list[str]) -> int:
+    """Check a config and print a summary of its run; `argv` is FILE [--section.key VALUE ...] [--world N]."""
+    flags, world = _take_world(argv)
+    if flags and not flags[0].startswith("-"):
+        flags = ["--config", *flags]
+    elif not {"-h", "--help"} & set(flags):
+        fix = "titanlite validate configs/debug.toml"
+        raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", fix)]))
+    checked = checked_run(flags, "titanlite validate FILE [--world N]", world)
+    sys.stdout.write(summary(checked, flags[1], world))
+    return 0
+
+
+def summary(checked: CheckedRun, file: str, world: int | None) -> str:
+    """Say in a few lines what a run would be.
+
+    Args:
+        checked: the run.
+        file: its config.
+        world: number of processes, if it is known.
+    """
+    config = checked.config
+    mesh, batch = config.parallelism, config.training
+    replicate, shard, tensor = (
+        mesh.data_parallel_replicate_degree,
+        mesh.data_parallel_shard_degree,
+        mesh.tensor_parallel_degree,
+    )
+    if shard == -1 and world is not None:
+        shard = world // (replicate * tensor)
+    if shard == -1:
+        processes, ranks = f"a multiple of {replicate * tensor} processes; --world N checks a number", None
+    else:
+        processes, ranks = f"{replicate * shard * tensor} processes", replicate * shard
+    sequences = batch.global_batch_size or (batch.local_batch_size * ranks if ranks else None)
+    if sequences is None:
+        tokens = f"{batch.local_batch_size * batch.seq_len:,} tokens a step on each data-parallel rank"
+    else:
+        per_step = sequences * batch.seq_len
+        tokens = f"{per_step:,} tokens a step, {per_step * batch.steps:,} in {batch.steps:,} steps"
+        if ranks:
+            tokens += f"; {sequences // (batch.local_batch_size * ranks)} micro-steps"
+    rows = {
+        "model": f"{config.model.name} {config.model.flavor}, {n_parameters(checked.dimensions):,} parameters",
+        "mesh": f"replicate {replicate} × shard {'rest' if shard == -1 else shard} × tensor {tensor}: {processes}",
+        "batch": tokens,
+        "recipes": f"activation_checkpoint {config.activation_checkpoint.recipe}, float8 {config.float8.recipe}",
+        "data": f"{config.data.source}, tokenizer {config.data.tokenizer}",
+        "folder": os.path.join(config.job.dump_folder, config.job.name),
+    }
+    return f"{file}: no problems\n" + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
+
+
+def n_parameters(model: ModelRecipe) -> int:
+    """Return the number of parameters, embeddings included (tied ones once)."""
+    head_dim = model.dim // model.n_heads
+    attention = model.dim * head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
+    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    embeddings = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
+    return model.n_layers * block + model.dim + embeddings
+
+
+def _take_world(argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """Split `--world N` off: it is no key of the config."""
+    rest, world = list(argv), None
+    for n, arg in enumerate(argv):
+        name, has_value, value = arg.partition("=")
+        if name == "--world":
+            value = value if has_value else "".join(argv[n + 1 : n + 2])
+            if not value.isdecimal() or int(value) < 1:
+                problem = Problem("--world", value, "a number of processes, at least 1", "--world 8")
+                raise ConfigError(describe("command line", [problem]))
+            world, rest = int(value), [*argv[:n], *argv[n + (1 if has_value else 2) :]]
+    return rest, world

@@ -1,0 +1,153 @@
+"""Build a frozen dataclass from a TOML table, strictly: the one reader behind configs and recipes.
+
+Every key must be a field and every value must have the field's type. Nothing is converted on the quiet: `true` is not
+1, `"5"` is not 5. The only widenings are those that lose nothing: a whole number where a float is wanted, and a list
+for a tuple.
+"""
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from titanlite.config.problems import Problems
+
+T = TypeVar("T")
+
+
+def build(
+    schema: type[T],
+    table: Mapping[str, object],
+    problems: Problems,
+    where: str = "",
+    suggest: Callable[[str], str | None] = lambda path: None,
+) -> T | None:
+    """Build `schema` from `table`.
+
+    Args:
+        schema: a frozen dataclass. Fields may be bool, int, float, str, `Literal`, other dataclasses, tuples of one of
+            these, and unions of these with each other or None. A field without a default must be given.
+        table: what the file says.
+        problems: collects what is wrong.
+        where: dotted key of this table; "" at the top.
+        suggest: from the dotted key of an unknown key, to what the user should do; None if it has no better idea than
+            the nearest field.
+
+    Returns:
+        The value, or None if problems were added.
+    """
+    before, hints, values = len(problems), get_type_hints(schema), dict[str, Any]()
+    known = {f.name: f for f in dataclasses.fields(cast("Any", schema))}
+    for key, value in table.items():
+        path = f"{where}.{key}" if where else key
+        if key in known:
+            values[key] = _convert(hints[key], value, path, problems, suggest, known[key].default)
+        else:
+            fix = suggest(path) or _nearest_field(key, known, where) or "remove it"
+            problems.add(path, show(value), f"one of {', '.join(known)}", fix)
+    for name, f in known.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and name not in table:
+            path = f"{where}.{name}" if where else name
+            at = problems.origin.of(where)  # the header of the table that it should be in
+            problems.add(path, "", f"{describe_type(hints[name])}; it is missing", f"add {name} = …", at=at)
+    return schema(**values) if len(problems) == before else None
+
+
+def _nearest_field(key: str, known: Mapping[str, object], where: str) -> str | None:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {where + '.' if where else ''}{near[0]}?" if near else None
+
+
+def _convert(
+    hint: Any, value: object, path: str, problems: Problems, suggest: Callable[[str], str | None], default: object
+) -> object:
+    """Return `value` as the type `hint` says, or add a problem."""
+    options = _options(hint)
+    nested = [o for o in options if dataclasses.is_dataclass(o)]
+    if nested and isinstance(value, dict):
+        return build(cast("type[object]", nested[0]), cast("Mapping[str, object]", value), problems, path, suggest)
+    tuples = [o for o in options if get_origin(o) is tuple]
+    if tuples and isinstance(value, list):
+        item, items = get_args(tuples[0])[0], cast("list[object]", value)
+        return tuple(_convert(item, v, f"{path}[{n}]", problems, suggest, None) for n, v in enumerate(items))
+    if any(_fits(o, value) for o in options):
+        widen = float in options and int not in options and type(value) is int
+        return float(cast("int", value)) if widen else value
+    problems.add(path, show(value), describe_type(hint), repair(hint, value, path, default))
+    return None
+
+
+def _options(hint: Any) -> list[Any]:
+    """The members of a union without None, which TOML cannot say; any other type is its own only option."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [o for o in get_args(hint) if o is not type(None)]
+    return [hint]
+
+
+def _fits(option: Any, value: object) -> bool:
+    if get_origin(option) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(option))
+    if option is float:
+        return type(value) in (int, float)
+    return type(value) is option  # `is`: a bool is an int to isinstance
+
+
+def describe_type(hint: Any) -> str:
+    """Say in words which values a type allows, as "a whole number" or `"stop" or "skip"`."""
+    words: list[str] = []
+    for option in _options(hint):
+        if get_origin(option) is Literal:
+            words += [show(choice) for choice in get_args(option)]
+        elif get_origin(option) is tuple:
+            item = get_args(option)[0]
+            words.append("a list of tables" if dataclasses.is_dataclass(item) else "a list of strings")
+        elif dataclasses.is_dataclass(option):
+            words.append("a table")
+        else:
+            names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string in quotes"}
+            words.append(names[option])
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def repair(hint: Any, value: object, path: str, default: object) -> str:
+    """Say which one change makes `value` legal: what was probably meant, the nearest choice, or the default."""
+    key, options = path.rpartition(".")[2], _options(hint)
+    meant = _meant(value)
+    if any(_fits(o, meant) for o in options):
+        return f"{key} = {show(meant)}"
+    if any(get_origin(o) is tuple for o in options) and isinstance(value, str):
+        return f"{key} = [{show(value)}]"
+    if any(dataclasses.is_dataclass(o) for o in options):
+        return f"write it as a table: [{path}]"
+    choices = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)]
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    if near:
+        return f'did you mean "{near[0]}"?'
+    if isinstance(default, bool | int | float | str):
+        return f"{key} = {show(default)} (the default)"
+    return f"give {describe_type(hint)}"
+
+
+def _meant(value: object) -> object:
+    """What was probably meant by a number in quotes, or by a whole number written as 1e4."""
+    if isinstance(value, str):
+        for reading in (int, float, {"true": True, "false": False}.__getitem__):
+            try:
+                return _meant(reading(value.strip().lower()))
+            except (ValueError, KeyError):
+                continue
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def show(value: object) -> str:
+    """Write a value as TOML does; "" for a table."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(show(v) for v in cast('list[object]', value))}]"
+    return "" if isinstance(value, dict) else str(value)

@@ -1,0 +1,224 @@
+"""Cross-checks: is what the config asks for possible, on this many processes and with this model?
+
+The types of single values were checked when they were read. Here values are held against their range, against each
+other, against the model's dimensions and against the number of processes, before any process group or device is
+touched. Whatever can be said without the number of processes is also said when it is not known.
+"""
+
+import math
+
+from titanlite.config.build import show
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+
+RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
+    "job.stop_after": "[0, inf)",
+    "model.n_layers": "[1, inf)",
+    "model.dim": "[1, inf)",
+    "model.n_heads": "[1, inf)",
+    "model.n_kv_heads": "[1, inf)",
+    "model.ffn_dim": "[1, inf)",
+    "model.vocab_size": "[1, inf)",
+    "model.rope_theta": "(0, inf)",
+    "data.max_bad_records": "[0, inf)",
+    "training.steps": "[1, inf)",
+    "training.seq_len": "[1, inf)",
+    "training.local_batch_size": "[1, inf)",
+    "training.global_batch_size": "[1, inf)",
+    "training.max_norm": "[0, inf)",
+    "training.seed": "[0, 9223372036854775807]",
+    "optimizer.lr": "(0, inf)",
+    "optimizer.beta1": "[0, 1)",
+    "optimizer.beta2": "[0, 1)",
+    "optimizer.eps": "(0, inf)",
+    "optimizer.weight_decay": "[0, inf)",
+    "lr_scheduler.warmup_steps": "[0, inf)",
+    "lr_scheduler.decay_ratio": "(0, 1]",
+    "lr_scheduler.min_lr_factor": "[0, 1]",
+    "parallelism.data_parallel_replicate_degree": "[1, inf)",
+    "parallelism.data_parallel_shard_degree": "[-1, inf)",
+    "parallelism.tensor_parallel_degree": "[1, inf)",
+    "comm.init_timeout_seconds": "[1, inf)",
+    "comm.train_timeout_seconds": "[1, inf)",
+    "validation.freq": "[1, inf)",
+    "validation.steps": "[-1, inf)",
+    "checkpoint.interval": "[1, inf)",
+    "checkpoint.keep_latest_k": "[0, inf)",
+    "checkpoint.resume": "[1, inf)",
+    "metrics.log_freq": "[1, inf)",
+    "profiling.start_step": "[1, inf)",
+    "profiling.steps": "[1, inf)",
+}
+
+
+def check(config: Config, model: ModelRecipe, world_size: int | None, origin: Origin | None = None) -> None:
+    """Check a config against itself, its model and the number of processes.
+
+    Args:
+        config: the resolved config.
+        model: its dimensions, with the overrides of `[model]` applied.
+        world_size: number of processes; None if it is not known, then what depends on it is not checked.
+        origin: where each key was given, for the line numbers of the message.
+
+    Raises:
+        ConfigError: something is impossible; every problem is in the message.
+    """
+    problems = Problems(origin or Origin("config"))
+    _check_ranges(config, problems)
+    _check_model(model, problems)
+    batch, mesh = config.training, config.parallelism
+    counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size, batch.seq_len, batch.local_batch_size)
+    degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
+    if min(counts + degrees) >= 1:  # else they are out of range, and reported
+        _check_mesh(config, model, world_size, problems)
+        _check_batch(config, world_size, problems)
+    _check_steps(config, problems)
+    _check_features(config, problems)
+    problems.raise_all()
+
+
+def _check_ranges(config: Config, problems: Problems) -> None:
+    """Every number is in its range, which NaN never is."""
+    for key, span in RANGES.items():
+        section, _, name = key.partition(".")
+        value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
+        if isinstance(value, int | float) and not _inside(value, span):
+            fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
+            problems.add(key, show(value), f"a number in {span}", fix)
+    for key in ("parallelism.data_parallel_shard_degree", "validation.steps"):
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) == 0:
+            problems.add(key, "0", "-1 (all) or at least 1", f"{name} = -1")
+
+
+def _inside(value: float, span: str) -> bool:
+    low, high = (float(bound) for bound in span[1:-1].split(","))
+    return (value >= low if span[0] == "[" else value > low) and (value <= high if span[-1] == "]" else value < high)
+
+
+def _check_model(model: ModelRecipe, problems: Problems) -> None:
+    """The heads divide the width, and each width suits the kernels."""
+    dim, heads, kv_heads = model.dim, model.n_heads, model.n_kv_heads
+    if min(dim, heads, kv_heads) < 1:
+        return  # already out of range
+    if dim % heads:
+        problems.add(
+            "model.n_heads", str(heads), f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim))
+        )
+    elif dim // heads % 2:
+        want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
+        even = [h for h in _divisors(dim) if dim // h % 2 == 0]
+        problems.add("model.n_heads", str(heads), want, _pick("n_heads", heads, even))
+    if heads % kv_heads:
+        fix = _pick("n_kv_heads", kv_heads, _divisors(heads))
+        problems.add("model.n_kv_heads", str(kv_heads), f"a divisor of model.n_heads = {heads}", fix)
+    if model.ffn_dim % 128:
+        fix = f"ffn_dim = {-(-model.ffn_dim // 128) * 128}"
+        problems.add("model.ffn_dim", str(model.ffn_dim), "a multiple of 128", fix)
+
+
+def _check_mesh(config: Config, model: ModelRecipe, world: int | None, problems: Problems) -> None:
+    """The degrees multiply to the number of processes, and every sharded width can be split."""
+    p = config.parallelism
+    replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
+    section, any_number = "parallelism.", world is None
+    ranks = f"the number of processes, {world}"
+    if world is not None and world % replicate:
+        fix = _pick("data_parallel_replicate_degree", replicate, _divisors(world))
+        problems.add(section + "data_parallel_replicate_degree", str(replicate), f"a divisor of {ranks}", fix)
+        any_number = True  # what is left for the others cannot be said
+    tokens = config.training.seq_len * config.training.local_batch_size
+    split = {
+        f"model.n_heads = {model.n_heads}": model.n_heads,
+        f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,
+        f"model.ffn_dim / 128 = {model.ffn_dim // 128}": model.ffn_dim // 128,
+        f"model.vocab_size = {model.vocab_size}": model.vocab_size,
+        f"seq_len × local_batch_size = {tokens}": tokens,
+    }
+    if world is not None and not any_number:
+        split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
+    bad = [name for name, size in split.items() if size % tensor]
+    if bad:
+        degrees = _divisors(math.gcd(*split.values()))
+        fix = _pick("tensor_parallel_degree", tensor, degrees)
+        if not any(size % tensor for name, size in split.items() if "process" not in name):
+            fix += f", or start {replicate * tensor} processes"
+        problems.add(section + "tensor_parallel_degree", str(tensor), f"a divisor of {', of '.join(bad)}", fix)
+    elif world is not None and not any_number and shard != -1 and replicate * shard * tensor != world:
+        left, asked = world // (replicate * tensor), replicate * shard * tensor
+        want = f"replicate × shard × tensor = {replicate} × {shard} × {tensor} to be {ranks}"
+        fix = f"data_parallel_shard_degree = {left} (or -1: all that are left), or start {asked} processes"
+        problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
+
+
+def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
+    """The global batch is a whole number of micro-steps of every data-parallel rank."""
+    asked, local = config.training.global_batch_size, config.training.local_batch_size
+    if asked is None or asked < 1:
+        return  # one micro-step, or out of range
+    p = config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        n_data = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+    elif world is not None:
+        n_data = max(1, world // p.tensor_parallel_degree)
+    else:
+        n_data = p.data_parallel_replicate_degree  # of any number of processes
+    unit = local * n_data
+    if asked % unit:
+        near = [n for n in (asked // unit * unit, -(-asked // unit) * unit) if n]
+        want = f"a multiple of local_batch_size × data-parallel ranks = {local} × {n_data} = {unit}"
+        fix = _pick("global_batch_size", asked, near)
+        problems.add("training.global_batch_size", str(asked), want, fix)
+
+
+def _check_steps(config: Config, problems: Problems) -> None:
+    """What happens at a step happens within the run."""
+    steps, schedule, profiling = config.training.steps, config.lr_scheduler, config.profiling
+    limit = f"at most training.steps = {steps}"
+    if schedule.warmup_steps > steps:
+        problems.add("lr_scheduler.warmup_steps", str(schedule.warmup_steps), limit, f"warmup_steps = {steps // 10}")
+    elif schedule.decay_ratio is not None and schedule.warmup_steps + round(schedule.decay_ratio * steps) > steps:
+        most = (steps - schedule.warmup_steps) / steps
+        want = f"at most {most:.3g}: warm-up takes {schedule.warmup_steps} of {steps} steps"
+        fix = "leave decay_ratio out: decay then starts when warm-up ends"
+        problems.add("lr_scheduler.decay_ratio", show(schedule.decay_ratio), want, fix)
+    if config.job.stop_after > steps:
+        problems.add("job.stop_after", str(config.job.stop_after), limit, "stop_after = 0 (do not stop early)")
+    last = profiling.start_step + profiling.steps - 1
+    if profiling.enable and last > steps:
+        want = f"a trace within the run: step {last} is after training.steps = {steps}"
+        fix = f"start_step = {max(1, steps - profiling.steps + 1)}, steps = {min(profiling.steps, steps)}"
+        problems.add("profiling.start_step", str(profiling.start_step), want, fix)
+
+
+def _check_features(config: Config, problems: Problems) -> None:
+    """No feature is asked for that does not exist, or that another key turns off."""
+    job, checkpoint = config.job, config.checkpoint
+    if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0"):
+        problems.add("job.name", show(job.name), "the name of a folder", f'name = "{Config().job.name}" (the default)')
+    if config.parallelism.async_tensor_parallel:
+        want = "false: the fused kernels are not part of this version"
+        problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
+    if not checkpoint.enable:
+        for key, value, asked in (
+            ("checkpoint.resume", checkpoint.resume, isinstance(checkpoint.resume, int)),
+            ("job.stop_after", job.stop_after, job.stop_after > 0),
+        ):
+            if asked:
+                problems.add(key, show(value), "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
+    if config.metrics.wandb != "off" and not config.metrics.wandb_project:
+        default = Config().metrics.wandb_project
+        problems.add(
+            "metrics.wandb_project", '""', "the name of a project", f'wandb_project = "{default}" (the default)'
+        )
+
+
+def _divisors(n: int) -> list[int]:
+    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
+
+
+def _pick(name: str, asked: int, legal: list[int]) -> str:
+    """Say which legal values are nearest to what was asked: the first as the fix, the next beside it."""
+    first, *others = sorted(legal, key=lambda n: (abs(n - asked), n))[:2]
+    return f"{name} = {first}" + (f" (or {others[0]})" if others else "")

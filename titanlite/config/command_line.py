@@ -1,0 +1,144 @@
+"""The command line: `--config FILE`, and flags that are the dotted paths of TOML keys and win over the file.
+
+tyro turns the flags into a `Config`. Two things are done around it. Booleans take `--x`, `--x=false` and `--x true`
+alike, where tyro knows either the pair `--x`/`--no-x` or a value: it is asked for values, and they are spelled out
+for it first. And its error boxes become this project's four-part messages, for all bad flags at once: unknown flags
+are found here, and if tyro refuses the rest, each flag is tried by itself to see which ones it refuses.
+"""
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+import tyro
+
+from titanlite.config.build import describe_type, repair
+from titanlite.config.explain import overview, section_page
+from titanlite.config.problems import Origin, Place, Problems
+from titanlite.config.read import read_config, schema_keys, sections, suggest_key
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError, Problem, describe
+
+_HERE = Place("command line")
+
+
+def parse(argv: Sequence[str], program: str = "train.py") -> Config:
+    """Read the config file that the command line names, and apply the flags.
+
+    Args:
+        argv: arguments without the program.
+        program: what the help page calls it.
+
+    Returns:
+        The config; its values fit the schema, but are not yet checked against each other.
+
+    Raises:
+        ConfigError: something is wrong with the flags or the file.
+        SystemExit: with 0, after `--help`.
+    """
+    return parse_with_origin(argv, f"{program} --config FILE")[0]
+
+
+def parse_with_origin(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
+    """Like `parse`, and return where each key was given; `usage` is the first line of the help page."""
+    args = ["--help" if a == "-h" else a for a in argv]
+    if "--help" in args:
+        sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
+        raise SystemExit(0)
+    flags, problems = _flags(args), Problems(Origin("command line"))
+    files = flags.pop("config", [])
+    if len(files) != 1:
+        problem = Problem("--config", " ".join(files), "one TOML file", "name it: --config configs/debug.toml")
+        raise ConfigError(describe("command line", [problem]))
+    # A typing mistake on the command line is reported together with those in the file.
+    known = {key: values for key, values in flags.items() if not _refuse_unknown(key, values, problems)}
+    messages: list[str] = []
+    config, origin = Config(), Origin(files[0])
+    try:
+        config, origin = read_config(Path(files[0]))
+    except ConfigError as error:
+        messages.append(str(error))
+    overridden = _apply(known, config, problems)
+    if len(problems):
+        messages.append(problems.message())
+    if messages:
+        raise ConfigError("\n".join(messages))
+    return overridden, Origin(origin.source, {**origin.places, **dict.fromkeys(known, _HERE)})
+
+
+def _flags(args: Sequence[str]) -> dict[str, list[str]]:
+    """Group arguments by flag. A single dash begins a negative number, not a flag; the last of equal flags wins."""
+    flags: dict[str, list[str]] = {}
+    key = ""
+    for arg in args:
+        if arg.startswith("--") and len(arg) > 2:
+            name, has_value, value = arg[2:].partition("=")
+            key = name.replace("-", "_")
+            flags[key] = [value] if has_value else []
+        elif key:
+            flags[key].append(arg)
+        else:
+            want, fix = "flags, as --training.steps 100", "write --config FILE for the config"
+            raise ConfigError(describe("command line", [Problem(arg, "", want, fix)]))
+    return flags
+
+
+def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
+    """Add a problem and return True if no key of the schema has this name."""
+    if key in schema_keys():
+        return False
+    section = key.partition(".")[0]
+    own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
+    want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"
+    problems.add(
+        f"--{key}", " ".join(values), want, suggest_key(key) or f"see --help {section if own else ''}".rstrip()
+    )
+    return True
+
+
+def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
+    """Return `config` with the flags applied, or add a problem for each flag whose values do not fit."""
+    spelled = {key: [f"--{key}", *_spell(schema_keys()[key], values)] for key, values in flags.items()}
+    result = _tyro([word for words in spelled.values() for word in words], config)
+    if result is not None:
+        return result
+    for key, words in spelled.items():
+        if _tyro(words, config) is None:
+            hint, saw = schema_keys()[key], " ".join(flags[key])
+            section, _, name = key.partition(".")
+            default = getattr(getattr(Config(), section), name)
+            fix = repair(hint, saw, key, default).replace(f"{name} = ", f"--{key} ", 1)
+            problems.add(f"--{key}", saw, describe_type(hint).replace(" in quotes", ""), fix)
+    return config
+
+
+def _spell(hint: Any, values: list[str]) -> list[str]:
+    """Write the values of one flag as tyro reads them: booleans as True and False, lists without commas."""
+    if hint is bool:
+        words = {"true": "True", "false": "False"}
+        return [words.get(v.lower(), v) for v in values] or ["True"]
+    if get_origin(hint) is tuple:
+        return [part for v in values for part in v.split(",") if part]
+    return values
+
+
+def _tyro(args: list[str], config: Config) -> Config | None:
+    """Let tyro parse the flags; None if it refuses them. What it prints is replaced by our message."""
+    quiet = io.StringIO()
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
+        return tyro.cli(Config, args=args, default=config, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+    return None
+
+
+def _help(topics: list[str], usage: str) -> str:
+    """Return the help page of a section, or the one that lists the sections."""
+    if not topics:
+        return overview(usage)
+    if topics[0] in sections():
+        return section_page(topics[0])
+    want = f"one of {', '.join(sections())}"
+    fix = suggest_key(topics[0]) or "--help alone lists what they are for"
+    raise ConfigError(describe("command line", [Problem("--help", topics[0], want, fix)]))

@@ -1,0 +1,69 @@
+"""The help pages: one screen that lists the sections, and one page for each section.
+
+The texts are the docstrings of `schema.py`, read from its source, so that a key is explained in one place.
+"""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+from typing import get_type_hints
+
+from titanlite.config import schema
+from titanlite.config.build import describe_type, show
+from titanlite.config.read import sections
+
+_WIDTH = 80
+
+
+def overview(usage: str) -> str:
+    """Return the page of `--help`: the usage and one line per section, on 24 lines of 80 columns.
+
+    Args:
+        usage: the command, as "train.py --config FILE".
+    """
+    width = max(len(name) for name in sections())
+    lines = [f"usage: {usage} [--section.key VALUE ...]", ""]
+    for name, cls in sections().items():
+        lines.append(f"  {name:{width}}  {_first_sentence(cls)}")
+    lines += [
+        "",
+        "A flag is the dotted path of a TOML key and wins over the file. Booleans take",
+        "--x, --x=false and --x true; lists take several values.",
+        "--help SECTION explains the keys of a section.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def section_page(name: str) -> str:
+    """Return the page of `--help SECTION`: each key with its type, default and meaning."""
+    cls = sections()[name]
+    hints, docs = get_type_hints(cls), _field_docs()[cls.__name__]
+    lines = [f"[{name}]  {inspect.getdoc(cls)}"]
+    for field in dataclasses.fields(cls):
+        default = "not given" if field.default is None else show(field.default)
+        head = f"--{name}.{field.name}  {describe_type(hints[field.name])}; default: {default}"
+        lines += ["", *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_long_words=False)]
+        lines += textwrap.wrap(docs[field.name], _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines) + "\n"
+
+
+def _first_sentence(cls: type) -> str:
+    doc = inspect.getdoc(cls) or ""
+    return doc.partition(". ")[0].rstrip(".") + "."
+
+
+def _field_docs() -> dict[str, dict[str, str]]:
+    """Return the docstring under each field, by class and field: Python itself keeps none."""
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            own = docs.setdefault(node.name, {})
+            for field, doc in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(doc, ast.Expr)
+                ):
+                    own[field.target.id] = str(ast.literal_eval(doc.value))
+    return docs

@@ -1,0 +1,78 @@
+"""Where each value of a config came from, and the collector that turns what is wrong with them into one error.
+
+A config is merged from files and flags, and a recipe from a file and those it extends. `Origin` remembers the file
+and line of every key, so that a cross-check made long after reading can still point at the line to change. `Problems`
+gathers everything that is wrong before anything is raised: a person fixes a file once, not once per mistake.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from titanlite.errors import ConfigError, Problem, describe
+
+
+@dataclass(frozen=True)
+class Place:
+    """The file and line, or the command line, that a value came from."""
+
+    source: str
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place of every dotted key that was given. A key that was not given belongs to `source`, without a line."""
+
+    source: str
+    places: Mapping[str, Place] = field(default_factory=dict[str, Place])
+
+    def of(self, key: str) -> Place:
+        """Return the place that gave `key`."""
+        return self.places.get(key, Place(self.source))
+
+
+class Problems:
+    """Everything wrong with one config or recipe.
+
+    Args:
+        origin: where the values came from.
+    """
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self._found: list[tuple[Place, Problem]] = []
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def add(self, where: str, saw: str, want: str, fix: str, at: Place | None = None) -> None:
+        """Add one problem.
+
+        Args:
+            where: dotted key.
+            saw: the value as the user would write it; "" if there is none to show.
+            want: what is legal there.
+            fix: the one change that makes it legal.
+            at: its place, where that is not the place of `where`.
+        """
+        place = at or self.origin.of(where)
+        self._found.append((place, Problem(where, saw, want, fix, place.line)))
+
+    def raise_all(self, error: type[ConfigError] = ConfigError) -> None:
+        """Raise one error with every problem, or return if there is none.
+
+        Raises:
+            ConfigError: there is at least one problem.
+        """
+        if self._found:
+            raise error(self.message())
+
+    def message(self) -> str:
+        """Return one message with every problem, by source and line."""
+        by_source: dict[str, list[Problem]] = {}
+        for place, problem in self._found:
+            by_source.setdefault(place.source, []).append(problem)
+        return "\n".join(
+            describe(source, sorted(found, key=lambda p: p.line if p.line is not None else 10**9))
+            for source, found in by_source.items()
+        )

@@ -1,0 +1,69 @@
+"""Read a config file into a `Config`, strictly, and say for every unknown key what was probably meant.
+
+tomli parses, `toml_file.py` merges what the file extends, `build.py` checks each key and value against the schema.
+What is left for this file is to know the whole schema when a key is not found: it may belong to another section, be
+misspelt, or come from a torchtitan file.
+"""
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from titanlite.config.build import build
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.renamed import replacement
+from titanlite.config.schema import Config
+from titanlite.config.toml_file import read_merged
+
+
+def sections() -> dict[str, type]:
+    """Return the sections of the schema and their dataclasses, in order."""
+    hints = get_type_hints(Config)
+    return {f.name: hints[f.name] for f in dataclasses.fields(Config)}
+
+
+def schema_keys() -> dict[str, Any]:
+    """Return every dotted key of the schema and its type, in order."""
+    return {
+        f"{section}.{name}": hint for section, cls in sections().items() for name, hint in get_type_hints(cls).items()
+    }
+
+
+def read_config(path: Path) -> tuple[Config, Origin]:
+    """Read a TOML file, and those it extends, into a `Config`.
+
+    Args:
+        path: the file. Paths in its `extends` are relative to the file that says them.
+
+    Returns:
+        The config, and where each of its keys was given.
+
+    Raises:
+        ConfigError: a file is missing or is not TOML, or keys or values do not fit the schema (all of them at once).
+    """
+    table, places = read_merged(path, find=lambda name, file: file.parent / name)
+    problems = Problems(Origin(str(path), places))
+    config = build(Config, table, problems, suggest=suggest_key)
+    problems.raise_all()
+    return cast("Config", config), problems.origin
+
+
+def suggest_key(path: str) -> str | None:
+    """Say what to write instead of an unknown dotted key: its replacement, its section, or the nearest key.
+
+    Returns:
+        A sentence, or None if nothing is near.
+    """
+    section, _, key = path.rpartition(".")
+    if fix := replacement(path):
+        return fix
+    if not section and (near := difflib.get_close_matches(path, sections(), n=1)):
+        return f"did you mean [{near[0]}]?"
+    elsewhere = [k for k in schema_keys() if k.endswith(f".{key}")]
+    own = [k for k in schema_keys() if k.startswith(f"{section}.")]
+    if own and 1 <= len(elsewhere) <= 3:
+        near = elsewhere
+    else:
+        near = difflib.get_close_matches(path, own or schema_keys(), n=1) or elsewhere[:3]
+    return f"did you mean {' or '.join(near)}?" if near else None

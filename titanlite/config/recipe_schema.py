@@ -1,0 +1,117 @@
+"""Schemas of the three kinds of recipes, one dataclass each; `titanlite/recipes.py` finds and checks the files.
+
+    model                   the dimensions of a published size, named `<model.name>-<model.flavor>`
+    float8                  the arithmetic of a linear layer's three matmuls
+    activation_checkpoint   a save-list: which activations are kept for backward
+
+Code elsewhere interprets these fields: no recipe name occurs in an `if`. They stand beside the schema of the config
+because the cross-checks of a config need the dimensions of its model.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1 frequency scaling: low frequencies are divided by `factor`, high ones kept, those between blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """The dimensions of one model size."""
+
+    help: str
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    rope_theta: float
+    norm_eps: float
+    tied_embeddings: bool = False
+    rope_scaling: RopeScaling | None = None
+    refs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SaveRule:
+    """One line of a save-list; the first rule that matches an operation decides."""
+
+    op: str  # "attention", "matmul", "communication": a class of ops; or one op, as "aten.max.default"
+    action: Literal["save", "recompute"]
+    module: tuple[str, ...] = ()  # only the matmuls of these linear layers, as "wqkv"; empty: any
+    every: int = 1  # of the ops that match, the first of every so many
+    optional: bool = False  # may match nothing
+
+
+@dataclass(frozen=True)
+class SaveList:
+    """Which activations of a block are kept for backward. What no rule matches follows `default`."""
+
+    help: str
+    default: Literal["save", "recompute"]
+    rules: tuple[SaveRule, ...] = ()
+    refs: tuple[str, ...] = ()
+
+
+Granularity = Literal["tensor", "row", "none"]  # "none": this operand stays in high precision in this matmul
+
+
+@dataclass(frozen=True)
+class Float8Input:
+    """The activation of a linear layer, in the two matmuls that use it."""
+
+    dtype: Literal["e4m3", "e5m2"]
+    output: Granularity
+    grad_weight: Granularity
+
+
+@dataclass(frozen=True)
+class Float8Weight:
+    """The weight, in the two matmuls that use it."""
+
+    dtype: Literal["e4m3", "e5m2"]
+    output: Granularity
+    grad_input: Granularity
+
+
+@dataclass(frozen=True)
+class Float8GradOutput:
+    """The gradient of the output, in the two matmuls that use it."""
+
+    dtype: Literal["e4m3", "e5m2"]
+    grad_input: Granularity
+    grad_weight: Granularity
+
+
+@dataclass(frozen=True)
+class Float8Accumulation:
+    """How each matmul adds up: `fast` keeps partial sums in the tensor core, `split` promotes them to float32."""
+
+    output: Literal["fast", "split"]
+    grad_input: Literal["fast", "split"]
+    grad_weight: Literal["fast", "split"]
+
+
+@dataclass(frozen=True)
+class Float8Recipe:
+    """The arithmetic of a linear layer's three matmuls: output, grad_input, grad_weight."""
+
+    help: str
+    scale_rounding: Literal["exact", "pow2_floor"]
+    input: Float8Input
+    weight: Float8Weight
+    grad_output: Float8GradOutput
+    accumulation: Float8Accumulation
+    fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
+    min_compute_capability: float = 8.9  # below it, and on a CPU, the recipe is emulated
+    dim_multiple: int = 16  # layers with other widths cannot be converted
+    status: Literal["stable", "experimental"] = "stable"
+    refs: tuple[str, ...] = ()

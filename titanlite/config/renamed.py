@@ -1,0 +1,92 @@
+"""Keys of torchtitan's last TOML release (v0.2) that are not keys here, and what to write instead.
+
+Its users come with files full of these, so the error names the replacement. A section stands for all its keys.
+"""
+
+_NEVER = "remove it; this version has no"
+
+_REPLACEMENT: dict[str, str] = {
+    "job.config_file": "name the file with --config FILE",
+    "job.description": "use job.name",
+    "job.print_config": "remove it; the resolved config is in <dump_folder>/<name>/config.toml",
+    "job.save_config_file": "remove it; the resolved config is in <dump_folder>/<name>/config.toml",
+    "job.custom_config_module": f"{_NEVER} custom config module",
+    "model.tokenizer_path": "use data.tokenizer",
+    "model.hf_assets_path": "use data.tokenizer (the path of a tokenizer.json)",
+    "model.converters": "set float8.recipe; there is no list of converters",
+    "model.print_after_conversion": "remove it; receipt.json says what was converted",
+    "optimizer.implementation": "remove it; AdamW is always fused",
+    "optimizer.early_step_in_backward": f"{_NEVER} optimizer step inside backward",
+    "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor (a share of the peak)",
+    "training.dataset": "use data.source (hf:<dataset>, a path, or python_stdlib)",
+    "training.dataset_path": "use data.source",
+    "training.batch_size": "use training.local_batch_size",
+    "training.tensor_parallel_degree": "use parallelism.tensor_parallel_degree",
+    "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
+    "training.compile": "use compile.enable",
+    "training.dtype": "remove it; master weights are float32. Compute is training.mixed_precision_param",
+    "training.gc_freq": "remove it; there is no setting of garbage collection",
+    "training.gc_debug": "remove it; there is no setting of garbage collection",
+    "training.enable_cpu_offload": f"{_NEVER} CPU offload",
+    "training.warmup_steps": "use lr_scheduler.warmup_steps",
+    "debug": "use training.seed and training.deterministic",
+    "parallelism.enable_async_tensor_parallel": "use parallelism.async_tensor_parallel",
+    "parallelism.disable_loss_parallel": "remove it; the loss is always parallel over the vocabulary",
+    "parallelism.enable_compiled_autograd": f"{_NEVER} compiled autograd",
+    "parallelism.context_parallel_degree": f"{_NEVER} context parallelism",
+    "parallelism.context_parallel_rotate_method": f"{_NEVER} context parallelism",
+    "parallelism.pipeline_parallel_degree": f"{_NEVER} pipeline parallelism",
+    "parallelism.pipeline_parallel_schedule": f"{_NEVER} pipeline parallelism",
+    "parallelism.pipeline_parallel_microbatch_size": f"{_NEVER} pipeline parallelism",
+    "parallelism.expert_parallel_degree": f"{_NEVER} mixture of experts",
+    "parallelism.expert_tensor_parallel_degree": f"{_NEVER} mixture of experts",
+    "activation_checkpoint.mode": 'use activation_checkpoint.recipe ("none", "full" or the name of a save-list)',
+    "activation_checkpoint.selective_ac_option": 'use activation_checkpoint.recipe (for "op": "every_second_matmul")',
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "write a save-list whose rules name modules",
+    "activation_checkpoint.memory_budget": "use activation_checkpoint.recipe",
+    "activation_checkpoint.early_stop": "remove it; recomputation always stops early",
+    "activation_checkpoint.preserve_rng_state": "remove it; nothing recomputed is random",
+    "float8.recipe_name": "use float8.recipe",
+    "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe says it (fsdp_all_gather)",
+    "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; it comes with fsdp_all_gather of the float8 recipe",
+    "float8.emulate": "remove it; a device without float8 emulates, and receipt.json says so",
+    "quantize": "use float8.recipe and float8.filter_fqns",
+    "mx": f"{_NEVER} MX formats; see `titanlite recipes float8`",
+    "compile.components": "remove it; compile.enable compiles the blocks and the loss",
+    "compile.backend": "remove it; the back end is inductor",
+    "checkpoint.enable_checkpoint": "use checkpoint.enable",
+    "checkpoint.folder": "remove it; checkpoints are in <job.dump_folder>/<job.name>/checkpoints",
+    "checkpoint.load_step": "use checkpoint.resume (auto, never, or a step)",
+    "checkpoint.create_seed_checkpoint": "remove it; the same seed gives the same weights under any layout",
+    "checkpoint.interval_type": "remove it; checkpoint.interval counts steps",
+    "checkpoint.initial_load_path": f"{_NEVER} start from foreign weights",
+    "checkpoint.export_dtype": "remove it; master weights are saved in float32",
+    "metrics.enable_wandb": 'use metrics.wandb ("off", "offline" or "online")',
+    "metrics.enable_tensorboard": "remove it; use metrics.wandb, or metrics.jsonl of the run folder",
+    "metrics.disable_color_printing": "set the environment variable NO_COLOR=1",
+    "metrics.save_tb_folder": "remove it; metrics are in <dump_folder>/<name>/metrics.jsonl",
+    "metrics.save_for_all_ranks": "remove it; metrics are global",
+    "profiling.enable_profiling": "use profiling.enable",
+    "profiling.save_traces_folder": "remove it; traces are in <dump_folder>/<name>/profile",
+    "profiling.profile_freq": "use profiling.start_step and profiling.steps",
+    "profiling.profiler_active": "use profiling.steps",
+    "profiling.profiler_warmup": "use profiling.start_step",
+    "validation.enabled": "use validation.enable",
+    "validation.dataset": "use validation.source",
+    "validation.dataset_path": "use validation.source",
+    "validation.local_batch_size": "remove it; validation uses training.local_batch_size",
+    "validation.seq_len": "remove it; validation uses training.seq_len",
+    "comm.trace_buf_size": "set the environment variable TORCH_FR_BUFFER_SIZE",
+    "experimental": f"{_NEVER} section for experiments",
+    "fault_tolerance": f"{_NEVER} torchft; restart with torchrun --max-restarts",
+    "memory_estimation": f"{_NEVER} memory estimation",
+}
+
+
+def replacement(key: str) -> str | None:
+    """Say what to write instead of a dotted key of torchtitan, or None if it is none of its keys."""
+    while key:
+        if key in _REPLACEMENT:
+            return _REPLACEMENT[key]
+        key = key.rpartition(".")[0]
+    return None

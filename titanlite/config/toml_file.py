@@ -1,0 +1,114 @@
+"""Read a TOML file and those it extends into one table, remembering the file and line of every key.
+
+`extends` names files that come first, in order; the file itself comes last and wins. Tables are merged key by key,
+anything else is replaced whole. A config names the files by path, a recipe by name: the caller says how a name is
+found.
+"""
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import tomli
+
+from titanlite.config.locate import key_lines
+from titanlite.config.problems import Place
+from titanlite.errors import ConfigError, Problem, describe
+
+Table = dict[str, Any]
+
+
+def shipped_folder(name: str) -> Path:
+    """Return the folder of the shipped `configs` or `recipes`: in the wheel, or at the top of the checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "_shipped" / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def read_merged(path: Path, find: Callable[[str, Path], Path]) -> tuple[Table, dict[str, Place]]:
+    """Read a file and everything it extends.
+
+    Args:
+        path: the file.
+        find: from a name in `extends` and the file that says it, to the file that is meant.
+
+    Returns:
+        The merged table without `extends`, and the place of every dotted key in it.
+
+    Raises:
+        ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
+    """
+    return _read(path, find, ())
+
+
+def _read(path: Path, find: Callable[[str, Path], Path], above: tuple[Path, ...]) -> tuple[Table, dict[str, Place]]:
+    own, lines = _read_one(path)
+    chain = (*above, path)
+    extends_line = lines.pop("extends", None)
+    extends: object = own.pop("extends", [])
+    names = cast("list[object]", extends) if isinstance(extends, list) else [extends]
+
+    def refuse(saw: str, want: str, fix: str) -> ConfigError:
+        return ConfigError(describe(str(path), [Problem("extends", saw, want, fix, extends_line)]))
+
+    table: Table = {}
+    places: dict[str, Place] = {}
+    for name in names:
+        if not isinstance(name, str):
+            raise refuse(str(name), "a list of names, in quotes", 'extends = ["base.toml"]')
+        base = find(name, path)
+        if base.resolve() in [p.resolve() for p in chain]:
+            circle = " → ".join(str(p) for p in (*chain, base))
+            raise refuse(f'"{name}"', f"files that do not extend each other in a circle: {circle}", "remove this name")
+        if not base.is_file():
+            raise refuse(f'"{name}"', f"a file that exists; {base} does not", nearest_file(base))
+        _merge(table, places, *_read(base, find, chain))
+    _merge(table, places, own, {key: Place(str(path), line) for key, line in lines.items()})
+    return table, places
+
+
+def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
+    """Parse one file, and find the lines of its keys."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomli.loads(text), key_lines(text)
+    except tomli.TOMLDecodeError as error:
+        seen = error.doc.splitlines()[error.lineno - 1].strip() if error.pos < len(error.doc) else "end of file"
+        want = f"valid TOML ({error.msg[0].lower()}{error.msg[1:]}, column {error.colno})"
+        fix = "strings are in quotes, lists in [ ], booleans are true or false, a key stands once in its table"
+        raise ConfigError(describe(str(path), [Problem(seen, "", want, fix, error.lineno)])) from None
+    except UnicodeDecodeError as error:
+        problem = Problem(f"byte {error.start}", "", "text in UTF-8", "save the file as UTF-8")
+        raise ConfigError(describe(str(path), [problem])) from None
+    except OSError as error:
+        seen = (error.strerror or str(error)).lower()
+        problem = Problem(seen, "", f"a TOML file, looked for from {Path.cwd()}", nearest_file(path))
+        raise ConfigError(describe(str(path), [problem])) from None
+
+
+def nearest_file(path: Path) -> str:
+    """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
+    beside = {p.name: p for p in sorted(path.parent.glob("*.toml"))}
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    if near:
+        return f"did you mean {beside[near[0]]}?"
+    shipped = sorted(p.name for p in shipped_folder("configs").glob("*.toml"))
+    return f"write it, or start from one in {shipped_folder('configs')}: {', '.join(shipped)}"
+
+
+def _merge(table: Table, places: dict[str, Place], over: Table, over_places: dict[str, Place]) -> None:
+    """Merge `over` into `table`, and the places with it."""
+    _merge_table(table, places, over, "")
+    places.update(over_places)
+
+
+def _merge_table(table: Table, places: dict[str, Place], over: Table, prefix: str) -> None:
+    for key, value in over.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and isinstance(table.get(key), dict):
+            _merge_table(table[key], places, cast("Table", value), f"{path}.")
+            continue
+        for old in [p for p in places if p == path or p.startswith((f"{path}.", f"{path}["))]:
+            del places[old]
+        table[key] = value

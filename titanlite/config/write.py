@@ -1,0 +1,26 @@
+"""Write a config as TOML. Reading it back gives an equal config, so a run's `config.toml` starts the same run again."""
+
+import dataclasses
+from typing import Any, cast
+
+import tomli_w
+
+
+def to_toml(config: Any) -> str:
+    """Write a config, or a recipe, with every value that it resolved to.
+
+    Args:
+        config: a frozen dataclass whose fields TOML can say. None, which TOML cannot say, is left out.
+
+    Returns:
+        TOML text.
+    """
+    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
+    if isinstance(value, tuple):
+        return [_plain(v) for v in cast("tuple[Any, ...]", value)]
+    return value
