@@ -168,6 +168,35 @@ def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) 
     assert not list(cache.glob("*.tmp-*"))
 
 
+def test_a_failure_is_shared_with_those_who_waited(tmp_path: Path) -> None:
+    source, cache = write_texts(tmp_path / "in", "with \0 NUL"), tmp_path / "cache"
+    first = start_slow(source, cache, 2)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "encoding\n"
+    waiting = [start_slow(source, cache, 0) for _ in range(2)]
+    for process in (first, *waiting):
+        out, error = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert "0.txt: holds NUL" in error
+        assert "encoding" not in out
+    (tmp_path / "in" / "0.txt").write_text("mended")
+    assert prepare_here(tmp_path, source).tokens == 7
+
+
+def test_a_failure_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlite.data.tokenizer import ByteTokenizer
+
+    def fail(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
+        raise DataError("no luck")
+
+    source = write_texts(tmp_path / "in", "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "encode_batch", fail)
+        with pytest.raises(DataError, match="no luck"):
+            prepare_here(tmp_path, source)
+    assert prepare_here(tmp_path, source).tokens == 2
+
+
 def test_progress_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.data.progress._SECONDS_BETWEEN_LINES", 0.0)
     source = write_texts(tmp_path / "in", "x" * 2_000_000)

@@ -2,8 +2,9 @@
 
 It is made under a temporary name beside its place and renamed when it is complete, so it is whole or absent. A lock on
 a file beside it lets one process work while the others wait; the system drops the lock when its holder dies, however
-it dies, and the next one clears away what was left and starts over. The holder writes how far it is into the lock file,
-so that whichever process was asked to show progress can.
+it dies, and the next one clears away what was left and starts over. The holder writes into the lock file how far it is,
+so that whichever process was asked to show progress can, and why it failed, so that those who waited need not find out
+again one after the other.
 
 Several hosts may share the folder where the file system has locks (NFS since version 4, Lustre mounted with `flock`).
 """
@@ -17,11 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.data.progress import Progress
+from titanlite.errors import DataError
 
 _POLL_SECONDS = 0.1
+_FAILED = "failed: "
 
 
-def make_once(folder: Path, make: Callable[[Path, Callable[[int], None]], None], progress: Progress, total: int | None):
+def make_once(
+    folder: Path, make: Callable[[Path, Callable[[int], None]], None], progress: Progress, total: int | None
+) -> None:
     """Make a folder if it is not there, or wait until another process has.
 
     Args:
@@ -31,13 +36,18 @@ def make_once(folder: Path, make: Callable[[Path, Callable[[int], None]], None],
         total: bytes to read, if known.
 
     Raises:
+        DataError: raised by `make`, here or in the process that was waited for.
         OSError: the folder's place cannot be written, or has no locks.
     """
     if folder.exists():
         return
-    with progress, _lock(folder.with_name(folder.name + ".lock"), lambda done: progress.update(done, total)) as lock:
+    lock_file = folder.with_name(folder.name + ".lock")
+    with progress, _lock(lock_file, lambda done: progress.update(done, total)) as (lock, has_waited):
         if folder.exists():
             return
+        if has_waited and (said := _read(lock)).startswith(_FAILED):
+            raise DataError(said.removeprefix(_FAILED))
+        os.truncate(lock, 0)
         for stale in folder.parent.glob(folder.name + ".tmp-*"):
             shutil.rmtree(stale)
         unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
@@ -50,21 +60,32 @@ def make_once(folder: Path, make: Callable[[Path, Callable[[int], None]], None],
         try:
             make(unfinished, report)
             unfinished.rename(folder)
+        except DataError as e:
+            os.truncate(lock, 0)
+            os.pwrite(lock, f"{_FAILED}{e}".encode(), 0)
+            raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
-def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[int]:
+def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, bool]]:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    has_waited = False
     try:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                waiting(int(os.pread(file, 20, 0) or 0))
+                has_waited = True
+                if (said := _read(file).strip()).isdigit():
+                    waiting(int(said))
                 time.sleep(_POLL_SECONDS)
-        yield file
+        yield file, has_waited
     finally:
         os.close(file)
+
+
+def _read(lock: int) -> str:
+    return os.pread(lock, os.fstat(lock).st_size, 0).decode(errors="replace")

@@ -44,7 +44,9 @@ def token_dtype(source: Source, vocab_size: int) -> str:
     if odd:
         seen = "\n      ".join(f"{f} has {n} bytes" for f, n in odd[:10])
         want = f"{dtype} ids ({item} bytes each) for model.vocab_size = {vocab_size}"
-        fix = 'write the files again; if they hold another type, put a meta.json beside them: {"dtype": "uint16"}'
+        fix = "write the files again"
+        if dtype == "uint32":
+            fix += '; if they hold uint16, put {"dtype": "uint16"} in a meta.json beside them'
         raise DataError(describe("data", [Problem(source.key, f"{source.name!r}:\n      {seen}", want, fix)]))
     return dtype
 
