@@ -68,6 +68,10 @@ def test_forty_rows_and_names_that_fit():
     table = kernel_table({"traceEvents": events}, steps=1)
     assert len(table.rsplit(" kernel\n", 1)[1].splitlines()) == 40
     assert max(map(len, table.splitlines())) < 170
+    table = kernel_table(
+        {"traceEvents": [kernel("void at::native::(anonymous namespace)::fill<float>", 0, 1)]}, steps=1
+    )
+    assert table.endswith("other         fill<float>\n")
 
 
 def test_an_empty_trace_says_so():
@@ -84,6 +88,7 @@ def test_an_empty_trace_says_so():
         ("aten::comm", "other"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("gloo:all_gather", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),

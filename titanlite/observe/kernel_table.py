@@ -21,7 +21,7 @@ _GAPS = 5
 # First match wins. A fused kernel of communication and matmul is named for both and counts as a matmul; attention
 # kernels are built from the same libraries as matmuls and must come before them.
 _CLASSES = (
-    ("attention", r"flash|fmha|attention|sdpa"),
+    ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
     ("communication", r"nccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|symm_mem|memcpy ptop"),
     ("optimizer", r"adam|multi_tensor|_foreach_|foreach_norm"),
@@ -154,5 +154,7 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def _short(name: str, width: int) -> str:
-    """Cut a name: C++ kernels carry their whole template."""
+    """Cut a name: C++ kernels carry their whole template, after namespaces that say nothing."""
+    for noise in ("void ", "(anonymous namespace)::", "at::native::"):
+        name = name.replace(noise, "")
     return name if len(name) <= width else name[: width - 3] + "..."
