@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.models.layers import Linear
-from titanlite.recipes import Float8Recipe, Granularity
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,11 @@ def _gathered_in_float8(weight: nn.Parameter, matmul: Float8Matmul) -> nn.Parame
     """Wrap the local tensor of a weight so that FSDP casts it before it gathers it."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+    dtype = matmul.config.cast_config_weight.target_dtype
+    assert dtype is not None  # noqa: S101  # `torchao_config` sets it
+
     def wrap(local: Tensor) -> Tensor:
-        return WeightWithDynamicFloat8CastTensor(local, matmul.products, matmul.config.cast_config_weight.target_dtype)
+        return WeightWithDynamicFloat8CastTensor(local, matmul.products, dtype)
 
     data = weight.data
     if isinstance(data, DTensor):

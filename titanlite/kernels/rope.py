@@ -7,22 +7,14 @@ Source: Su et al. 2021 (RoFormer), eq. 34; frequency scaling as in Llama 3.1.
 """
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Scaling(Protocol):
-    """Frequency scaling for contexts longer than the model was first trained on."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
+from titanlite.config.recipe_schema import RopeScaling
 
 
-def rope_table(seq_len: int, head_dim: int, theta: float, scaling: Scaling | None) -> tuple[Tensor, Tensor]:
+def rope_table(seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position's angles.
 
     Args:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.rope import rope, rope_table
 from titanlite.kernels.swiglu import BLOCK, swiglu
 from titanlite.models.layers import Embedding, Linear, RMSNorm
-from titanlite.recipes import ModelRecipe
 
 INIT_STD = 0.02
 

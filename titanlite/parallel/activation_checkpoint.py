@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.models.layers import Linear
-from titanlite.recipes import SaveList, SaveRule
 
 _CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (

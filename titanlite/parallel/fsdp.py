@@ -41,4 +41,5 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
         if isinstance(module, FSDPModule):
             # gloo cannot divide while it reduces, hence the plain sum.
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if mesh.dp_size > 1:  # a single rank divides by its count of one anyway, without a pass over the gradient
+                module.set_gradient_divide_factor(1.0)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite import recipes
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.kernels.cross_entropy import CrossEntropy
@@ -26,7 +27,6 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel
-from titanlite.recipes import ModelRecipe
 from titanlite.training.optimizer import AdamW
 
 _MODELS = {"llama3": Llama3}
@@ -47,7 +47,7 @@ class Run:
     receipt: Receipt
 
 
-def fastest_attention() -> AbstractContextManager[None]:
+def fastest_attention() -> AbstractContextManager[object]:
     """Prefer the attention kernels in the order of their speed on the GPUs that titanlite is measured on.
 
     Training and validation run inside this context; `scripts/bench/attention.py` has the figures.
@@ -61,12 +61,16 @@ def fastest_attention() -> AbstractContextManager[None]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def build(config: Config, sizes: ModelRecipe, device: torch.device) -> Run:
+def build(
+    config: Config, sizes: ModelRecipe, save_list: SaveList, float8: Float8Recipe | None, device: torch.device
+) -> Run:
     """Assemble a run with fresh weights.
 
     Args:
         config: checked.
         sizes: the model's dimensions, overrides applied.
+        save_list: which activations are kept.
+        float8: arithmetic of the linear layers, or None.
         device: this process's; the process group exists.
 
     Returns:
@@ -80,9 +84,8 @@ def build(config: Config, sizes: ModelRecipe, device: torch.device) -> Run:
         model = _MODELS[config.model.name](sizes, config.training.seq_len)
     if mesh.tp_group is not None:
         apply_tensor_parallel(model, mesh.tp, mesh.tp_group)
-    if config.float8.recipe != "none":
-        _float8(model, config, device, tokens, receipt)
-    save_list = recipes.load("activation_checkpoint", config.activation_checkpoint.recipe, config.job.recipe_dirs)
+    if float8 is not None:
+        _float8(model, config, float8, device, tokens, receipt)
     save_list_use = apply_activation_checkpoint(model, save_list)
     if config.compile.enable:
         apply_compile(model)
@@ -93,7 +96,7 @@ def build(config: Config, sizes: ModelRecipe, device: torch.device) -> Run:
     initialise(model, config.training.seed)
     # FSDP moves shards that need padding when it is first used; the optimizer must see where they end up.
     for module in model.modules():
-        if hasattr(module, "unshard"):
+        if isinstance(module, FSDPModule):
             module.unshard()
             module.reshard()
     named = dict(model.named_parameters())
@@ -112,13 +115,13 @@ def build(config: Config, sizes: ModelRecipe, device: torch.device) -> Run:
     )
 
 
-def _float8(model: nn.Module, config: Config, device: torch.device, tokens: int, receipt: Receipt) -> None:
-    name = config.float8.recipe
-    recipe = recipes.load("float8", name, config.job.recipe_dirs)
+def _float8(
+    model: nn.Module, config: Config, recipe: Float8Recipe, device: torch.device, tokens: int, receipt: Receipt
+) -> None:
     done = apply_float8(model, recipe, config.float8.filter_fqns, device, tokens)
     receipt.add(
         "float8",
-        name,
+        config.float8.recipe,
         {"layers": len(done.converted), "lowering": done.lowering, "fsdp_all_gather": recipe.fsdp_all_gather},
         count=len(done.converted),
         skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],

@@ -7,14 +7,16 @@ import os
 from collections import deque
 from contextlib import ExitStack
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.state import Checkpoints, restore_rng, rng_state
+from titanlite.checkpoint.rng import restore_rng, rng_state
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.prepare import prepare
+from titanlite.float8.convert import precompute_scales
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.profiler import Profiler
@@ -23,7 +25,6 @@ from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.initialise import local_data
 from titanlite.parallel.process_group import limit_collectives, start_process_group
-from titanlite.recipes import ModelRecipe
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.optimizer import as_laid_out
@@ -37,13 +38,23 @@ from titanlite.training.stop import StopSignals
 _WATCHDOG_GRACE_S = 60
 
 
-def train(config: Config, sizes: ModelRecipe, folder: RunFolder) -> None:
+def train(
+    config: Config,
+    sizes: ModelRecipe,
+    save_list: SaveList,
+    float8: Float8Recipe | None,
+    folder: RunFolder,
+    notices: list[str],
+) -> None:
     """Train until the last step, `job.stop_after` or a signal, whichever comes first.
 
     Args:
         config: checked.
         sizes: the model's dimensions, overrides applied.
+        save_list: which activations are kept.
+        float8: arithmetic of the linear layers, or None.
         folder: claimed by rank 0.
+        notices: what claiming it had to say.
 
     Raises:
         TitanliteError: what the user can mend, the same on every rank.
@@ -53,6 +64,8 @@ def train(config: Config, sizes: ModelRecipe, folder: RunFolder) -> None:
         rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         console = Console(rank, local_rank, config.training.steps, folder.logs)
         cleanup.callback(console.close)
+        for notice in notices:
+            console.notice(notice)
         show_progress = local_rank == 0
         shards = prepare(config.data.source, config.data, sizes.vocab_size, show_progress)
         held_out = None
@@ -62,7 +75,7 @@ def train(config: Config, sizes: ModelRecipe, folder: RunFolder) -> None:
         device = start_process_group(config.comm)
         cleanup.callback(dist.destroy_process_group)
         cleanup.enter_context(fastest_attention())
-        run = build(config, sizes, device)
+        run = build(config, sizes, save_list, float8, device)
         per_step = config.training.global_batch_size or config.training.local_batch_size * run.mesh.dp_size
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
         start, samples = _restore(run, checkpoints, console)
@@ -86,7 +99,7 @@ def train(config: Config, sizes: ModelRecipe, folder: RunFolder) -> None:
         watchdog = cleanup.enter_context(
             Watchdog(config.comm.init_timeout_seconds + _WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log", rank)
         )
-        profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device))
+        profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
         try:
             last = _loop(run, start, batches, validation, checkpoints, report, profiler, watchdog, stop, folder)
         except BaseException as error:
@@ -146,6 +159,7 @@ def _loop(
         if save or (stopping and config.checkpoint.enable):
             watchdog.progress(step, "checkpoint")
             _limit(config.comm.init_timeout_seconds, watchdog)
+            report.sync()
             path = checkpoints.save(step, _tensors(run), {"samples": batches.position})
             report.console.notice(f"saved {path}")
         if validate or save:
@@ -189,7 +203,9 @@ def _restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int,
     if step is None:
         return 0, 0
     tensors = _tensors(run)
-    state = checkpoints.load(step, tensors)
+    state, notices = checkpoints.load(step, tensors)
     restore_rng(tensors)
-    console.notice(f"resumed from step {step}")
+    precompute_scales(run.parameters, run.mesh.fsdp)
+    for notice in (f"resumed from step {step}", *notices):
+        console.notice(notice)
     return step, int(state["samples"])

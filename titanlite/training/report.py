@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import StepError
 from titanlite.observe.console import Console
@@ -19,7 +20,6 @@ from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
 from titanlite.observe.peak_flops import flops_per_token, peak_flops
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
-from titanlite.recipes import ModelRecipe
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -37,6 +37,7 @@ class InFlight:
     def __init__(self, step: int, lr: float, result: Tensor, data_wait_s: float) -> None:
         self.step, self.lr, self.data_wait_s = step, lr, data_wait_s
         self._host, self._copied = result, None
+        self._done_at = time.monotonic()  # on a CPU the step is over by now
         if result.is_cuda:
             self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._host.copy_(result, non_blocking=True)
@@ -47,8 +48,9 @@ class InFlight:
         """Wait until the step is done on the device."""
         if self._copied is not None:
             self._copied.synchronize()
+            self._done_at = time.monotonic()
         loss, norm, skipped, asked = self._host.tolist()
-        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, self.data_wait_s)
+        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, self.data_wait_s, self._done_at)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Outcome:
     skipped: bool  # not finite: the update was left out
     stop_asked: bool  # some rank received a signal
     data_wait_s: float
+    done_at: float  # seconds on the monotonic clock
 
 
 class Report:
@@ -106,7 +109,10 @@ class Report:
 
     def restart_clock(self) -> None:
         """Leave out of the speed what was not training: start-up, validation, checkpoints."""
-        self._since, self._steps, self._waited = time.monotonic(), 0, 0.0
+        self._start_clock(time.monotonic())
+
+    def _start_clock(self, now: float) -> None:
+        self._since, self._steps, self._waited = now, 0, 0.0
 
     def tokens(self, step: int) -> int:
         """Tokens trained on up to a step, over all ranks."""
@@ -125,7 +131,7 @@ class Report:
             self.status.progress(outcome.step)
         if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
             return
-        seconds = (time.monotonic() - self._since) / self._steps
+        seconds = (outcome.done_at - self._since) / self._steps
         rate = self._batch * self.config.training.seq_len / seconds / self.world
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
@@ -142,7 +148,7 @@ class Report:
             seconds=seconds,
             data_wait_seconds=self._waited / self._steps,
         )
-        self.restart_clock()
+        self._start_clock(outcome.done_at)
         self.console.step(row)
         self._record(row)
 
@@ -151,6 +157,11 @@ class Report:
         row = ValidationRow(step=step, tokens=self.tokens(step), validation_loss=loss)
         self.console.validation(row)
         self._record(row)
+
+    def sync(self) -> None:
+        """Make what is logged so far durable, before a checkpoint that counts on it."""
+        if self.metrics:
+            self.metrics.sync()
 
     def _record(self, row: StepRow | ValidationRow) -> None:
         if self.metrics:
@@ -175,5 +186,5 @@ class Report:
         raise StepError(
             f"{seen}\n    want: finite numbers; {source} is not, and nothing of this step reached the weights\n"
             f"    fix:  look at that data, lower optimizer.lr or raise lr_scheduler.warmup_steps; "
-            f"training.on_nonfinite = \"skip\" leaves out up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row"
+            f'training.on_nonfinite = "skip" leaves out up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row'
         )

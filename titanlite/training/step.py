@@ -4,6 +4,7 @@ Nothing here waits for the device: the results stay there until the loop reads t
 update is applied is decided there too.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,7 +63,7 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
 
 
 @torch.no_grad()
-def validation_loss(run: "Run", batches: "list[Batch]") -> Tensor:
+def validation_loss(run: "Run", batches: "Iterable[Batch]") -> Tensor:
     """Sum the loss over batches that every rank holds equally many of.
 
     Args:
