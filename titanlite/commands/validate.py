@@ -103,7 +103,9 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
     if shard == -1 and world is not None:
         shard = world // (replicate * tensor)
     if shard == -1:
-        processes, ranks = f"a multiple of {replicate * tensor} processes; --world N checks a number", None
+        unit = replicate * tensor
+        processes = f"{f'a multiple of {unit}' if unit > 1 else 'any number of'} processes; --world N checks a number"
+        ranks = None
     else:
         processes, ranks = f"{replicate * shard * tensor} processes", replicate * shard
     sequences = batch.global_batch_size or (batch.local_batch_size * ranks if ranks else None)

@@ -1,0 +1,146 @@
+"""Flags win over the file, and bad ones are reported like bad keys."""
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.command_line import parse, parse_with_origin
+from titanlite.config.problems import Place
+from titanlite.config.read import schema_keys, sections
+from titanlite.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nsteps = 7\nseed = 3\n[validation]\nenable = true\n")
+    return str(path)
+
+
+def message(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv)
+    return str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file(file: str) -> None:
+    argv = ["--training.steps", "9", "--optimizer.lr=1e-3", "--config", file, "--training.seq-len", "64"]
+    config, origin = parse_with_origin(argv, "train.py")
+    assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 64)
+    assert config.optimizer.lr == 1e-3
+    assert origin.of("training.steps") == Place("command line")
+    assert origin.of("training.seed") == Place(file, 3)
+
+
+@pytest.mark.parametrize("on", [[""], ["=true"], ["", "true"], ["=True"]])
+def test_booleans_on(file: str, on: list[str]) -> None:
+    flag, *value = on
+    argv = ["--config", file, f"--training.deterministic{flag}", *value, "--training.steps", "1"]
+    assert parse(argv).training.deterministic is True
+
+
+@pytest.mark.parametrize("off", [["=false"], ["", "false"], ["", "False"]])
+def test_booleans_off(file: str, off: list[str]) -> None:
+    flag, *value = off
+    assert parse(["--config", file, f"--validation.enable{flag}", *value]).validation.enable is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--parallelism.data_parallel_shard_degree", "-1"], "parallelism.data_parallel_shard_degree", -1),
+        (["--validation.steps=-1"], "validation.steps", -1),
+        (["--job.recipe_dirs", "a", "b"], "job.recipe_dirs", ("a", "b")),
+        (["--job.recipe_dirs", "a,b"], "job.recipe_dirs", ("a", "b")),
+        (["--job.recipe_dirs=a"], "job.recipe_dirs", ("a",)),
+        (["--float8.filter_fqns"], "float8.filter_fqns", ()),
+        (["--checkpoint.resume", "never"], "checkpoint.resume", "never"),
+        (["--checkpoint.resume", "100"], "checkpoint.resume", 100),
+        (["--training.global_batch_size", "64"], "training.global_batch_size", 64),
+        (["--lr_scheduler.decay_ratio", "0.5"], "lr_scheduler.decay_ratio", 0.5),
+        (["--data.source", "hf:allenai/c4:en"], "data.source", "hf:allenai/c4:en"),
+        (["--job.name=--odd"], "job.name", "--odd"),
+        (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
+        (["--training.steps", "1", "--training.steps", "2"], "training.steps", 2),
+    ],
+)
+def test_values(file: str, argv: list[str], key: str, value: object) -> None:
+    section, _, name = key.partition(".")
+    got = getattr(getattr(parse(["--config", file, *argv]), section), name)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--training.stepz", "5"], ["--training.stepz = 5", "did you mean training.steps?"]),
+        (["--training.lr", "5"], ["--training.lr = 5", "did you mean optimizer.lr?"]),
+        (["--lr", "5"], ["--lr = 5", "did you mean optimizer.lr?"]),
+        (["--trainin.steps", "5"], ["did you mean training.steps?"]),
+        (["--training"], ["--training", "see --help"]),
+        (["--activation_checkpoint.mode", "full"], ["use activation_checkpoint.recipe"]),
+        (["--training.steps", "1e4"], ["want: a whole number", "fix:  --training.steps 10000"]),
+        (["--training.steps", "many"], ["--training.steps = many", "fix:  --training.steps 10000 (the default)"]),
+        (["--training.steps"], ["want: a whole number"]),
+        (["--training.steps", "5", "6"], ["--training.steps = 5 6", "want: a whole number"]),
+        (["--training.deterministic", "maybe"], ["--training.deterministic = maybe", "want: true or false"]),
+        (["--checkpoint.resume", "nevr"], ['"auto", "never" or a whole number', 'did you mean "never"?']),
+        (["--no-such"], ["--no_such"]),
+    ],
+)
+def test_one_bad_flag(file: str, argv: list[str], parts: list[str]) -> None:
+    said = message("--config", file, *argv)
+    assert said.startswith("command line: 1 problem\n")
+    for part in parts:
+        assert part in said
+
+
+def test_bad_flags_and_a_bad_file_are_reported_together(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[training]\nstepz = 5\n")
+    said = message("--config", str(bad), "--optimizer.lr", "fast", "--optimzer.lr", "1", "--training.seed", "x")
+    assert f"{bad}: 1 problem\n  line 2  training.stepz = 5" in said
+    assert "command line: 3 problems" in said
+    for part in ("--optimizer.lr = fast", "--optimzer.lr = 1", "--training.seed = x"):
+        assert part in said
+
+
+def test_the_config_must_be_named_once(file: str) -> None:
+    assert "fix:  name it: --config" in message("--training.steps", "5")
+    assert "--config" in message("--config")
+    assert "flags, as" in message(file)
+
+
+def test_nothing_is_printed_by_the_parser_underneath(file: str, capfd: pytest.CaptureFixture[str]) -> None:
+    message("--config", file, "--training.steps", "many")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_fits_a_screen_and_lists_every_section(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse([flag])
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    for section in sections():
+        assert sum(line.startswith(f"  {section} ") for line in lines) == 1
+
+
+def test_help_of_a_section_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    for section in sections():
+        with pytest.raises(SystemExit):
+            parse(["--help", section])
+        page = capsys.readouterr().out
+        for key in schema_keys():
+            assert (f"\n--{key}  " in page) == key.startswith(f"{section}.")
+    assert "Profiling" not in page
+    with pytest.raises(SystemExit):
+        parse(["--config", "x.toml", "--help", "training"])
+    page = capsys.readouterr().out
+    assert '--training.on_nonfinite  "stop" or "skip"; default: "stop"' in page
+    assert "--training.global_batch_size  a whole number; default: not given" in page
+    assert "Sequences per data-parallel rank per micro-step." in page
+    assert "did you mean [training]?" in message("--help", "trainin")

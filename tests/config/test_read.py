@@ -1,0 +1,192 @@
+"""What a config file may say, and what is said about one that is wrong."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.problems import Place
+from titanlite.config.read import read_config, schema_keys
+from titanlite.config.renamed import _REPLACEMENT
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def message(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    return str(caught.value)
+
+
+def test_values_have_the_types_of_the_schema(tmp_path: Path) -> None:
+    path = write(tmp_path, '[training]\nmax_norm = 1\n[job]\nrecipe_dirs = ["a", "b"]\n[checkpoint]\nresume = 7\n')
+    config, origin = read_config(path)
+    assert type(config.training.max_norm) is float
+    assert config.job.recipe_dirs == ("a", "b")
+    assert config.checkpoint.resume == 7
+    assert origin.of("training.max_norm") == Place(str(path), 2)
+    assert origin.of("training.steps") == Place(str(path), None)
+    unsaid = dataclasses.replace(config, training=Config().training, job=Config().job, checkpoint=Config().checkpoint)
+    assert unsaid == Config()
+
+
+def test_all_problems_come_at_once_each_with_its_line(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """# a run
+[training]
+stepz = 5
+lr = 3e-4
+steps = "100"
+seq_len = 4096.0
+deterministic = 1
+on_nonfinite = "skipp"
+
+[job]
+recipe_dirs = "mine"
+strict = "yes"
+[trainin]
+steps = 1
+""",
+    )
+    assert (
+        message(path)
+        == f"""{path}: 9 problems
+  line 3  training.stepz = 5
+      want: one of {", ".join(k.removeprefix("training.") for k in schema_keys() if k.startswith("training."))}
+      fix:  did you mean training.steps?
+  line 4  training.lr = 0.0003
+      want: one of {", ".join(k.removeprefix("training.") for k in schema_keys() if k.startswith("training."))}
+      fix:  did you mean optimizer.lr?
+  line 5  training.steps = "100"
+      want: a whole number
+      fix:  steps = 100
+  line 6  training.seq_len = 4096.0
+      want: a whole number
+      fix:  seq_len = 4096
+  line 7  training.deterministic = 1
+      want: true or false
+      fix:  deterministic = false (the default)
+  line 8  training.on_nonfinite = "skipp"
+      want: "stop" or "skip"
+      fix:  did you mean "skip"?
+  line 11  job.recipe_dirs = "mine"
+      want: a list of strings
+      fix:  recipe_dirs = ["mine"]
+  line 12  job.strict = "yes"
+      want: true or false
+      fix:  strict = true (the default)
+  line 13  trainin
+      want: one of {", ".join(f.name for f in dataclasses.fields(Config))}
+      fix:  did you mean [training]?"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("training = 5", ["line 1  training = 5", "want: a table", "fix:  write it as a table: [training]"]),
+        ("steps = 5", ["line 1  steps = 5", "did you mean training.steps or validation.steps or profiling.steps?"]),
+        ("[training]\nsteps = true", ["training.steps = true", "a whole number"]),
+        ("[optimizer]\nlr = true", ["optimizer.lr = true", "want: a number"]),
+        ("[data]\nsource = 5", ["data.source = 5", "a string in quotes", 'source = "python_stdlib" (the default)']),
+        ("[job]\nrecipe_dirs = [1]", ["line 2  job.recipe_dirs[0] = 1", "a string in quotes"]),
+        ("[checkpoint]\nresume = 1.5", ['want: "auto", "never" or a whole number']),
+        ("[checkpoint]\nresume = true", ['want: "auto", "never" or a whole number']),
+        ('[checkpoint]\nresume = "100"', ["fix:  resume = 100"]),
+        ('[training]\nglobal_batch_size = "64"', ["want: a whole number", "fix:  global_batch_size = 64"]),
+        ("[metrics]\nenable_wandb = true", ["line 2  metrics.enable_wandb", "use metrics.wandb"]),
+        ('[quantize.linear.float8]\nrecipe_name = "rowwise"', ["line 1  quantize", "use float8.recipe"]),
+        ("[zzz]\nx = 1", ["line 1  zzz", "fix:  remove it"]),
+    ],
+)
+def test_one_problem(tmp_path: Path, text: str, parts: list[str]) -> None:
+    said = message(write(tmp_path, text))
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[job]\nname = debug\n", ["line 2  name = debug", "valid TOML (invalid value, column 8)", "in quotes"]),
+        ("[job]\nname = 'x'\nname = 'y'\n", ["line 3", "valid TOML"]),
+        ("[job]\nname = ", ["line 2", "valid TOML"]),
+        ("[job", ["valid TOML"]),
+    ],
+)
+def test_bad_toml_is_shown_at_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:
+    said = message(write(tmp_path, text))
+    for part in parts:
+        assert part in said
+
+
+def test_a_missing_file_names_the_one_that_was_meant(tmp_path: Path) -> None:
+    meant = write(tmp_path, "", "debug.toml")
+    said = message(tmp_path / "debgu.toml")
+    assert said.startswith(f"{tmp_path / 'debgu.toml'}: 1 problem\n  no such file or directory\n")
+    assert f"did you mean {meant}?" in said
+    assert "llama3_8b.toml" in message(tmp_path / "elsewhere" / "mine.toml")  # no neighbour: the shipped ones are named
+
+
+def test_a_folder_and_a_binary_file_are_no_config(tmp_path: Path) -> None:
+    assert "is a directory" in message(tmp_path)
+    (tmp_path / "x.toml").write_bytes(b"[job]\n\xff")
+    assert "byte 6" in message(tmp_path / "x.toml")
+    assert "UTF-8" in message(tmp_path / "x.toml")
+
+
+def test_extends_merges_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    first = write(tmp_path, "[training]\nsteps = 1\nseed = 1\nseq_len = 64\n", "base/first.toml")
+    write(tmp_path, '[training]\nseed = 2\n[job]\nrecipe_dirs = ["a", "b"]\n', "base/second.toml")
+    write(tmp_path, 'extends = ["second.toml"]\n', "base/third.toml")
+    path = write(
+        tmp_path,
+        'extends = ["base/first.toml", "base/third.toml"]\n[training]\nsteps = 3\n[job]\nrecipe_dirs = ["c"]\n',
+    )
+    config, origin = read_config(path)
+    assert (config.training.steps, config.training.seed, config.training.seq_len) == (3, 2, 64)
+    assert config.job.recipe_dirs == ("c",)  # a list is replaced, not continued
+    assert origin.of("training.steps") == Place(str(path), 3)
+    assert origin.of("training.seq_len") == Place(str(first), 4)
+    assert "job.recipe_dirs[1]" not in origin.places
+
+
+def test_problems_of_a_base_file_are_under_its_name(tmp_path: Path) -> None:
+    base = write(tmp_path, "\n[training]\nstepz = 1\n", "base.toml")
+    path = write(tmp_path, 'extends = ["base.toml"]\n[optimizer]\nlr = "x"\n')
+    said = message(path)
+    assert f"{base}: 1 problem\n  line 3  training.stepz" in said
+    assert f"{path}: 1 problem\n  line 3  optimizer.lr" in said
+
+
+def test_a_circle_of_extends_is_shown(tmp_path: Path) -> None:
+    a = write(tmp_path, 'extends = ["b.toml"]', "a.toml")
+    b = write(tmp_path, '\nextends = ["a.toml"]', "b.toml")
+    said = message(a)
+    assert f"{b}: 1 problem\n  line 2  extends" in said
+    assert f"{a} → {b} → {a}" in said
+    itself = write(tmp_path, 'extends = ["c.toml"]', "c.toml")
+    assert f"{itself} → {itself}" in message(itself)
+
+
+@pytest.mark.parametrize("text", ["extends = [1]", "extends = 5", 'extends = ["nowhere.toml"]'])
+def test_a_malformed_extends_is_an_error_at_its_line(tmp_path: Path, text: str) -> None:
+    assert "line 1  extends" in message(write(tmp_path, text))
+
+
+def test_no_key_of_the_schema_is_called_renamed() -> None:
+    """A key that is added here later must leave the table of torchtitan's other keys."""
+    sections = {f.name for f in dataclasses.fields(Config)}
+    assert not set(_REPLACEMENT) & (set(schema_keys()) | sections)
+    for fix in _REPLACEMENT.values():  # and what the table recommends exists
+        if fix.startswith("use "):
+            assert any(key in fix for key in schema_keys()), fix
