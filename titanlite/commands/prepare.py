@@ -1,4 +1,4 @@
-"""`titanlite prepare --config FILE [flags]`: make the token shards of a run before it is started.
+"""Make the token shards of a run before it is started: prepare --config FILE [flags of train.py].
 
 A run prepares what it needs by itself. To do it beforehand pays where many GPUs would wait for one CPU, or where the
 hosts that train cannot reach the source.
