@@ -27,7 +27,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
     "training.local_batch_size": "[1, inf)",
     "training.global_batch_size": "[1, inf)",
     "training.max_norm": "[0, inf)",
-    "training.seed": "[0, 9223372036854775807]",
+    "training.seed": "[0, 4294967295]",
     "optimizer.lr": "(0, inf)",
     "optimizer.beta1": "[0, 1)",
     "optimizer.beta2": "[0, 1)",
@@ -176,13 +176,13 @@ def _check_steps(config: Config, problems: Problems) -> None:
     """What happens at a step happens within the run."""
     steps, schedule, profiling = config.training.steps, config.lr_scheduler, config.profiling
     limit = f"at most training.steps = {steps}"
-    if schedule.warmup_steps > steps:
-        problems.add("lr_scheduler.warmup_steps", str(schedule.warmup_steps), limit, f"warmup_steps = {steps // 10}")
-    elif schedule.decay_ratio is not None and schedule.warmup_steps + round(schedule.decay_ratio * steps) > steps:
-        most = (steps - schedule.warmup_steps) / steps
-        want = f"at most {most:.3g}: warm-up takes {schedule.warmup_steps} of {steps} steps"
+    warmup, decay_ratio = schedule.warmup_steps, schedule.decay_ratio or 0.0
+    if warmup > steps:
+        problems.add("lr_scheduler.warmup_steps", str(warmup), limit, f"warmup_steps = {steps // 10}")
+    elif 0 < decay_ratio <= 1 and warmup + round(decay_ratio * steps) > steps:  # any other ratio is out of range
+        want = f"at most {(steps - warmup) / steps:.3g}: warm-up takes {warmup} of {steps} steps"
         fix = "leave decay_ratio out: decay then starts when warm-up ends"
-        problems.add("lr_scheduler.decay_ratio", show(schedule.decay_ratio), want, fix)
+        problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     if config.job.stop_after > steps:
         problems.add("job.stop_after", str(config.job.stop_after), limit, "stop_after = 0 (do not stop early)")
     last = profiling.start_step + profiling.steps - 1

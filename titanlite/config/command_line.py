@@ -93,15 +93,14 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
     section = key.partition(".")[0]
     own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
     want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"
-    problems.add(
-        f"--{key}", " ".join(values), want, suggest_key(key) or f"see --help {section if own else ''}".rstrip()
-    )
+    meant = None if key in sections() else suggest_key(key)
+    problems.add(f"--{key}", " ".join(values), want, meant or f"see --help {section if own else ''}".rstrip())
     return True
 
 
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
     """Return `config` with the flags applied, or add a problem for each flag whose values do not fit."""
-    spelled = {key: [f"--{key}", *_spell(schema_keys()[key], values)] for key, values in flags.items()}
+    spelled = {key: _spell(key, schema_keys()[key], values) for key, values in flags.items()}
     result = _tyro([word for words in spelled.values() for word in words], config)
     if result is not None:
         return result
@@ -115,14 +114,14 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
     return config
 
 
-def _spell(hint: Any, values: list[str]) -> list[str]:
-    """Write the values of one flag as tyro reads them: booleans as True and False, lists without commas."""
+def _spell(key: str, hint: Any, values: list[str]) -> list[str]:
+    """Write one flag as tyro reads it: booleans as True and False, lists without commas, one value after `=`."""
     if hint is bool:
         words = {"true": "True", "false": "False"}
-        return [words.get(v.lower(), v) for v in values] or ["True"]
+        values = [words.get(v.lower(), v) for v in values] or ["True"]
     if get_origin(hint) is tuple:
-        return [part for v in values for part in v.split(",") if part]
-    return values
+        values = [part for v in values for part in v.split(",") if part]
+    return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
 
 
 def _tyro(args: list[str], config: Config) -> Config | None:

@@ -1,0 +1,223 @@
+"""Every combination that cannot run is refused, and the fix in the message is one that can."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.check import RANGES, check
+from titanlite.config.command_line import parse_with_origin
+from titanlite.config.problems import Origin, Place
+from titanlite.config.read import schema_keys
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
+from titanlite.recipes import load
+
+LLAMA_8B = load("model", "llama3-8B")
+
+
+def changed(config: Config, **values: object) -> Config:
+    """Return `config` with `section__key=value` set."""
+    for path, value in values.items():
+        section, _, key = path.partition("__")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def message(config: Config, model: ModelRecipe = LLAMA_8B, world: int | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config, model, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2, 3, 8, 1000])
+def test_the_defaults_run_on_any_number_of_processes(world: int | None) -> None:
+    check(Config(), LLAMA_8B, world)
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    numeric = {key for key, hint in schema_keys().items() if re.search(r"\b(int|float)\b", str(hint))}
+    assert set(RANGES) == numeric
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_numbers_out_of_range(key: str) -> None:
+    """Just outside each bound is refused, and NaN and infinity wherever a float may stand."""
+    path, span = key.replace(".", "__"), RANGES[key]
+    low, high = (float(b) for b in span[1:-1].split(","))
+    step = 0.001 if "float" in str(schema_keys()[key]) else 1
+    bad = [low - step if span[0] == "[" else low]
+    if high != float("inf"):
+        bad.append(high + step if span[-1] == "]" else high)
+    if step != 1:
+        bad += [float("nan"), float("inf")]
+    for value in bad:
+        section, _, name = key.partition(".")
+        typed = value if step != 1 else int(value)
+        said = message(changed(Config(), **{path: typed}))
+        assert f"{key} = " in said
+        assert f"a number in {span}" in said
+        assert name in said.partition("fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "parts"),
+    [
+        (
+            {"parallelism__tensor_parallel_degree": 3},
+            None,
+            [
+                "want: a divisor of model.n_heads = 32, of model.n_kv_heads = 8, of model.ffn_dim / 128 = 112",
+                "fix:  tensor_parallel_degree = 2 (or 4)",
+            ],
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 16},
+            16,
+            ["want: a divisor of model.n_kv_heads = 8\n", "fix:  tensor_parallel_degree = 8 (or 4)"],
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 4},
+            6,
+            ["a divisor of the number of processes, 6", "tensor_parallel_degree = 2 (or 1), or start 4 processes"],
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 4, "parallelism__data_parallel_replicate_degree": 4},
+            8,
+            ["a divisor of processes / replicas = 2", "tensor_parallel_degree = 2 (or 1), or start 16 processes"],
+        ),
+        (
+            {"parallelism__data_parallel_replicate_degree": 3},
+            8,
+            ["parallelism.data_parallel_replicate_degree = 3", "data_parallel_replicate_degree = 2 (or 4)"],
+        ),
+        (
+            {"parallelism__data_parallel_shard_degree": 4, "parallelism__tensor_parallel_degree": 4},
+            8,
+            [
+                "replicate × shard × tensor = 1 × 4 × 4 to be the number of processes, 8",
+                "data_parallel_shard_degree = 2 (or -1: all that are left), or start 16 processes",
+            ],
+        ),
+        ({"parallelism__data_parallel_shard_degree": 0}, None, ["-1 (all) or at least 1"]),
+        (
+            {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63},
+            2,
+            ["a divisor of seq_len × local_batch_size = 63"],
+        ),
+        (
+            {"training__global_batch_size": 20, "training__local_batch_size": 2},
+            8,
+            ["local_batch_size × data-parallel ranks = 2 × 8 = 16", "global_batch_size = 16 (or 32)"],
+        ),
+        (
+            {"training__global_batch_size": 3, "training__local_batch_size": 2},
+            None,
+            ["2 × 1 = 2", "global_batch_size = 2 (or 4)"],
+        ),
+        (
+            {"training__global_batch_size": 4, "parallelism__data_parallel_shard_degree": 8},
+            None,
+            ["1 × 8 = 8", "global_batch_size = 8"],
+        ),
+        ({"training__steps": 100}, None, ["lr_scheduler.warmup_steps = 200", "warmup_steps = 10"]),
+        (
+            {"lr_scheduler__decay_ratio": 0.99},
+            None,
+            ["at most 0.98: warm-up takes 200 of 10000 steps", "leave decay_ratio out"],
+        ),
+        ({"job__stop_after": 10_001}, None, ["at most training.steps = 10000", "stop_after = 0"]),
+        (
+            {"profiling__enable": True, "profiling__start_step": 9_999},
+            None,
+            ["step 10001 is after training.steps = 10000", "start_step = 9998, steps = 3"],
+        ),
+        ({"parallelism__async_tensor_parallel": True}, None, ["not part of this version", "= false"]),
+        ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
+        ({"checkpoint__enable": False, "job__stop_after": 5}, None, ["job.stop_after = 5", "enable = true"]),
+        ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),
+        ({"job__name": "a/b"}, None, ["the name of a folder"]),
+        ({"job__name": ".."}, None, ["the name of a folder"]),
+        ({"validation__steps": 0}, None, ["-1 (all) or at least 1"]),
+    ],
+)
+def test_impossible_combinations(values: dict[str, object], world: int | None, parts: list[str]) -> None:
+    said = message(changed(Config(), **values), world=world)
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr_scheduler__decay_ratio": 1.0, "lr_scheduler__warmup_steps": 0},
+        {"lr_scheduler__decay_ratio": 0.98},
+        {"training__steps": 200},
+        {"job__stop_after": 10_000},
+        {"profiling__enable": True, "profiling__start_step": 9_998},
+        {"profiling__start_step": 99_999},
+        {"checkpoint__enable": False, "checkpoint__resume": "never"},
+        {"metrics__wandb_project": ""},
+        {"training__global_batch_size": 16, "parallelism__tensor_parallel_degree": 4},
+        {"parallelism__tensor_parallel_degree": 8, "parallelism__data_parallel_shard_degree": 1},
+        {"parallelism__data_parallel_replicate_degree": 2, "parallelism__tensor_parallel_degree": 2},
+    ],
+)
+def test_the_edges_of_what_is_legal(values: dict[str, object]) -> None:
+    check(changed(Config(), **values), LLAMA_8B, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"n_heads": 48}, ["model.n_heads = 48", "a divisor of model.dim = 4096", "n_heads = 32 (or 64)"]),
+        ({"n_kv_heads": 5}, ["model.n_kv_heads = 5", "a divisor of model.n_heads = 32", "n_kv_heads = 4 (or 2)"]),
+        ({"dim": 96}, ["model.n_heads = 32", "heads of even width", "96 / 32 = 3", "n_heads = 24 (or 16)"]),
+        ({"ffn_dim": 700}, ["model.ffn_dim = 700", "a multiple of 128", "ffn_dim = 768"]),
+    ],
+)
+def test_impossible_dimensions(values: dict[str, int], parts: list[str]) -> None:
+    said = message(Config(), replace(LLAMA_8B, **values))
+    for part in parts:
+        assert part in said
+
+
+def test_the_suggested_degree_is_legal() -> None:
+    for world in (1, 2, 6, 8, 12, 64):
+        for asked in (3, 5, 7, 16):
+            said = message(changed(Config(), parallelism__tensor_parallel_degree=asked), world=world)
+            for degree in re.findall(
+                r"tensor_parallel_degree = (\d+) \(or (\d+)\)|tensor_parallel_degree = (\d+)$", said
+            ):
+                for text in filter(None, degree):
+                    check(changed(Config(), parallelism__tensor_parallel_degree=int(text)), LLAMA_8B, world)
+
+
+def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[training]\nsteps = 10\nlocal_batch_size = 2\nglobal_batch_size = 3\n"
+        "[lr_scheduler]\nwarmup_steps = 20\n[parallelism]\nasync_tensor_parallel = true\ntensor_parallel_degree = 3\n"
+    )
+    config, origin = parse_with_origin(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
+    with pytest.raises(ConfigError) as caught:
+        check(config, LLAMA_8B, 8, origin)
+    heads = [line for line in str(caught.value).splitlines() if not line.startswith("      ")]
+    assert heads == [
+        "command line: 1 problem",
+        "  optimizer.lr = -1.0",
+        f"{path}: 4 problems",
+        "  line 4  training.global_batch_size = 3",
+        "  line 6  lr_scheduler.warmup_steps = 20",
+        "  line 8  parallelism.async_tensor_parallel = true",
+        "  line 9  parallelism.tensor_parallel_degree = 3",
+    ]
+
+
+def test_a_value_of_a_base_file_is_reported_there() -> None:
+    origin = Origin("run.toml", {"training.seed": Place("base.toml", 3)})
+    with pytest.raises(ConfigError, match=r"base\.toml: 1 problem\n  line 3  training\.seed = -1"):
+        check(changed(Config(), training__seed=-1), LLAMA_8B, None, origin)
