@@ -1,0 +1,100 @@
+"""End-to-end speed of training runs, interleaved: python scripts/bench/throughput.py --gpus 8 [LAYOUT …]
+
+Each layout is one command line of train.py. All layouts are run once, then all again, so that a drift of the machine
+meets each of them alike. A run's figure is the median over its steps after the first five; the table shows the median
+over the runs and their spread. The table belongs in docs/performance.md, with the commit and the date.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SETTLE = 5  # steps before speed is steady: compilation, the allocator, clocks
+
+_8B = "--config configs/llama3_8b.toml --activation_checkpoint.recipe"
+_1B = "--config configs/llama3_1b.toml --activation_checkpoint.recipe"
+_TP = "--parallelism.tensor_parallel_degree"
+LAYOUTS = {
+    "fsdp bf16": f"{_8B} balanced",
+    "fsdp bf16 none": f"{_8B} none",
+    "fsdp bf16 matmuls": f"{_8B} matmuls",
+    "fsdp tensorwise": f"{_8B} none --float8.recipe tensorwise",
+    "fsdp rowwise": f"{_8B} none --float8.recipe rowwise",
+    "fsdp tensorwise balanced": f"{_8B} balanced --float8.recipe tensorwise",
+    "fsdp rowwise balanced": f"{_8B} balanced --float8.recipe rowwise",
+    "tp4 bf16": f"{_8B} none {_TP} 4",
+    "tp4 tensorwise": f"{_8B} none {_TP} 4 --float8.recipe tensorwise",
+    "tp4 rowwise": f"{_8B} none {_TP} 4 --float8.recipe rowwise",
+    "tp2 bf16": f"{_8B} none {_TP} 2",
+    "tp8 bf16": f"{_8B} none {_TP} 8",
+    "1b bf16": f"{_1B} none --training.seq_len 8192 --training.local_batch_size 2",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of: {', '.join(LAYOUTS)}; or NAME=FLAGS")
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--timeout-s", type=float, default=240)
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
+    args = parser.parse_args()
+    layouts = dict(_named(name) for name in args.layouts or LAYOUTS)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in layouts}
+    for repeat in range(args.repeats):
+        for name, flags in layouts.items():
+            started = time.monotonic()
+            row = _run(f"{name} {repeat}".replace(" ", "-"), flags, args)
+            print(f"{name} {repeat}: {row or 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
+            if row:
+                runs[name].append(row)
+    print(f"\n| layout, {args.gpus} GPUs | tok/s/GPU | spread | MFU % | ms/step | reserved GiB | allocated GiB | runs |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, rows in runs.items():
+        if rows:
+            speed = sorted(row["tokens_per_second_per_gpu"] for row in rows)
+            middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+            print(
+                f"| {name} | {middle['tokens_per_second_per_gpu']:,.0f} | {speed[0]:,.0f}–{speed[-1]:,.0f} "
+                f"| {middle['mfu'] * 100:.1f} | {middle['seconds'] * 1e3:.0f} | {middle['memory_gib']:.1f} "
+                f"| {middle['memory_allocated_gib']:.1f} | {len(rows)} |"
+            )
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, flags = text.partition("=")
+    return (name, flags) if equals else (text, LAYOUTS[text])
+
+
+def _run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | None:
+    """One run in a folder of its own; None if it failed, with the end of its log printed."""
+    folder = args.logs / "runs"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
+    command += ["train.py", *flags.split(), "--job.name", name, "--job.dump_folder", str(folder)]
+    command += ["--training.steps", str(args.steps), "--lr_scheduler.warmup_steps", "2", "--checkpoint.enable=false"]
+    log = args.logs / f"{name}.log"
+    with log.open("w") as file:
+        try:
+            environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=args.timeout_s, env=environment)
+        except subprocess.TimeoutExpired:
+            print(f"{name}: over {args.timeout_s} s")
+    metrics = folder / name / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    if len(rows) < args.steps:
+        print("\n".join(log.read_text().splitlines()[-15:]))
+        return None
+    keys = ("tokens_per_second_per_gpu", "mfu", "seconds", "memory_gib", "memory_allocated_gib")
+    return {key: statistics.median(row[key] for row in rows[SETTLE:]) for key in keys}
+
+
+if __name__ == "__main__":
+    main()
