@@ -80,6 +80,7 @@ def _run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     command += ["train.py", *flags.split(), "--job.name", name, "--job.dump_folder", str(folder)]
     command += ["--training.steps", str(args.steps), "--lr_scheduler.warmup_steps", "2", "--checkpoint.enable=false"]
+    command += ["--validation.enable=false"]
     log = args.logs / f"{name}.log"
     with log.open("w") as file:
         try:
@@ -88,7 +89,8 @@ def _run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | 
         except subprocess.TimeoutExpired:
             print(f"{name}: over {args.timeout_s} s")
     metrics = folder / name / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
     if len(rows) < args.steps:
         print("\n".join(log.read_text().splitlines()[-15:]))
         return None

@@ -23,6 +23,9 @@ def start_process_group(config: Comm) -> torch.device:
     timeout = timedelta(seconds=config.init_timeout_seconds)
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Segments that grow instead of fixed ones: FSDP's buffers of many sizes would leave gaps of gigabytes.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
