@@ -1,0 +1,50 @@
+"""`titanlite recipes` lists what there is, and prints one recipe as it was understood."""
+
+import pytest
+import tomli
+
+from titanlite.commands import main
+from titanlite.commands.recipes import _KINDS
+from titanlite.config.build import build
+from titanlite.config.problems import Origin, Problems
+from titanlite.recipes import load, names
+
+
+def test_all_kinds_and_names_with_their_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    everything = capsys.readouterr().out
+    for kind in _KINDS:
+        assert main(["recipes", kind]) == 0
+        listing = capsys.readouterr().out
+        assert listing in everything
+        assert listing.startswith(f"{kind}\n")
+        for name in names(kind):
+            assert f"\n  {name} " in listing
+            assert load(kind, name).help.split()[-1] in listing
+        assert max(map(len, listing.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    for name in names(kind):
+        assert main(["recipes", kind, name]) == 0
+        recipe, problems = load(kind, name), Problems(Origin("output"))
+        assert build(type(recipe), tomli.loads(capsys.readouterr().out), problems) == recipe
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["flaot8"], "did you mean float8?"),
+        (["float8", "rowwis"], 'did you mean "rowwise"?'),
+        (["float8", "rowwise", "x"], "at most a kind and a name"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
+    assert main(["recipes", *argv]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--help"]) == 0
+    assert "usage: titanlite recipes [KIND [NAME]]" in capsys.readouterr().out

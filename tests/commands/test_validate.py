@@ -1,0 +1,160 @@
+"""The check before a run: one message, exit code 2, no torch, well under a second."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanlite.commands import main
+from titanlite.commands.validate import checked_run, n_parameters
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import ConfigError
+from titanlite.recipes import load
+
+CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
+WORLDS = {"debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nflavor = "debug"\n[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 10\n')
+    return str(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_passes(path: Path) -> None:
+    for world in (None, *WORLDS.get(path.stem, (1, 8, 16))):
+        checked = checked_run(["--config", str(path)], world_size=world)
+        assert checked.config.job.name == path.stem
+    floats = checked_run(["--config", str(path), "--float8.recipe", "rowwise"], world_size=None)
+    assert floats.float8 == load("float8", "rowwise")
+
+
+def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
+    assert [p.stem for p in CONFIGS] == ["debug", *(f"llama3_{size}" for size in ("1b", "3b", "405b", "70b", "8b"))]
+
+
+@pytest.mark.parametrize(
+    ("flavor", "count"),  # of the published checkpoints
+    [
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("8B", 8_030_261_248),
+        ("70B", 70_553_706_496),
+        ("405B", 405_853_388_800),
+    ],
+)
+def test_parameters_of_the_published_models(flavor: str, count: int) -> None:
+    assert n_parameters(load("model", f"llama3-{flavor}")) == count
+
+
+def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["validate", file, "--world", "8", "--training.global_batch_size", "32"]
+    assert main([*argv, "--parallelism.tensor_parallel_degree", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{file}: no problems\n")
+    assert "llama3 debug, 3,279,104 parameters" in said
+    assert "replicate 1 × shard 4 × tensor 2: 8 processes" in said
+    assert "65,536 tokens a step, 6,553,600 in 100 steps; 8 micro-steps" in said
+    assert os.path.join("outputs", "run") in said
+    assert main(["validate", file]) == 0
+    assert "any number of processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["{missing}"], ["no such file or directory", "did you mean"]),
+        (["{bad_toml}"], ["line 2", "valid TOML"]),
+        (["{file}", "--training.stepz", "5"], ["did you mean training.steps?"]),
+        (["{file}", "--training.steps", "many"], ["want: a whole number"]),
+        (
+            ["{file}", "--parallelism.tensor_parallel_degree", "3"],
+            ["a divisor of model.n_heads = 8", "degree = 2 (or 1)"],
+        ),
+        (["{file}", "--parallelism.tensor_parallel_degree", "2", "--world", "3"], ["the number of processes, 3"]),
+        (["{file}", "--float8.recipe", "rowwis"], ["command line: 1 problem", 'did you mean "rowwise"?']),
+        (["{file}", "--activation_checkpoint.recipe", "x"], ["one of attention, balanced"]),
+        (["{file}", "--model.flavor", "9B"], ["one of 1B, 3B, 405B, 70B, 8B, debug"]),
+        (["{file}", "--model.vocab_size", "255"], ["model.vocab_size"]),
+        (["{file}", "--data.source", "/no/such/*.txt"], ["/no/such/*.txt"]),
+        (["{file}", "--world", "none"], ["--world = none"]),
+        (["{file}", "--world"], ["--world"]),
+        (["--world", "8"], ["FILE"]),
+        ([], ["FILE"]),
+    ],
+)
+def test_one_message_and_exit_code_2(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
+) -> None:
+    (tmp_path / "bad.toml").write_text("[job]\nname = debug\n")
+    names = {"file": file, "missing": str(tmp_path / "runn.toml"), "bad_toml": str(tmp_path / "bad.toml")}
+    assert main(["validate", *(a.format(**names) for a in argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "1 problem\n" in err
+    assert "Traceback" not in err
+    for part in (*parts, "want: ", "fix:  "):
+        assert part in err
+
+
+def test_problems_of_recipes_checks_and_data_come_together(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\nflavor = "debug"\n[float8]\nrecipe = "rowise"\n[activation_checkpoint]\nrecipe = "ful"\n'
+        '[training]\nsteps = 0\n[data]\nsource = "/no/such/file.txt"\n[job]\nrecipe_dirs = []\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", str(path)])
+    for part in ("line 4  float8.recipe", "line 6  activation_checkpoint", "line 8  training.steps = 0", "/no/such"):
+        assert part in str(caught.value)
+
+
+def test_a_missing_recipe_folder_is_told_once(file: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", file, "--job.recipe_dirs", "/no/such/folder", "--float8.recipe", "rowwise"])
+    assert str(caught.value).count("/no/such/folder") == 1
+
+
+def test_a_bad_file_is_refused_in_a_moment_and_without_torch(file: str) -> None:
+    """Two seconds where half of one is usual: the machine may be busy; importing torch alone takes more."""
+    code = "import sys; from titanlite.commands import main; x = main(sys.argv[1:]); print(*sys.modules); sys.exit(x)"
+    for flags, expected in ([], 0), (["--parallelism.tensor_parallel_degree", "3", "--float8.recipe", "rowwise"], 2):
+        start = time.monotonic()
+        argv = [sys.executable, "-c", code, "validate", file, *flags]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=False)
+        assert time.monotonic() - start < 2
+        assert done.returncode == expected, done.stderr
+        modules = done.stdout.splitlines()[-1].split()
+        assert "titanlite.config.check" in modules
+        assert not {"torch", "torchao", "wandb", "datasets", "matplotlib"} & set(modules)
+
+
+def test_help_lists_the_commands_without_importing_them() -> None:
+    code = (
+        "import sys; from titanlite.commands import main; main(['--help']); "
+        "print(*[m for m in sys.modules if m.startswith('titanlite.commands.')])"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    *lines, modules = done.stdout.splitlines()
+    assert modules == ""
+    shown = dict(line.split(maxsplit=1) for line in lines[2:])
+    assert list(shown) == ["validate", "recipes", "prepare", "compare"]
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["validate", "--help"])
+    assert caught.value.code == 0
+    assert "usage: titanlite validate FILE [--world N] [--section.key VALUE ...]" in capsys.readouterr().out
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["valdate"]) == 2
+    assert "did you mean titanlite validate?" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""Recipes are found by name, and what is not legal is not loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from titanlite.config.schema import Config, Job, Model
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import ConfigError, RecipeError
+from titanlite.recipes import Kind, load, model_dimensions, names
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+FLOAT8 = """help = "mine"
+scale_rounding = "exact"
+[input]
+dtype = "e4m3"
+output = "tensor"
+grad_weight = "tensor"
+[weight]
+dtype = "e4m3"
+output = "tensor"
+grad_input = "tensor"
+[grad_output]
+dtype = "e5m2"
+grad_input = "tensor"
+grad_weight = "tensor"
+[accumulation]
+output = "fast"
+grad_input = "split"
+grad_weight = "split"
+"""
+SAVE_LIST = 'help = "mine"\ndefault = "recompute"\n'
+
+
+def write(folder: Path, kind: str, name: str, text: str) -> Path:
+    path = folder / kind / f"{name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def message(kind: Kind, name: object, dirs: tuple[str, ...] = ()) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load(kind, str(name), dirs)
+    return str(caught.value)
+
+
+def test_shipped_names() -> None:
+    assert names("model") == [f"llama3-{flavor}" for flavor in ("1B", "3B", "405B", "70B", "8B", "debug")]
+    assert names("float8") == ["rowwise", "rowwise_with_gw_hp", "tensorwise"]
+    expected = ["attention", "balanced", "every_second_matmul", "full", "matmuls", "none"]
+    assert names("activation_checkpoint") == expected
+    assert {p.name for p in shipped_folder("recipes").iterdir()} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) -> None:
+    for name in names(kind):
+        assert load(kind, name).help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parts"),
+    [
+        ("float8", "rowwis", ['float8.recipe = "rowwis"', "none, rowwise, rowwise_with_gw_hp", 'mean "rowwise"?']),
+        ("float8", "mine.toml", ["a .toml file that exists"]),
+        ("activation_checkpoint", "fulll", ["activation_checkpoint.recipe", 'did you mean "full"?']),
+        ("activation_checkpoint", "zzz", ["see `titanlite recipes activation_checkpoint`"]),
+        ("model", "llama3-80B", ['model.flavor = "80B"', "one of 1B, 3B, 405B, 70B, 8B, debug", 'mean "8B"?']),
+    ],
+)
+def test_an_unknown_name_lists_the_choices(kind: Kind, name: str, parts: list[str]) -> None:
+    said = message(kind, name)
+    for part in parts:
+        assert part in said
+
+
+def test_a_recipe_is_also_found_by_its_path(tmp_path: Path) -> None:
+    path = write(tmp_path, "float8", "mine", FLOAT8)
+    assert load("float8", str(path)).input.output == "tensor"
+
+
+def test_the_users_own_recipes_have_names_too(tmp_path: Path) -> None:
+    write(tmp_path, "float8", "mine", 'extends = "rowwise"\nhelp = "mine"\n[accumulation]\noutput = "split"\n')
+    mine, shipped = load("float8", "mine", (str(tmp_path),)), load("float8", "rowwise")
+    assert mine == replace(shipped, help="mine", accumulation=replace(shipped.accumulation, output="split"))
+    assert names("float8", (str(tmp_path),)) == [*names("float8"), "mine"]
+    assert names("model", (str(tmp_path),)) == names("model")
+
+
+def test_a_name_is_used_once_and_a_folder_exists(tmp_path: Path) -> None:
+    write(tmp_path, "float8", "rowwise", FLOAT8)
+    said = message("float8", "tensorwise", (str(tmp_path), str(tmp_path / "nowhere")))
+    assert "2 problems" in said
+    assert "a name that no other recipe has" in said
+    assert "fix:  rename rowwise.toml" in said
+    assert "a folder that exists" in said
+
+
+def test_extends_by_path_is_relative_to_the_file(tmp_path: Path) -> None:
+    write(tmp_path, "a", "base", FLOAT8)
+    path = write(tmp_path, "b", "mine", 'extends = ["../a/base.toml"]\nscale_rounding = "pow2_floor"\n')
+    assert load("float8", str(path)).scale_rounding == "pow2_floor"
+
+
+def test_a_circle_of_extends_is_shown(tmp_path: Path) -> None:
+    a = write(tmp_path, "float8", "a", 'extends = "b"')
+    b = write(tmp_path, "float8", "b", 'extends = "a"')
+    with pytest.raises(ConfigError, match=f"{a} → {b} → {a}"):
+        load("float8", "a", (str(tmp_path),))
+
+
+def test_an_unknown_base_lists_the_choices(tmp_path: Path) -> None:
+    path = write(tmp_path, "model", "llama3-mine", 'extends = "llama3-8b"')
+    said = message("model", path)
+    assert f"{path}: 1 problem" in said
+    assert 'did you mean "llama3-8B"?' in said
+
+
+def test_all_problems_of_a_file_at_once_with_lines(tmp_path: Path) -> None:
+    text = FLOAT8.replace('"exact"', '"exactly"').replace("[weight]\n", "[weight]\ndtyp = 1\n")
+    path = write(tmp_path, "float8", "mine", text.replace('grad_weight = "split"\n', "") + "\n[inputt]\n")
+    assert message("float8", path).splitlines()[::3] == [
+        f"{path}: 4 problems",
+        *['      fix:  did you mean "exact"?', "      fix:  did you mean weight.dtype?"],
+        *["      fix:  add grad_weight = …", "      fix:  did you mean input?"],
+    ]
+    for part in (
+        'line 2  scale_rounding = "exactly"',
+        "line 8  weight.dtyp = 1",
+        "line 16  accumulation.grad_weight\n",
+    ):
+        assert part in message("float8", path)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (
+            ('output = "tensor"\ngrad_weight = "tensor"', 'output = "tensor"\ngrad_weight = "none"'),
+            [
+                'line 6  input.grad_weight = "none"',
+                "both operands of a matmul",
+                'fix:  grad_output.grad_weight = "none"',
+            ],
+        ),
+        (
+            ('dtype = "e4m3"\noutput = "tensor"\ngrad_input', 'dtype = "e5m2"\noutput = "tensor"\ngrad_input'),
+            ["line 8  weight.dtype", "no e5m2 × e5m2", "grad_input matmul"],
+        ),
+        (
+            ('scale_rounding = "exact"', 'scale_rounding = "exact"\ndim_multiple = 0'),
+            ["line 3  dim_multiple = 0", "above 0"],
+        ),
+        (
+            (
+                'scale_rounding = "exact"\n[input]\ndtype = "e4m3"\noutput = "tensor"',
+                'scale_rounding = "exact"\n[input]\ndtype = "e4m3"\noutput = "row"',
+            ),
+            [],
+        ),
+    ],
+)
+def test_float8_recipes_that_no_tensor_core_can_carry_out(
+    tmp_path: Path, change: tuple[str, str], parts: list[str]
+) -> None:
+    assert change[0] in FLOAT8
+    path = write(tmp_path, "float8", "mine", FLOAT8.replace(*change, 1))
+    if not parts:  # two granularities may meet in one matmul
+        assert load("float8", str(path)).input.output == "row"
+        return
+    said = message("float8", path)
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+def test_a_float8_all_gather_needs_one_scale_per_weight(tmp_path: Path) -> None:
+    text = 'extends = "rowwise"\nfsdp_all_gather = "float8"\n'
+    said = message("float8", write(tmp_path, "float8", "mine", text))
+    assert 'line 2  fsdp_all_gather = "float8"' in said
+    assert 'fix:  fsdp_all_gather = "high_precision"' in said
+
+
+def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:
+    text = FLOAT8.replace('"tensor"', '"none"')
+    assert "all three are" in message("float8", write(tmp_path, "float8", "mine", text))
+
+
+@pytest.mark.parametrize(
+    ("rules", "parts"),
+    [
+        ('[[rules]]\nop = "matmull"\naction = "save"', ['line 4  rules[0].op = "matmull"', 'did you mean "matmul"?']),
+        ('[[rules]]\nop = "matmul"\naction = "keep"', ['line 5  rules[0].action = "keep"', '"save" or "recompute"']),
+        ('[[rules]]\nop = "matmul"\naction = "save"\nevery = 0', ["line 6  rules[0].every = 0", "at least 1"]),
+        ('[[rules]]\nop = "aten.mm.default"\naction = "save"\nevery = 2', ["rules[0].every = 2"]),
+        ('[[rules]]\nop = "attention"\naction = "save"\nmodule = ["wo"]', ["rules[0].module", "remove module"]),
+        (
+            '[[rules]]\nop = "matmul"\naction = "save"\n[[rules]]\nop = "matmul"\naction = "save"\nmodule = ["wo"]',
+            ["line 7  rules[1].op", "can never match"],
+        ),
+        ('rules = [{ op = "matmul" }]', ["line 3  rules[0].action", "it is missing"]),
+        ('rules = "matmul"', ["want: a list of tables"]),
+    ],
+)
+def test_illegal_save_lists(tmp_path: Path, rules: str, parts: list[str]) -> None:
+    path = write(tmp_path, "activation_checkpoint", "mine", SAVE_LIST + rules)
+    said = message("activation_checkpoint", path)
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+def test_rules_that_leave_something_to_later_rules_are_legal(tmp_path: Path) -> None:
+    rules = """
+    [[rules]]
+    op = "matmul"
+    module = ["wqkv"]
+    action = "save"
+    [[rules]]
+    op = "matmul"
+    every = 2
+    action = "save"
+    [[rules]]
+    op = "matmul"
+    action = "recompute"
+    [[rules]]
+    op = "aten.max.default"
+    action = "save"
+    optional = true
+    """
+    path = write(tmp_path, "activation_checkpoint", "mine", SAVE_LIST + rules)
+    assert [r.every for r in load("activation_checkpoint", str(path)).rules] == [1, 2, 1, 1]
+
+
+def test_a_model_of_the_config_is_its_flavor_and_the_overrides(tmp_path: Path) -> None:
+    assert model_dimensions(Config()) == load("model", "llama3-8B")
+    changed = model_dimensions(replace(Config(), model=Model(flavor="1B", n_layers=2, rope_theta=1e4)))
+    assert changed == replace(load("model", "llama3-1B"), n_layers=2, rope_theta=1e4)
+    write(tmp_path, "model", "llama3-mine", 'extends = "llama3-debug"\nn_layers = 6\n')
+    mine = replace(Config(), model=Model(flavor="mine"), job=Job(recipe_dirs=(str(tmp_path),)))
+    assert model_dimensions(mine) == replace(load("model", "llama3-debug"), n_layers=6)
+
+
+def test_a_model_of_no_layers_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "model", "llama3-mine", 'extends = "llama3-debug"\nn_layers = 0\nnorm_eps = -1.0\n')
+    said = message("model", path)
+    assert "line 2  n_layers = 0" in said
+    assert "line 3  norm_eps = -1.0" in said
