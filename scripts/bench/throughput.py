@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=240)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
     layouts = dict(_named(name) for name in args.layouts or LAYOUTS)
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in layouts}
     for repeat in range(args.repeats):
