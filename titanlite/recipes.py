@@ -221,10 +221,15 @@ def _check_save_list(recipe: SaveList, problems: Problems) -> None:
         if rule.module and rule.op != "matmul":
             want = 'no modules: only a rule with op = "matmul" chooses by linear layer'
             problems.add(f"{where}.module", show(rule.module), want, "remove module")
+        try:
+            rule.blocks(1)
+        except ValueError:
+            want = 'a slice of the blocks, as ":", "5:" or ":-2"'
+            problems.add(f"{where}.layers", show(rule.layers), want, 'layers = ":" (the default)')
         if rule.op in decided:
             want = "an op that no earlier rule has decided; this rule can never match"
             problems.add(f"{where}.op", show(rule.op), want, "remove the rule, or move it up")
-        if rule.every == 1 and not rule.module:
+        if rule.every == 1 and not rule.module and rule.layers == ":":
             decided.add(rule.op)
 
 

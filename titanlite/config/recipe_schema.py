@@ -48,7 +48,22 @@ class SaveRule:
     action: Literal["save", "recompute"]
     module: tuple[str, ...] = ()  # only the matmuls of these linear layers, as "wqkv"; empty: any
     every: int = 1  # of the ops that match, the first of every so many
+    layers: str = ":"  # which blocks, as a Python slice: "5:" is all but the first five
     optional: bool = False  # may match nothing
+
+    def blocks(self, n_layers: int) -> range:
+        """Give the blocks that the rule is for.
+
+        Args:
+            n_layers: blocks of the model.
+
+        Raises:
+            ValueError: `layers` is no slice.
+        """
+        start, _, stop = self.layers.partition(":")
+        if ":" not in self.layers:
+            raise ValueError(self.layers)
+        return range(n_layers)[int(start) if start else None : int(stop) if stop else None]
 
 
 @dataclass(frozen=True)

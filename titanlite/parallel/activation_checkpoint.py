@@ -64,19 +64,22 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     if save_list.default == "save" and not save_list.rules:
         return use
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if save_list.rules:
-        options["context_fn"] = partial(_contexts, save_list, _matmul_names(blocks[0]), use)
-    checkpointed = _checkpointed(type(blocks[0]), options)
-    for block in blocks:
-        block.__class__ = checkpointed
+    classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
+    for number, block in enumerate(blocks):
+        rules = frozenset(i for i, rule in enumerate(save_list.rules) if number in rule.blocks(len(blocks)))
+        if rules not in classes:
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            if rules or save_list.default == "save":
+                options["context_fn"] = partial(_contexts, save_list, rules, _matmul_names(block), use)
+            classes[rules] = _checkpointed(type(block), options)
+        block.__class__ = classes[rules]
     return use
 
 
 def _checkpointed(block: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
     """A block class whose forward runs under checkpointing.
 
-    Not a wrapper module, so that parameters keep their names; and one class for all blocks, so that they share one
+    Not a wrapper module, so that parameters keep their names; and one class for many blocks, so that they share one
     compiled graph.
     """
 
@@ -93,12 +96,14 @@ def _matmul_names(block: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in block.named_modules() if isinstance(module, Linear))
 
 
-def _contexts(save_list: SaveList, matmuls: tuple[str, ...], use: SaveListUse):
+def _contexts(save_list: SaveList, rules: frozenset[int], matmuls: tuple[str, ...], use: SaveListUse):
     """Fresh contexts for one forward pass of one block, and its recomputation."""
-    return create_selective_checkpoint_contexts(_policy(save_list, matmuls, use))
+    return create_selective_checkpoint_contexts(_policy(save_list, rules, matmuls, use))
 
 
-def _policy(save_list: SaveList, matmuls: tuple[str, ...], use: SaveListUse) -> Callable[..., CheckpointPolicy]:
+def _policy(
+    save_list: SaveList, rules: frozenset[int], matmuls: tuple[str, ...], use: SaveListUse
+) -> Callable[..., CheckpointPolicy]:
     """Decide for one operation at a time. Forward and recomputation count separately, so that they agree."""
     ops = [frozenset(_CLASSES.get(rule.op, (rule.op,))) for rule in save_list.rules]
     mms = frozenset(_CLASSES["matmul"])
@@ -112,7 +117,11 @@ def _policy(save_list: SaveList, matmuls: tuple[str, ...], use: SaveListUse) -> 
             layer = matmuls[count["matmul"] % len(matmuls)]
             count["matmul"] += 1
         for i, rule in enumerate(save_list.rules):
-            if name not in ops[i] or (rule.module and not any(layer.endswith(m) for m in rule.module)):
+            if (
+                i not in rules
+                or name not in ops[i]
+                or (rule.module and not any(layer.endswith(m) for m in rule.module))
+            ):
                 continue
             if not ctx.is_recompute:
                 use.matches[i] += 1
