@@ -5,16 +5,19 @@ Reading order of training: `build.py` assembles, `step.py` is one step, this fil
 
 import os
 from collections import deque
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
-from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.data.prepare import prepare
 from titanlite.float8.convert import precompute_scales
 from titanlite.observe.console import Console
@@ -60,7 +63,6 @@ def train(
         TitanliteError: what the user can mend, the same on every rank.
     """
     with ExitStack() as cleanup:
-        stop = cleanup.enter_context(StopSignals())
         rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         console = Console(rank, local_rank, config.training.steps, folder.logs)
         cleanup.callback(console.close)
@@ -73,12 +75,16 @@ def train(
             held_out = prepare(config.validation.source, config.data, sizes.vocab_size, show_progress)
 
         device = start_process_group(config.comm)
-        cleanup.callback(dist.destroy_process_group)
+        # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
+        cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
         cleanup.enter_context(fastest_attention())
         run = build(config, sizes, save_list, float8, device)
         per_step = config.training.global_batch_size or config.training.local_batch_size * run.mesh.dp_size
         checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
-        start, samples = _restore(run, checkpoints, console)
+        start, state = _restore(run, checkpoints, console)
+        samples = int(state["samples"])
+        if state.get("corpus", shards.fingerprint) != shards.fingerprint:
+            console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
         placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
         placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
         seq_len, seed = config.training.seq_len, config.training.seed
@@ -88,25 +94,41 @@ def train(
         if held_out is not None:
             validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
 
-        status = Status(folder.status, start) if rank == 0 else None
-        metrics = MetricsFile(folder.metrics, start) if rank == 0 else None
+        status, metrics = _open(folder, start)
         wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
         report = Report(
             config, sizes, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
         )
-        cleanup.callback(lambda: wandb.finish() if wandb else None)
+        cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
         cleanup.callback(lambda: metrics.close() if metrics else None)
-        watchdog = cleanup.enter_context(
-            Watchdog(config.comm.init_timeout_seconds + _WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log", rank)
-        )
+        limit, log = config.comm.init_timeout_seconds + _WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
+        watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
         profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
+        # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
+        stop = cleanup.enter_context(StopSignals())
         try:
-            last = _loop(run, start, batches, validation, checkpoints, report, profiler, watchdog, stop, folder)
+            if validation is not None and state.get("validation_due"):
+                report.validation(start, _validate(run, validation, start, watchdog))
+            last = _loop(
+                run,
+                start,
+                batches,
+                validation,
+                checkpoints,
+                report,
+                profiler,
+                watchdog,
+                stop,
+                folder,
+                shards.fingerprint,
+            )
         except BaseException as error:
-            if status:
-                status.failed(error)
+            with suppress(OSError):  # of a full disk, which may be the error itself
+                if status:
+                    status.failed(error)
             raise
-        ended_by = stop.received or ("job.stop_after" if last == config.job.stop_after else "a signal to another rank")
+        at_limit = 0 < config.job.stop_after <= last
+        ended_by = stop.received or ("job.stop_after" if at_limit else "a signal to another rank")
         if last < config.training.steps:
             console.notice(f"stopped by {ended_by} after step {last}")
         if status and last < config.training.steps:
@@ -126,12 +148,15 @@ def _loop(
     watchdog: Watchdog,
     stop: StopSignals,
     folder: RunFolder,
+    corpus: str,
 ) -> int:
     """Take the steps after `start`; returns the last one taken."""
     config = run.config
     last = min(config.training.steps, config.job.stop_after or config.training.steps)
     in_flight: deque[InFlight] = deque()
     stopping, step = False, start
+    if start >= last:
+        report.console.notice(f"nothing to do: {last} steps were asked for, {start} are done")
     report.restart_clock()
     for step in range(start + 1, last + 1):
         watchdog.progress(step, "step")
@@ -153,14 +178,14 @@ def _loop(
             _limit(config.comm.train_timeout_seconds, watchdog)
             report.restart_clock()
         if validate and validation is not None and not stopping:
-            watchdog.progress(step, "validation")
             _limit(config.comm.init_timeout_seconds, watchdog)
-            report.validation(step, _validate(run, validation))
+            report.validation(step, _validate(run, validation, step, watchdog))
         if save or (stopping and config.checkpoint.enable):
             watchdog.progress(step, "checkpoint")
             _limit(config.comm.init_timeout_seconds, watchdog)
             report.sync()
-            path = checkpoints.save(step, _tensors(run), {"samples": batches.position})
+            state = {"samples": batches.position, "corpus": corpus, "validation_due": validate and stopping}
+            path = checkpoints.save(step, _tensors(run), state)
             report.console.notice(f"saved {path}")
         if validate or save:
             _limit(config.comm.train_timeout_seconds, watchdog)
@@ -176,10 +201,16 @@ def _limit(seconds: float, watchdog: Watchdog) -> None:
     watchdog.set_timeout(seconds + _WATCHDOG_GRACE_S)
 
 
-def _validate(run: Run, validation: ValidationBatches) -> float:
+def _validate(run: Run, validation: ValidationBatches, step: int, watchdog: Watchdog) -> float:
     """Mean loss over all targets of the held-out source, the same on every rank and under any layout."""
+
+    def watched() -> Iterator[Batch]:
+        for batch in validation:
+            watchdog.progress(step, "validation")  # it may take longer than any one batch is allowed to
+            yield batch
+
     run.model.eval()
-    total, targets = validation_loss(run, validation).tolist()
+    total, targets = validation_loss(run, watched()).tolist()
     run.model.train()
     return total / targets
 
@@ -191,21 +222,34 @@ def _tensors(run: Run) -> dict[str, Tensor]:
     return {**weights, **run.optimizer.state(), **rng_state()}
 
 
-def _restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int, int]:
+def _open(folder: RunFolder, start: int) -> tuple[Status, MetricsFile] | tuple[None, None]:
+    """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
+    opened: list[tuple[Status, MetricsFile]] = []
+
+    def open_both() -> None:
+        metrics = MetricsFile(folder.metrics, start)
+        opened.append((Status(folder.status, start), metrics))
+
+    on_rank_0(open_both)
+    return opened[0] if opened else (None, None)
+
+
+def _restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int, dict[str, Any]]:
     """Load the checkpoint that `checkpoint.resume` names.
 
     Returns:
-        The last step done, and the number of samples trained on; zeros for a fresh start.
+        The last step done, and what was saved beside the tensors; 0 and no samples for a fresh start.
     """
+    fresh = 0, {"samples": 0}
     if not run.config.checkpoint.enable:
-        return 0, 0
+        return fresh
     step = checkpoints.choose(run.config.checkpoint.resume)
     if step is None:
-        return 0, 0
+        return fresh
     tensors = _tensors(run)
     state, notices = checkpoints.load(step, tensors)
     restore_rng(tensors)
     precompute_scales(run.parameters, run.mesh.fsdp)
     for notice in (f"resumed from step {step}", *notices):
         console.notice(notice)
-    return step, int(state["samples"])
+    return step, state

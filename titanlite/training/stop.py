@@ -2,18 +2,24 @@
 
 The handler does nothing but note the signal. It may arrive at one rank or at all of them, in a step, in validation or
 while compiling; the flag travels with the step's own reduction, so that no rank waits for another that has left.
+
+One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
 """
 
 import os
 import signal
+import time
 from types import FrameType
+
+_ONE_REQUEST_S = 1.0
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT and SIGUSR1 while it is entered; a second signal ends the process at once."""
+    """Notes SIGTERM, SIGINT and SIGUSR1 while it is entered; a second request ends the process at once."""
 
     def __init__(self) -> None:
         self.received: str | None = None  # name of the first signal
+        self._at = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -26,6 +32,7 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is None:
+            self.received, self._at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._at > _ONE_REQUEST_S:
             os._exit(128 + number)
-        self.received = signal.Signals(number).name
