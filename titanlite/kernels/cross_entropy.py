@@ -5,8 +5,8 @@ one all-gather of those, 8 bytes a token and rank, replaces gathering the logits
 The logits are read in their own dtype and never stored in float32, and backward writes the gradient over them: at the
 peak of a step's memory they would else be there twice, 4 GiB each at Llama-3 8B with 16,384 tokens.
 
-`local_statistics` and `overwrite_with_gradient` are the two memory passes, written as plain functions of tensors so that
-`torch.compile` makes one kernel of each.
+`local_statistics` and `overwrite_with_gradient` are the two memory passes, written as plain functions of tensors so
+that `torch.compile` makes one kernel of each.
 """
 
 from collections.abc import Callable

@@ -30,8 +30,7 @@ def start_process_group(config: Comm) -> torch.device:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:  # torchrun
-        device_id = device if device.type == "cuda" else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device

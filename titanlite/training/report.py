@@ -24,6 +24,33 @@ from titanlite.observe.wandb import WandbRun
 MAX_SKIPPED_IN_A_ROW = 10
 
 
+class Moment:
+    """A point in the device's own time: when all that is queued by now is done.
+
+    The host's clock would not do: it runs ahead of the device, and now and then waits for room in the queue.
+
+    Args:
+        device: a CPU is done at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self._time = time.monotonic()
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Return once it has passed."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Seconds from an earlier moment to this one; both have passed."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return earlier._event.elapsed_time(self._event) / 1e3
+
+
 class InFlight:
     """The results of one step, on their way to the host.
 
@@ -36,21 +63,17 @@ class InFlight:
 
     def __init__(self, step: int, lr: float, result: Tensor, data_wait_s: float) -> None:
         self.step, self.lr, self.data_wait_s = step, lr, data_wait_s
-        self._host, self._copied = result, None
-        self._done_at = time.monotonic()  # on a CPU the step is over by now
+        self._host = result
         if result.is_cuda:
             self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
             self._host.copy_(result, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+        self._done = Moment(result.device)
 
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._done_at = time.monotonic()
+        self._done.wait()
         loss, norm, skipped, asked = self._host.tolist()
-        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, self.data_wait_s, self._done_at)
+        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, self.data_wait_s, self._done)
 
 
 @dataclass(frozen=True)
@@ -64,7 +87,7 @@ class Outcome:
     skipped: bool  # not finite: the update was left out
     stop_asked: bool  # some rank received a signal
     data_wait_s: float
-    done_at: float  # seconds on the monotonic clock
+    done: Moment
 
 
 class Report:
@@ -109,10 +132,10 @@ class Report:
 
     def restart_clock(self) -> None:
         """Leave out of the speed what was not training: start-up, validation, checkpoints."""
-        self._start_clock(time.monotonic())
+        self._start_clock(Moment(self.device))
 
-    def _start_clock(self, now: float) -> None:
-        self._since, self._steps, self._waited = now, 0, 0.0
+    def _start_clock(self, since: Moment) -> None:
+        self._since, self._steps, self._waited = since, 0, 0.0
 
     def tokens(self, step: int) -> int:
         """Tokens trained on up to a step, over all ranks."""
@@ -131,7 +154,7 @@ class Report:
             self.status.progress(outcome.step)
         if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
             return
-        seconds = (outcome.done_at - self._since) / self._steps
+        seconds = outcome.done.seconds_since(self._since) / self._steps
         rate = self._batch * self.config.training.seq_len / seconds / self.world
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
@@ -148,7 +171,7 @@ class Report:
             seconds=seconds,
             data_wait_seconds=self._waited / self._steps,
         )
-        self._start_clock(outcome.done_at)
+        self._start_clock(outcome.done)
         self.console.step(row)
         self._record(row)
 
