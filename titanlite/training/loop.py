@@ -174,7 +174,6 @@ def _loop(
             report.step(outcome)
         if step == start + 1:
             complete_receipt(run, folder, report.console)
-            dist.barrier()
             _limit(config.comm.train_timeout_seconds, watchdog)
             report.restart_clock()
         if validate and validation is not None and not stopping:
