@@ -22,7 +22,8 @@ _8B = "--config configs/llama3_8b.toml --activation_checkpoint.recipe"
 _1B = "--config configs/llama3_1b.toml --activation_checkpoint.recipe"
 _TP = "--parallelism.tensor_parallel_degree"
 LAYOUTS = {
-    "fsdp bf16": f"{_8B} balanced",
+    "fsdp bf16": f"{_8B} balanced_tight",
+    "fsdp bf16 balanced": f"{_8B} balanced",
     "fsdp bf16 none": f"{_8B} none",
     "fsdp bf16 matmuls": f"{_8B} matmuls",
     "fsdp tensorwise": f"{_8B} none --float8.recipe tensorwise",
