@@ -21,12 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch._inductor
+import torch.distributed.checkpoint
+
+import titanlite.exit_code
+import titanlite.training.loop
 import train
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.exit_code import exit_code
 from titanlite.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
+_IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, titanlite.training.loop)  # for all forked ranks
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SMALL = {
@@ -247,6 +253,7 @@ def _fork(rank: int, world: int, port: int, argv: list[str], log: Path, plant: C
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
             os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.argv = ["train.py", *argv]
+        titanlite.exit_code._RANK_0_SPEAKS_S = 0.0  # no launcher ends this rank meanwhile
         plant()
         os._exit(exit_code(train.main))
     except BaseException:

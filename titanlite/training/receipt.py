@@ -6,12 +6,13 @@ run's shapes, the rules of the save-list off their matches.
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.layers import Embedding, Linear
 from titanlite.observe.console import Console
-from titanlite.observe.receipt import Skipped
+from titanlite.observe.receipt import Receipt, Skipped
+from titanlite.parallel import activation_checkpoint
 from titanlite.parallel.initialise import local_data
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -40,24 +41,26 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     ]
     receipt.add("parallelism", requested, layout, count=dist.get_world_size())
     if run.mesh.tp_size > 1:
-        split = [m for m in run.model.modules() if isinstance(m, Linear | Embedding) and hasattr(m, "group")]
-        key = "parallelism.tensor_parallel_degree"
-        receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": len(split)}, count=len(split), key=key)
+        layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, Linear | Embedding)]
+        whole = [Skipped(name, "whole on every rank") for name, m in layers if not hasattr(m, "group")]
+        key, split = "parallelism.tensor_parallel_degree", len(layers) - len(whole)
+        receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": split}, count=split, missed=whole, key=key)
 
-    dtypes = _dtypes(run, blocks[0])
-    wanted = config.training.mixed_precision_param
-    receipt.add("dtypes", wanted, dtypes, count=dtypes["compute"] == wanted, key="training.mixed_precision_param")
-    receipt.add("attention", "fastest", _attention_backend(run), count=1)
-    compiled = sum(block._compiled_call_impl is not None for block in blocks)
-    receipt.add("compile", config.compile.enable, {"blocks": compiled}, count=compiled, key="compile.enable")
+    _add_dtypes(run, blocks[0], receipt)
+    backend = _attention_backend(run)
+    # On a CPU the definition is as good as any.
+    unfused = backend == "math" and run.mesh.device.type == "cuda"
+    receipt.add("attention", "fused", backend, count=0 if unfused else len(blocks), key="model.n_heads")
+    _add_compile(config.compile.enable, blocks, receipt)
 
     use = run.save_list_use
+    wrapped = sum(_is_checkpointed(block) for block in blocks)
     rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
     receipt.add(
         "activation_checkpoint",
         config.activation_checkpoint.recipe,
-        {rule: use.matches[i] for i, rule in enumerate(rules)},
-        count=1 if not rules else use.matches.total(),
+        {"blocks": wrapped, "matches": {rule: use.matches[i] for i, rule in enumerate(rules)}},
+        count=use.matches.total() if rules else wrapped,
         missed=[Skipped(rules[use.rules.index(rule)], "matched no operation") for rule in use.unmatched()],
         key="activation_checkpoint.recipe",
     )
@@ -66,31 +69,71 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     receipt.enforce(config.job.strict, console.warning)
 
 
-def _dtypes(run: Run, block: nn.Module) -> dict[str, str]:
-    """Of the masters, of the weights that compute uses, and of the gradient reduction."""
+def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:
+    """Of the masters, of the weights that compute uses, of the gradient reduction and of the moments."""
     assert isinstance(block, FSDPModule)  # noqa: S101
     block.unshard()
-    compute = {str(p.dtype).removeprefix("torch.") for p in block.parameters()}
+    compute = _names(list(block.parameters()))
     block.reshard()
     group = block._get_fsdp_state()._fsdp_param_group
-    reduce = group and (group._reduce_dtype or group._orig_dtype)
-    masters = {str(local_data(p).dtype).removeprefix("torch.") for p in run.parameters}
-    return {
-        "parameters": ", ".join(sorted(masters)),
-        "compute": ", ".join(sorted(compute)),
-        "reduction": str(reduce).removeprefix("torch."),
-        "optimizer_state": run.config.optimizer.state_dtype,
+    reduction = group and (group._reduce_dtype or group._orig_dtype)
+    moments = [*run.optimizer.exp_avg.values(), *run.optimizer.exp_avg_sq.values()]
+    found = {
+        "parameters": _names([local_data(p) for p in run.parameters]),
+        "compute": compute,
+        "reduction": str(reduction).removeprefix("torch."),
+        "optimizer_state": _names(moments),
     }
+    training, optimizer = run.config.training, run.config.optimizer
+    wanted = {
+        "parameters": ("float32", "training"),
+        "compute": (training.mixed_precision_param, "training.mixed_precision_param"),
+        "reduction": (training.mixed_precision_reduce, "training.mixed_precision_reduce"),
+        "optimizer_state": (optimizer.state_dtype, "optimizer.state_dtype"),
+    }
+    missed = [
+        Skipped(key, f"{what} in {found[what]}, not in {dtype}")
+        for what, (dtype, key) in wanted.items()
+        if found[what] != dtype
+    ]
+    requested = {what: dtype for what, (dtype, _) in wanted.items()}
+    receipt.add("dtypes", requested, found, count=len(wanted) - len(missed), missed=missed)
 
 
-@torch.no_grad()
+def _names(tensors: list[Tensor]) -> str:
+    """Their dtypes, each once."""
+    return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
+
+
+def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> None:
+    """Blocks that asked to be compiled, and whether the compiler made anything: the environment can turn it off."""
+    graphs = 0
+    if requested:
+        from torch._dynamo.utils import counters  # slow to import
+
+        graphs = counters["stats"]["unique_graphs"]
+    plain = [i for i, block in enumerate(blocks) if block._compiled_call_impl is None]
+    missed = [Skipped(f"layers.{i}", "runs as it is") for i in plain] if requested else []
+    applied = {"blocks": len(blocks) - len(plain), "graphs": graphs}
+    receipt.add(
+        "compile", requested, applied, count=applied["blocks"] if graphs else 0, missed=missed, key="compile.enable"
+    )
+
+
+def _is_checkpointed(block: nn.Module) -> bool:
+    """Whether `apply_activation_checkpoint` changed its class."""
+    return any(base.__module__ == activation_checkpoint.__name__ for base in type(block).__mro__)
+
+
 def _attention_backend(run: Run) -> str:
     """The kernel that torch chooses for this run's shapes and dtype."""
     sizes, training = run.sizes, run.config.training
     E, dtype = sizes.dim // sizes.n_heads, getattr(torch, training.mixed_precision_param)
     shape = training.local_batch_size, training.seq_len
     with torch.device(run.mesh.device):
-        q = torch.empty(*shape, sizes.n_heads // run.mesh.tp_size, E, dtype=dtype).transpose(1, 2)
-        k = torch.empty(*shape, sizes.n_kv_heads // run.mesh.tp_size, E, dtype=dtype).transpose(1, 2)
+        # Some kernels have no backward for some shapes, hence requires_grad.
+        q = torch.empty(*shape, sizes.n_heads // run.mesh.tp_size, E, dtype=dtype, requires_grad=True).transpose(1, 2)
+        k = torch.empty(*shape, sizes.n_kv_heads // run.mesh.tp_size, E, dtype=dtype, requires_grad=True)
+        k = k.transpose(1, 2)
     choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return torch.nn.attention.SDPBackend(choice).name.lower()

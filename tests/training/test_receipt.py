@@ -1,0 +1,117 @@
+"""What the receipt of a real run says, and that a run which does less than it was asked to ends before step 2."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import titanlite.training.build as build
+from tests.training.launched import Desk, Ended
+from titanlite.config.schema import Config, Training
+
+BALANCED = ["save attention", "save communication", "save matmul wqkv w13"]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("receipt"))
+
+
+@pytest.fixture(scope="module")
+def everything(desk: Desk) -> Ended:
+    """FSDP 2 × TP 2, float8 and a save-list: two steps."""
+    return desk.run(
+        "everything",
+        4,
+        "--parallelism.tensor_parallel_degree=2",
+        "--float8.recipe=rowwise",
+        "--activation_checkpoint.recipe=balanced",
+        "--training.mixed_precision_param=bfloat16",
+        "--training.steps=2",
+        "--lr_scheduler.warmup_steps=1",
+    )
+
+
+def test_layout_and_dtypes_are_those_of_the_run(everything: Ended) -> None:
+    receipt = everything.receipt
+    layout = {"data_parallel_replicate": 1, "tensor_parallel": 2, "data_parallel_shard": 2}
+    assert receipt["parallelism"]["applied"] == layout
+    # Two blocks of wqkv, wo, w13 and w2, the embedding and the head.
+    assert receipt["tensor_parallel"]["applied"] == {"layers": 10}
+    assert receipt["tensor_parallel"]["skipped"] == []
+    dtypes = {"parameters": "float32", "compute": "bfloat16", "reduction": "float32", "optimizer_state": "float32"}
+    assert receipt["dtypes"]["applied"] == receipt["dtypes"]["requested"] == dtypes
+    assert receipt["attention"]["applied"] == "flash_attention"
+    assert receipt["compile"] == {
+        "feature": "compile",
+        "requested": False,
+        "applied": {"blocks": 0, "graphs": 0},
+        "skipped": [],
+    }
+
+
+def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ended) -> None:
+    entry = everything.receipt["float8"]
+    assert entry["requested"] == "rowwise"
+    assert entry["applied"]["layers"] == 8
+    assert "emulated" in entry["applied"]["lowering"]
+    assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
+
+
+def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
+    entry = everything.receipt["activation_checkpoint"]
+    assert entry["requested"] == "balanced"
+    assert entry["applied"]["blocks"] == 2
+    matches = entry["applied"]["matches"]
+    assert list(matches) == BALANCED
+    # After the first step, of 2 micro-steps of 2 blocks: attention once each, 2 gathers and 2 scatters, wqkv and w13.
+    assert list(matches.values()) == [4, 16, 8]
+    assert entry["skipped"] == []
+
+
+def test_a_rule_that_matches_nothing_ends_the_run_before_step_2(desk: Desk, tmp_path: Path) -> None:
+    recipe = tmp_path / "unmatched.toml"
+    recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "communication"\naction = "save"\n')
+    flags = [f"--activation_checkpoint.recipe={recipe}"]
+    run = desk.run("unmatched", 1, *flags, ends=2)
+    assert len(run.steps) == 1
+    assert run.checkpoints() == []
+    assert run.status["state"] == "failed"
+    assert run.status["error"]["type"] == "StrictError"
+    assert "activation_checkpoint.recipe" in run.output
+    assert "save communication: matched no operation" in run.output
+    assert "Traceback" not in run.output
+    assert run.receipt["activation_checkpoint"]["skipped"] == [
+        {"what": "save communication", "why": "matched no operation"}
+    ]
+    lenient = desk.run("unmatched lenient", 1, *flags, "--job.strict=false", "--job.stop_after=2")
+    assert len(lenient.steps) == 2
+    assert "warning: not all that was asked for was applied" in lenient.output
+
+
+def test_a_float8_filter_that_leaves_nothing_ends_every_rank(desk: Desk) -> None:
+    run = desk.run("filtered", 2, "--float8.recipe=tensorwise", "--float8.filter_fqns=o", ends=2)
+    said = run.output.partition("--- rank 1")[0]
+    assert 'float8.recipe = "tensorwise"' in said
+    assert "layers.0.attention.wqkv: float8.filter_fqns has 'o'" in said
+    assert len(run.steps) == 1
+
+
+def test_compute_in_another_dtype_than_asked_for_ends_the_run(desk: Desk) -> None:
+    def plant() -> None:
+        apply = build.apply_fsdp
+        full = replace(Config(), training=Training(mixed_precision_param="float32"))
+        build.apply_fsdp = lambda model, config, mesh: apply(model, full, mesh)
+
+    run = desk.run("dtype", 1, "--training.mixed_precision_param=bfloat16", plant=plant, ends=2)
+    assert "training.mixed_precision_param: compute in float32, not in bfloat16" in run.output
+
+
+def test_a_compiler_that_is_off_ends_the_run(desk: Desk) -> None:
+    def plant() -> None:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+    run = desk.run("not compiled", 1, "--compile.enable=true", plant=plant, ends=2)
+    assert "compile.enable = true\n    want: applied somewhere" in run.output.replace("\n  ", "\n")
+    assert run.receipt["compile"]["applied"] == {"blocks": 2, "graphs": 0}
