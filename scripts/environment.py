@@ -1,0 +1,127 @@
+"""Find or make a Python environment that runs titanlite, and print the path of its interpreter.
+
+    python3 scripts/environment.py [EXTRA ...]
+
+`.venv` in the checkout is taken if it has everything, else the Python that this runs on; nothing is installed into
+either. If both lack something, `.venv` is made or completed. What a broken-off start has left is made anew by the next,
+and of two that start at once, one waits for the other.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+UNFINISHED = VENV / "unfinished"  # is there while something is being installed
+OLDER = "python3.11", "python3.12", "python3.13"
+
+# Runs in the environment that is looked at: prints what it lacks, one requirement a line.
+WHAT_IS_MISSING = """
+import importlib.metadata, sys, tomllib
+from pip._vendor.packaging.requirements import Requirement
+with open(sys.argv[1], "rb") as f:
+    project = tomllib.load(f)["project"]
+wanted = project["dependencies"] + [r for e in sys.argv[2:] for r in project["optional-dependencies"][e]]
+for requirement in map(Requirement, wanted):
+    try:
+        found = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found is None or not requirement.specifier.contains(found, prereleases=True):
+        print(f"{requirement} (found: {found})")
+"""
+
+
+def main() -> None:
+    """Print the path of an interpreter with everything that the named extras need."""
+    if sys.version_info < (3, 11):  # noqa: UP036  the one file that an older Python may come to
+        newer = next(filter(shutil.which, OLDER), None)
+        if newer is None:
+            version = ".".join(map(str, sys.version_info[:3]))
+            sys.exit(f"titanlite wants Python 3.11 or later; python3 is {version}, and there is no {', '.join(OLDER)}")
+        os.execvp(newer, [newer, *sys.argv])
+    extras = sys.argv[1:]
+    lock = os.open(ROOT, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends
+    if PYTHON.exists() and not UNFINISHED.exists() and not missing(PYTHON, extras):
+        found = PYTHON
+    elif not missing(Path(sys.executable), extras):
+        found = Path(sys.executable)
+    else:
+        found = install(extras)
+    say(f"environment: {found}")
+    sys.stdout.write(f"{found}\n")
+
+
+def missing(python: Path, extras: Sequence[str]) -> list[str]:
+    """Return the requirements that an environment does not meet; all of it where pip or a new Python is missing.
+
+    Args:
+        python: its interpreter.
+        extras: names in `[project.optional-dependencies]`.
+    """
+    command = [python, "-c", WHAT_IS_MISSING, ROOT / "pyproject.toml", *extras]
+    looked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/")
+    return looked.stdout.splitlines() if looked.returncode == 0 else ["pip, and Python 3.11 or later"]
+
+
+def install(extras: Sequence[str]) -> Path:
+    """Make or complete `.venv`, and return its interpreter.
+
+    Args:
+        extras: names in `[project.optional-dependencies]`.
+    """
+    start, has_gpu = time.monotonic(), bool(shutil.which("nvidia-smi"))
+    download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
+    say(f"installing titanlite and what it needs into {VENV}; {download} to download")
+    clear = ["--clear"] if UNFINISHED.exists() or not PYTHON.exists() else []
+    VENV.mkdir(exist_ok=True)
+    UNFINISHED.touch()
+    run(sys.executable, "-m", "venv", *clear, VENV)
+    UNFINISHED.touch()  # --clear took it away
+    if sys.platform == "linux" and not has_gpu:
+        # PyPI's torch for Linux brings CUDA, gigabytes of it. torch's own index has a build without; if it cannot be
+        # reached, PyPI's is taken, so one short attempt is enough.
+        index = "https://download.pytorch.org/whl/cpu"
+        run(*pip("--no-deps", "--retries", "1", "--timeout", "15", "--extra-index-url", index, torch_requirement()))
+    run(*pip("-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)))
+    UNFINISHED.unlink()
+    say(f"installed in {time.monotonic() - start:.0f} s")
+    return PYTHON
+
+
+def torch_requirement() -> str:
+    """Return the project's own requirement on torch."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return next(r for r in project["dependencies"] if r.startswith("torch>"))
+
+
+def pip(*args: str) -> list[str | Path]:
+    """Return a command that installs into `.venv`."""
+    return [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *args]
+
+
+def run(*command: str | Path) -> None:
+    """Run a command, its output to stderr; if it fails, end with its exit code."""
+    done = subprocess.run(command, stdout=sys.stderr)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def say(text: str) -> None:
+    """Tell the person who waits; stdout is for the result."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

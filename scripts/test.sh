@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Installs what is missing and runs the tests. Arguments go to pytest:
+#
+#     bash scripts/test.sh [tests/data] [-k order] [-m gpu -n 0]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py dev)
+# A test has up to four processes, and most wait for each other; the tests of one file may share what one has made.
+exec "$python" -m pytest -n 2 --dist loadfile "$@"
