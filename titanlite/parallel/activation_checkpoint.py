@@ -7,10 +7,11 @@ block, so that a rule for `wqkv` holds whatever arithmetic the layer runs in.
 Whether a rule was used is counted: a rule that matched nothing is reported, and without `optional` it is an error.
 """
 
+import difflib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.errors import Problem, RecipeError, describe
 from titanlite.models.layers import Linear
 
 _CLASSES: dict[str, tuple[str, ...]] = {
@@ -59,11 +61,15 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
 
     Returns:
         Counts that fill up as the model runs.
+
+    Raises:
+        RecipeError: a rule names an operation or a layer that does not exist, or keeps an elementwise operation.
     """
     use = SaveListUse(save_list.rules)
     if save_list.default == "save" and not save_list.rules:
         return use
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
+    _check_rules(save_list.rules, _matmul_names(blocks[0]))
     classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
     for number, block in enumerate(blocks):
         rules = frozenset(i for i, rule in enumerate(save_list.rules) if number in rule.blocks(len(blocks)))
@@ -120,7 +126,7 @@ def _policy(
             if (
                 i not in rules
                 or name not in ops[i]
-                or (rule.module and not any(layer.endswith(m) for m in rule.module))
+                or (rule.module and not any(_is_named(layer, m) for m in rule.module))
             ):
                 continue
             if not ctx.is_recompute:
@@ -129,18 +135,42 @@ def _policy(
             if (count[i] - 1) % rule.every == 0:
                 return actions[rule.action]
             return actions["recompute" if rule.action == "save" else "save"]
-        return actions[save_list.default]
+        # A view costs nothing to recompute, and saving it would keep what it views, whatever the rule for that says.
+        return actions["recompute" if func.is_view else save_list.default]
 
     return decide
 
 
-def is_pointwise(op: str) -> bool:
-    """Whether an operation is cheap elementwise work, which a save-list must not keep by name.
+def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
+    """Raise for rules that name no operation of torch or no layer of a block, or keep what is cheaper to recompute."""
+    spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
+    known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}
+    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    problems: list[Problem] = []
+    for i, rule in enumerate(rules):
+        if rule.op not in _CLASSES and rule.op not in known:
+            near = difflib.get_close_matches(rule.op, known, n=1)
+            fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(_CLASSES)}"
+            want = "an operation of torch with its overload, as aten.mm.default"
+            problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, fix))
+        elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
+            want = "no elementwise operation: it costs less to recompute than to store and load"
+            problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule"))
+        for module in rule.module:
+            if not rule.optional and not any(_is_named(layer, module) for layer in layers):
+                near = difflib.get_close_matches(module, last_names, n=1)
+                fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
+                want = f"a linear layer of a block: {', '.join(last_names)}"
+                problems.append(Problem(f"rules[{i}].module", f'"{module}"', want, fix))
+    if problems:
+        raise RecipeError(describe("save-list", problems))
 
-    Args:
-        op: like "aten.abs.default".
-    """
-    packet = torch.ops
-    for part in op.split("."):
-        packet = getattr(packet, part)
-    return torch.Tag.pointwise in packet.tags  # type: ignore[attr-defined]
+
+def _is_pointwise(op: str) -> bool:
+    """Whether torch knows an operation, like "aten.abs.default", as elementwise."""
+    return torch.Tag.pointwise in reduce(getattr, op.split("."), torch.ops).tags  # type: ignore[attr-defined]
+
+
+def _is_named(layer: str, module: str) -> bool:
+    """Whether a rule's `module`, like "wo" or "attention.wo", is the end of a layer's name."""
+    return f".{layer}".endswith(f".{module}")

@@ -1,0 +1,141 @@
+"""What a save-list says is recomputed is what is recomputed: matmuls and attention are counted in backward."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite import recipes
+from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.errors import RecipeError
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
+from titanlite.parallel.initialise import initialise
+
+D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
+SIZES = ModelRecipe("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+FORWARD_SHAPES = {
+    "wqkv": ([S, D], [D, D * (H + 2 * K) // H]),
+    "wo": ([S, D], [D, D]),
+    "w13": ([S, D], [D, 2 * F]),
+    "w2": ([S, F], [F, D]),
+}
+NONE = SaveList("", "save")
+
+
+class CountForwardOps(TorchDispatchMode):
+    """Counts attention, and the products that forward consists of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            shapes = tuple(list(x.shape) for x in args)
+            self.counts.update(name for name, forward in FORWARD_SHAPES.items() if shapes == forward)
+        # The compiler recomputes attention, which may have dropout, as run_with_rng_state(state, attention, …).
+        op = args[1] if isinstance(func, HigherOrderOperator) else func
+        self.counts["attention"] += op is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def save_list(*rules: SaveRule, default: str = "recompute") -> SaveList:
+    return SaveList("", default, rules)  # type: ignore[arg-type]
+
+
+def backward_ops(saved: SaveList, compiled: bool) -> tuple[Counter[str], SaveListUse, list[torch.Tensor]]:
+    """Forward products and attention in backward, how the rules matched, and the gradients."""
+    torch._dynamo.reset()
+    model = Llama3(SIZES, S)
+    model.fill_buffers()
+    initialise(model, seed=0)
+    use = apply_activation_checkpoint(model, saved)
+    if compiled:
+        for block in model.layers:  # inductor's partitioner, without its code generation
+            block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    tokens = torch.arange(S) % SIZES.vocab_size
+    loss = model(tokens).float().square().mean()
+    with CountForwardOps() as ops:
+        loss.backward()
+    ops.counts["wo"] -= LAYERS  # its gradient has the same shapes
+    return +ops.counts, use, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def matmul(*modules: str, action: str = "save", **options) -> SaveRule:
+    return SaveRule("matmul", action, module=modules, **options)  # type: ignore[arg-type]
+
+
+ATTENTION = SaveRule("attention", "save")
+# What backward needs of a block is the input of w2, at most; so w2 itself is never recomputed.
+CASES = {
+    "none": (NONE, []),
+    "everything": (save_list(), ["wqkv", "attention", "wo", "w13"]),
+    "attention": (save_list(ATTENTION), ["wqkv", "wo", "w13"]),
+    "some layers": (save_list(ATTENTION, matmul("wqkv", "w13")), ["wo"]),
+    "a layer by more of its name": (save_list(ATTENTION, matmul("attention.wqkv")), ["wo", "w13"]),
+    "every matmul": (save_list(ATTENTION, matmul()), []),
+    "every second matmul": (save_list(ATTENTION, matmul(every=2)), ["wo"]),
+    "one op": (save_list(ATTENTION, SaveRule("aten.mm.default", "save")), []),
+    "all but one layer": (save_list(matmul("w13", action="recompute"), default="save"), ["w13"]),
+    "the first rule decides": (save_list(matmul("wo"), matmul(action="recompute"), default="save"), ["wqkv", "w13"]),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_recomputed(case, compiled):
+    saved, expected = CASES[case]
+    ops, use, gradients = backward_ops(saved, compiled)
+    assert ops == Counter(dict.fromkeys(expected, LAYERS))
+    assert use.unmatched() == []
+    for got, truth in zip(gradients, backward_ops(NONE, compiled=False)[2], strict=True):
+        if compiled:  # it may sum in another order
+            assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
+        else:
+            assert torch.equal(got, truth)
+
+
+def test_layers_are_chosen_by_number():
+    ops, _, _ = backward_ops(save_list(ATTENTION, matmul("wqkv"), matmul("w13", layers="1:")), compiled=False)
+    assert ops == {"wo": LAYERS, "w13": 1}
+
+
+@pytest.mark.parametrize("name", [n for n in recipes.names("activation_checkpoint") if n != "balanced_tight"])
+def test_each_rule_of_a_shipped_list_is_used(name):
+    shipped = recipes.load("activation_checkpoint", name)
+    _, use, _ = backward_ops(shipped, compiled=False)
+    optional = {i for i, rule in enumerate(shipped.rules) if rule.optional}
+    assert {i for i in range(len(shipped.rules)) if use.matches[i]} == set(range(len(shipped.rules))) - optional
+
+
+def test_a_rule_that_matched_nothing_is_reported():
+    unused, forgiven = SaveRule("communication", "save"), SaveRule("aten.bmm.default", "save", optional=True)
+    _, use, _ = backward_ops(save_list(unused, ATTENTION, forgiven), compiled=False)
+    assert use.unmatched() == [unused]
+
+
+@pytest.mark.parametrize("action", ["save", "recompute"])
+def test_an_unknown_op_is_an_error(action):
+    with pytest.raises(RecipeError, match=r'did you mean "aten\.mm\.default"') as error:
+        apply_activation_checkpoint(Llama3(SIZES, S), save_list(SaveRule("aten.mmm.default", action)))
+    assert 'rules[0].op = "aten.mmm.default"' in str(error.value)
+
+
+def test_saving_elementwise_work_is_an_error():
+    rules = [SaveRule("aten.silu.default", "save"), matmul("w1")]
+    with pytest.raises(RecipeError, match="less to recompute") as error:
+        apply_activation_checkpoint(Llama3(SIZES, S), save_list(*rules))
+    assert "2 problems" in str(error.value)
+    assert 'rules[1].module = "w1"' in str(error.value)
+
+
+def test_recomputing_elementwise_work_is_not():
+    rule = SaveRule("aten.silu.default", "recompute")
+    ops, use, _ = backward_ops(save_list(rule, default="save"), compiled=False)
+    assert not ops
+    assert use.matches[0] == LAYERS
