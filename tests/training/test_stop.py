@@ -1,0 +1,126 @@
+"""Signals: all ranks save and leave after the same step, and the same command goes on as if nothing had happened."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
+from titanlite.training import loop
+
+VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("stop"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(desk: Desk) -> Ended:
+    """Two ranks, with validation."""
+    return desk.run("undisturbed", 2, *VALIDATE, "--job.stop_after=10")
+
+
+def at_step(step: int, act: Callable[[], object], rank: int = 0) -> Callable[[], None]:
+    """Do something on one rank within a step, after what the step says about signals has been asked."""
+
+    def plant() -> None:
+        take, now = loop.train_step, [0]
+
+        def counted(*args: object) -> torch.Tensor:
+            now[0] += 1
+            if now[0] == step and os.environ.get("RANK", "0") == str(rank):
+                act()
+            return take(*args)
+
+        loop.train_step = counted
+
+    return plant
+
+
+def kill(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+# All ranks are told in the next step, whose results are read one step later, or at once if it validates.
+@pytest.mark.parametrize(("signalled", "stopped"), [(3, 4), (5, 7)])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    desk: Desk, undisturbed: Ended, signalled: int, stopped: int
+) -> None:
+    name = f"one rank {signalled}"
+    run = desk.run(name, 2, *VALIDATE, plant=at_step(signalled, kill(signal.SIGTERM), rank=1))
+    assert run.status["state"] == "stopped"
+    assert run.status["step"] == stopped
+    assert run.status["by"] == "a signal to another rank"
+    assert run.checkpoints() == [stopped]
+    # Stopped at step 4, where validation is due: saving comes first, and validation when the run goes on.
+    rest = desk.run(name, 2, *VALIDATE, "--job.stop_after=10")
+    timeless = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
+    kept = [[{k: row[k] for k in timeless if k in row} for row in run.rows] for run in (rest, undisturbed)]
+    assert kept[0] == kept[1]
+    assert rest.content(10) == undisturbed.content(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
+    run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))
+    assert run.status["state"] == "stopped"
+    assert run.status["by"] == number.name
+    assert f"stopped by {number.name} after step 4" in run.output
+    assert run.checkpoints() == [4]
+
+
+def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:
+    def twice() -> None:
+        kill(signal.SIGTERM)()
+        kill(signal.SIGTERM)()
+
+    assert desk.run("twice", 1, plant=at_step(2, twice)).checkpoints() == [4]
+
+
+def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
+    def later() -> None:
+        kill(signal.SIGTERM)()
+        time.sleep(1.1)
+        kill(signal.SIGINT)()
+
+    run = desk.run("second", 1, plant=at_step(2, later), ends=128 + signal.SIGINT)
+    assert run.checkpoints() == []
+    assert run.status["state"] == "running"  # and its pid is gone
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)])
+def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, number: int, code: int) -> None:
+    def plant() -> None:
+        loop.build = lambda *_: os.kill(os.getpid(), number)
+
+    run = desk.run(f"early {number}", 1, plant=plant, ends=code)
+    assert "Traceback" not in run.output
+
+
+def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
+    flags = ("--training.steps=5000",)
+    argv, folder = desk.flags("agent", *flags), desk.folder / "runs" / "agent"
+    (desk.folder / "empty.toml").touch()
+    argv = ["--config", str(desk.folder / "empty.toml"), *argv]
+    launcher = torchrun(["--standalone", "--nproc-per-node=2"], str(REPOSITORY / "train.py"), argv, tmp_path / "log")
+    try:
+        wait_for_step(folder, 5)
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(30)
+    finally:
+        launcher.kill()
+    ended = Ended(folder, (tmp_path / "log").read_text())
+    last = ended.status["step"]
+    assert ended.status["state"] == "stopped", ended.output
+    assert ended.status["by"] == "SIGTERM"
+    assert ended.checkpoints() == [last]
+    assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
+    rest = desk.run("agent", 2, *flags, f"--job.stop_after={last + 3}")
+    undisturbed = desk.run("no agent", 2, *flags, f"--job.stop_after={last + 3}")
+    assert rest.trained() == undisturbed.trained()

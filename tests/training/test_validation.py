@@ -1,0 +1,70 @@
+"""Validation: the same number under any layout, when it is due, and never a hang."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training.launched import Desk, Ended
+from titanlite.data.batches import Batch
+from titanlite.training import loop
+
+# 37 samples: one rank has a batch that others fill with padding.
+LAYOUTS = {
+    "1": (1, ()),
+    "FSDP 2": (2, ()),
+    "FSDP 3": (3, ("--training.global_batch_size=3",)),
+    "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    "local batch 2": (2, ("--training.local_batch_size=2",)),
+}
+FLAGS = ("--validation.enable=true", "--validation.freq=4", "--job.stop_after=4")
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("validation"))
+
+
+@pytest.fixture(scope="module")
+def single(desk: Desk) -> Ended:
+    return desk.run("single", 1, *FLAGS)
+
+
+def validations(run: Ended) -> dict[int, float]:
+    return {row["step"]: row["validation_loss"] for row in run.rows if "validation_loss" in row}
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1"])
+def test_every_layout_sees_the_same_loss(desk: Desk, single: Ended, layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    reference = single
+    if layout == "FSDP 3":  # which cannot divide the global batch of the others
+        reference = desk.run("single 3", 1, *FLAGS, *flags)
+    run = desk.run(layout, world, *FLAGS, *flags)
+    # Four steps and one mean in float32, whose sums are ordered otherwise.
+    assert validations(run) == {4: pytest.approx(validations(reference)[4], rel=1e-6)}
+    assert validations(run)[4] == pytest.approx(5.0, abs=0.7)  # below log 256 = 5.55, as four steps make it
+
+
+def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
+    run = desk.run("due", 1, *FLAGS, "--training.steps=10", "--job.stop_after=0")
+    assert list(validations(run)) == [4, 8, 10]
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
+
+
+def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
+    def plant() -> None:
+        loop._WATCHDOG_GRACE_S = 0
+        read = loop.ValidationBatches.__iter__
+
+        def slow(self: loop.ValidationBatches) -> Iterator[Batch]:
+            for batch in read(self):
+                time.sleep(0.1)
+                yield batch
+
+        loop.ValidationBatches.__iter__ = slow
+
+    # 37 batches take 3.7 s, and 3 s without progress would end the run.
+    limits = ("--comm.init_timeout_seconds=3", "--comm.train_timeout_seconds=3")
+    run = desk.run("slow", 1, *FLAGS, *limits, "--job.stop_after=4", plant=plant)
+    assert list(validations(run)) == [4]
