@@ -58,7 +58,9 @@ def main() -> None:
             print(f"{name} {repeat}: {row or 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
             if row:
                 runs[name].append(row)
-    print(f"\n| layout, {args.gpus} GPUs | tok/s/GPU | spread | MFU % | ms/step | reserved GiB | allocated GiB | runs |")
+    print(
+        f"\n| layout, {args.gpus} GPUs | tok/s/GPU | spread | MFU % | ms/step | reserved GiB | allocated GiB | runs |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name, rows in runs.items():
         if rows:
