@@ -1,0 +1,97 @@
+"""RoPE against complex multiplication, and the frequency scaling against the rule in words of wavelengths."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanlite.config.recipe_schema import RopeScaling
+from titanlite.kernels.rope import rope, rope_table
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+THETA = 500_000.0
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
+
+
+def rotated(x: Tensor, theta: float) -> Tensor:
+    """Each pair (x_i, x_{i+E/2}) of head [S, H, E] as a complex number, times e^{i·position·theta^(-2i/E)}."""
+    S, _, E = x.shape
+    pairs = torch.complex(x[..., : E // 2].double(), x[..., E // 2 :].double())
+    angles = torch.tensor([[p * theta ** (-2 * i / E) for i in range(E // 2)] for p in range(S)], dtype=torch.float64)
+    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(x.device)[:, None, :]
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_complex_multiplication(dtype, device):
+    S, H, E = 33, 3, 16
+    x = torch.randn(2 * S, H, E, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    cos, sin = (t.to(device) for t in rope_table(S, E, 1e4, None))
+    truth = torch.cat([rotated(sequence, 1e4) for sequence in x.split(S)])  # each sequence starts at position 0
+    # One rounding to dtype; before it two float32 products of rounded table entries, and their sum.
+    f32 = torch.finfo(torch.float32).eps
+    size = torch.hypot(*x.double().chunk(2, -1)).repeat(1, 1, 2)
+    bound = torch.finfo(dtype).eps / 2 * truth.abs() + 2 * f32 * size
+    assert ((rope(x, cos, sin).double() - truth).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradient_is_the_inverse_rotation(device):
+    S, H, E = 9, 2, 8
+    cos, sin = (t.to(device) for t in rope_table(S, E, 1e4, None))
+    x = torch.randn(S, H, E, device=device, requires_grad=True)
+    upstream = torch.randn(S, H, E, device=device)
+    rope(x, cos, sin).backward(upstream)
+    torch.testing.assert_close(x.grad, rope(upstream, cos, -sin), rtol=0, atol=1e-6)
+
+
+def test_scores_depend_on_distance_alone():
+    cos, sin = rope_table(64, 32, 1e4, None)
+    q, k = (torch.randn(32).expand(64, 1, 32) for _ in "qk")
+    q, k = rope(q, cos, sin)[:, 0], rope(k, cos, sin)[:, 0]
+    scores = q @ k.T
+    torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1], rtol=0, atol=1e-4)
+    assert (scores[0, 1:] - scores[0, 0]).abs().max() > 0.1
+
+
+def test_late_positions_are_exact():
+    S, E = 131_072, 128
+    cos, sin = rope_table(S, E, THETA, None)
+    for position, i in ((S - 1, 0), (S - 1, 1), (100_003, 7)):
+        angle = position * THETA ** (-2 * i / E)
+        assert cos[position, i].item() == pytest.approx(math.cos(angle), abs=6e-8)
+        assert sin[position, i].item() == pytest.approx(math.sin(angle), abs=6e-8)
+
+
+def scaled_frequency(frequency: float, scaling: RopeScaling) -> float:
+    """Llama 3.1's rule: by wavelength, long ones slowed, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / frequency
+    longest_kept = scaling.original_seq_len / scaling.high_freq_factor
+    shortest_slowed = scaling.original_seq_len / scaling.low_freq_factor
+    if wavelength < longest_kept:
+        return frequency
+    if wavelength > shortest_slowed:
+        return frequency / scaling.factor
+    smooth = scaling.original_seq_len / wavelength - scaling.low_freq_factor
+    smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+    return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_frequency_scaling(factor):
+    E = 128
+    scaling = RopeScaling(factor, SCALING.low_freq_factor, SCALING.high_freq_factor, SCALING.original_seq_len)
+    plain = [THETA ** (-2 * i / E) for i in range(E // 2)]
+    wanted = [scaled_frequency(f, scaling) for f in plain]
+    kept = sum(w == f for w, f in zip(wanted, plain, strict=True))
+    slowed = sum(w == f / factor for w, f in zip(wanted, plain, strict=True))
+    assert kept > 10
+    assert slowed > 10
+    assert kept + slowed < E // 2 - 3  # each branch of the rule is under test
+    cos, sin = rope_table(2, E, THETA, scaling)
+    angles = torch.tensor(wanted, dtype=torch.float64)  # at position 1
+    assert torch.equal(cos[0], torch.ones(E // 2))
+    torch.testing.assert_close(cos[1].double(), angles.cos(), rtol=1e-7, atol=0)
+    torch.testing.assert_close(sin[1].double(), angles.sin(), rtol=1e-7, atol=0)
