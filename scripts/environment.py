@@ -49,7 +49,12 @@ def main() -> None:
         os.execvp(newer, [newer, *sys.argv])
     extras = sys.argv[1:]
     lock = os.open(ROOT, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process and a pip that outlives it have ended
+    except BlockingIOError:
+        say("waiting for another start that is installing")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    os.set_inheritable(lock, True)
     if PYTHON.exists() and not UNFINISHED.exists() and not missing(PYTHON, extras):
         found = PYTHON
     elif not missing(Path(sys.executable), extras):
@@ -112,7 +117,7 @@ def pip(*args: str) -> list[str | Path]:
 
 def run(*command: str | Path) -> None:
     """Run a command, its output to stderr; if it fails, end with its exit code."""
-    done = subprocess.run(command, stdout=sys.stderr)
+    done = subprocess.run(command, stdout=sys.stderr, close_fds=False)
     if done.returncode:
         sys.exit(done.returncode)
 
