@@ -96,7 +96,9 @@ class Desk:
         (folder / "held_out.txt").write_text("\n".join(reversed(words))[: 37 * 64 + 30])
 
     def flags(self, name: str, *flags: str) -> list[str]:
-        """The command line of a small run; later flags win."""
+        """The command line of a small run; `flags` win over what makes it small."""
+        config = self.folder / "empty.toml"
+        config.touch()
         here = {
             "job.name": name,
             "job.dump_folder": self.folder / "runs",
@@ -106,7 +108,7 @@ class Desk:
         }
         given: dict[str, str] = {f"--{key}": str(value) for key, value in {**SMALL, **here}.items()}
         given |= dict(flag.split("=", 1) for flag in flags)
-        return [f"{key}={value}" for key, value in given.items()]
+        return ["--config", str(config), *(f"{key}={value}" for key, value in given.items())]
 
     def start(self, name: str, world: int, *flags: str, plant: Callable[[], object] = lambda: None) -> Job:
         """Start a run.
@@ -134,10 +136,6 @@ class Desk:
         assert job.wait() == [0] * world, job.output()
 
     def _fork(self, world: int, argv: list[str], plant: Callable[[], object]) -> Job:
-        if argv[0] != "--config":
-            empty = self.folder / "empty.toml"
-            empty.touch()
-            argv = ["--config", str(empty), *argv]
         logs, port = [self.folder / f"{time.monotonic_ns()}-rank{rank}.log" for rank in range(world)], free_port()
         return Job([_fork(rank, world, port, argv, logs[rank], plant) for rank in range(world)], logs)
 

@@ -1,8 +1,13 @@
-"""Stopping and going on: the same samples, the same losses, the same weights as without the interruption."""
+"""Runs that end and go on: the same samples, losses and weights as without the interruption, or a clear refusal."""
+
+import os
+import resource
+import signal
 
 import pytest
 
-from tests.training.launched import Desk, Ended
+from tests.training.launched import Desk, Ended, wait_for_step
+from titanlite.observe.metrics import MetricsFile, StepRow
 
 LAYOUTS = {"1": (1, ()), "FSDP 2": (2, ()), "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",))}
 
@@ -32,3 +37,113 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
     assert rest.content(20) == whole.content(20)
     assert "resumed from step 10" in rest.output
+
+
+@pytest.mark.parametrize("undisturbed", ["FSDP 2"], indirect=True)
+@pytest.mark.parametrize("layout", ["1", "TP 2"])
+def test_a_run_goes_on_under_another_layout(desk: Desk, undisturbed: tuple[str, Ended], layout: str) -> None:
+    _, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    name = f"from FSDP 2 to {layout}"
+    desk.run(name, 2, "--job.stop_after=10")
+    rest = desk.run(name, world, *flags)
+    assert [row["tokens"] for row in rest.steps] == [row["tokens"] for row in whole.steps]  # the same samples,
+    assert rest.losses() == pytest.approx(whole.losses(), rel=1e-6)  # or the losses would differ in the first digit
+
+
+def test_the_written_config_gives_the_same_run(desk: Desk) -> None:
+    first = desk.run("written", 1, "--job.stop_after=5", "--optimizer.weight_decay_exclude=*norm.weight")
+    desk.rerun(first.folder / "config.toml", "--job.name", "read back")
+    again = Ended(desk.folder / "runs" / "read back", "")
+    assert again.trained() == first.trained()
+    assert again.content(5) == first.content(5)
+
+
+def test_one_job_in_a_folder(desk: Desk) -> None:
+    job = desk.start("shared", 1, "--training.steps=100000")
+    try:
+        wait_for_step(desk.folder / "runs" / "shared", 1)
+        second = desk.run("shared", 1, ends=2)
+    finally:
+        os.kill(job.pids[0], signal.SIGTERM)
+    assert "in use" in second.output
+    assert f'"pid": {job.pids[0]}' in second.output
+    assert job.wait() == [0], job.output()  # and was not disturbed
+
+
+def test_resume_says_what_there_is(desk: Desk) -> None:
+    flags = ("--checkpoint.interval=2", "--job.stop_after=5")
+    run = desk.run("asked", 1, *flags)
+    assert run.checkpoints() == [2, 4, 5]
+    missing = desk.run("asked", 1, *flags, "--checkpoint.resume=3", ends=2)
+    assert "checkpoint.resume = 3\n    want: one of 2, 4, 5" in missing.output.replace("\n  ", "\n")
+    behind = desk.run("asked", 1, *flags, "--checkpoint.resume=4", ends=2)
+    assert "would take up the abandoned branch (5) again" in behind.output
+    never = desk.run("asked", 1, *flags, "--checkpoint.resume=never", ends=2)
+    assert "the folder has checkpoints and metrics.jsonl" in never.output
+    for refused in (missing, behind, never):
+        assert "Traceback" not in refused.output
+    assert run.checkpoints() == [2, 4, 5]
+    assert "nothing to do: 5 steps were asked for, 5 are done" in desk.run("asked", 1, *flags).output
+
+
+def test_a_missing_step_is_said_by_every_rank_alike(desk: Desk) -> None:
+    run = desk.run("asked on two", 2, "--checkpoint.resume=7", ends=2)
+    assert run.output.count("a complete checkpoint in") == 2
+
+
+def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
+    corpus = desk.folder / "grows.txt"
+    corpus.write_text((desk.folder / "train.txt").read_text())
+    flags = (f"--data.source={corpus}", "--job.stop_after=2")
+    assert "another text" not in desk.run("grows", 1, *flags).output
+    corpus.write_text(corpus.read_text() + "more")
+    assert (
+        "warning: data.source holds another text than before"
+        in desk.run("grows", 1, flags[0], "--job.stop_after=3").output
+    )
+
+
+def test_damaged_metrics_end_every_rank(desk: Desk) -> None:
+    run = desk.run("damaged", 2, "--job.stop_after=2")
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    (run.folder / "metrics.jsonl").write_text("\n".join(["\0" * 20, *lines]) + "\n")
+    again = desk.run("damaged", 2, "--job.stop_after=4", ends=2)
+    for said in again.output.split("--- rank ")[1:]:
+        assert "delete this line" in said
+        assert "Traceback" not in said
+
+
+def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
+    def plant() -> None:
+        if os.environ["RANK"] == "0":
+            write = MetricsFile.write
+
+            def limited(self: MetricsFile, row: StepRow) -> None:
+                if row.step == 3:  # as if the file could grow no further
+                    size = os.fstat(self._file.fileno()).st_size
+                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+                try:
+                    write(self, row)
+                finally:  # or this rank's output would be cut off as well
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+            MetricsFile.write = limited
+
+    job = desk.start("full", 2, plant=plant)
+    codes = job.wait(30)
+    assert codes == [1, 1], job.output()  # 1 of rank 1: its connection to rank 0 is gone
+    assert "OSError: [Errno 27] File too large" in job.output().partition("--- rank 1")[0]
+    ended = Ended(desk.folder / "runs" / "full", "")
+    assert ended.status["state"] == "failed"
+    assert ended.status["error"]["type"] == "OSError"
+
+
+def test_wandb_offline(desk: Desk) -> None:
+    run = desk.run("wandb", 2, "--metrics.wandb=offline", "--job.stop_after=3")
+    assert "wandb: cannot" not in run.output
+    assert (run.folder / "wandb" / "run_id").is_file()
+    (offline,) = (run.folder / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    assert run.status["state"] == "stopped"

@@ -106,8 +106,6 @@ def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, number: i
 def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
     flags = ("--training.steps=5000",)
     argv, folder = desk.flags("agent", *flags), desk.folder / "runs" / "agent"
-    (desk.folder / "empty.toml").touch()
-    argv = ["--config", str(desk.folder / "empty.toml"), *argv]
     launcher = torchrun(["--standalone", "--nproc-per-node=2"], str(REPOSITORY / "train.py"), argv, tmp_path / "log")
     try:
         wait_for_step(folder, 5)

@@ -1,0 +1,112 @@
+"""What only torchrun can show: two agents as on two hosts, a killed worker, a log that ends with the culprit."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.training.launched import REPOSITORY, Desk, Ended, free_port, torchrun, wait_for_step
+
+TRAIN = str(REPOSITORY / "train.py")
+LONG = ("--training.steps=120", "--checkpoint.interval=20", "--lr_scheduler.warmup_steps=10")
+
+# A run in which rank 1 alone fails in step 3, as the first argument says.
+BROKEN = """
+import os
+import sys
+
+import train
+from titanlite.errors import DataError
+from titanlite.exit_code import exit_code
+from titanlite.training import loop
+
+error = {"bug": ZeroDivisionError, "input": DataError}[sys.argv.pop(1)]
+take, now = loop.train_step, [0]
+
+def broken(*args):
+    now[0] += 1
+    if now[0] == 3 and os.environ["RANK"] == "1":
+        raise error("planted on rank 1")
+    return take(*args)
+
+loop.train_step = broken
+sys.exit(exit_code(train.main))
+"""
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("elastic"))
+
+
+def worker(agent: "subprocess.Popen[bytes]") -> int:
+    """Process id of the only worker of an agent."""
+    (pid,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    return int(pid)
+
+
+def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
+    folder, logs = desk.folder / "runs" / "hosts", [tmp_path / "first", tmp_path / "second"]
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts"]
+    launcher = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meet]
+    agents = [torchrun(launcher, TRAIN, desk.flags("hosts", *LONG), log) for log in logs]
+    try:
+        undisturbed = desk.run("no hosts", 2, *LONG)
+        wait_for_step(folder, 45)
+        first = Ended(folder, "").status["pid"]
+        (other,) = (pid for pid in map(worker, agents) if pid != first)
+        os.kill(other, signal.SIGKILL)
+        codes = [agent.wait(60) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == [0, 0], "\n".join(said)
+    run = Ended(folder, "\n".join(said))
+    assert run.status["state"] == "finished"
+    assert run.status["pid"] != first
+    assert run.trained() == undisturbed.trained()  # every step once
+    assert run.content(120) == undisturbed.content(120)
+    # Each host says what concerns it; steps are said once.
+    lines = run.output.splitlines()
+    resumed = [line for line in lines if "resumed from step" in line]
+    assert len(resumed) == 2, run.output
+    assert len([line for line in resumed if line.startswith("[rank 1] ")]) == 1
+    assert {int(line.split()[-1]) for line in resumed} <= {40, 60, 80, 100}  # not from the beginning
+    assert sum(line.startswith("step 120/120") for line in lines) == 1
+
+
+@pytest.mark.parametrize("kind", ["bug", "input"])
+def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path, kind: str) -> None:
+    script, log = tmp_path / "broken.py", tmp_path / "log"
+    script.write_text(BROKEN)
+    run = torchrun(["--standalone", "--nproc-per-node=2"], str(script), [kind, *desk.flags(kind)], log)
+    try:
+        assert run.wait(60) == 1
+    finally:
+        run.kill()
+    said = log.read_text()
+    _, _, cause = said.rpartition("Root Cause")
+    assert "rank      : 1" in cause, said
+    assert f"exitcode  : {2 if kind == 'input' else 1}" in cause
+    assert "planted on rank 1" in cause
+    if kind == "input":
+        assert said.count("\n[rank 1] planted on rank 1") == 1
+
+
+def test_a_mistake_is_said_once_whatever_the_number_of_ranks(desk: Desk, tmp_path: Path) -> None:
+    recipe, log = tmp_path / "unmatched.toml", tmp_path / "log"
+    recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.tril.default"\naction = "save"\n')
+    flags = desk.flags("mistake", f"--activation_checkpoint.recipe={recipe}")
+    run = torchrun(["--standalone", "--nproc-per-node=2"], TRAIN, flags, log)
+    try:
+        assert run.wait(60) == 1
+    finally:
+        run.kill()
+    said = log.read_text()
+    assert said.count("matched no operation") == 1, said
+    ours, _, _ = said.partition("closing signal")  # from here on torchrun speaks
+    assert "Traceback" not in ours
+    assert "rank      : 0" in said.rpartition("Root Cause")[2]
