@@ -3,11 +3,13 @@
 import os
 import resource
 import signal
+import time
 
 import pytest
 
 from tests.training.launched import Desk, Ended, wait_for_step
 from titanlite.observe.metrics import MetricsFile, StepRow
+from titanlite.training.report import Outcome, Report
 
 LAYOUTS = {"1": (1, ()), "FSDP 2": (2, ()), "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",))}
 
@@ -138,6 +140,23 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
     ended = Ended(desk.folder / "runs" / "full", "")
     assert ended.status["state"] == "failed"
     assert ended.status["error"]["type"] == "OSError"
+
+
+def test_a_rank_that_hangs_is_given_up_after_the_limit_of_a_step(desk: Desk) -> None:
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            write = Report.step
+
+            def late(self: Report, outcome: Outcome) -> None:
+                time.sleep(4 if outcome.step == 5 else 0)
+                write(self, outcome)
+
+            Report.step = late
+
+    job = desk.start("hangs", 2, "--comm.train_timeout_seconds=2", plant=plant)
+    assert job.wait(30) == [1, 1], job.output()
+    assert "Timed out waiting 2000ms" in job.output().partition("--- rank 1")[0]
+    assert Ended(desk.folder / "runs" / "hangs", "").status["state"] == "failed"
 
 
 def test_wandb_offline(desk: Desk) -> None:
