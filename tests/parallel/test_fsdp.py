@@ -1,0 +1,76 @@
+"""FSDP's units, and which of them are freed after forward."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_ranks
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config, Parallelism, Training
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.initialise import initialise
+from titanlite.parallel.mesh import build_mesh
+
+SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+S = 8
+
+
+def sharded(reshard: str, tied: bool) -> Llama3:
+    config = Config(
+        training=Training(seq_len=S, mixed_precision_param="float32"),
+        parallelism=Parallelism(fsdp_reshard_after_forward=reshard),  # type: ignore[arg-type]
+    )
+    with torch.device("meta"):
+        model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
+    apply_fsdp(model, config, build_mesh(config.parallelism, torch.device("cpu")))
+    model.to_empty(device="cpu")
+    model.fill_buffers()
+    initialise(model, seed=0)
+    return model
+
+
+def units(model: Llama3) -> list[set[str]]:
+    """The parameters of each unit."""
+    names = {id(module): name for name, module in model.named_modules()}
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+    infos = [[p._module_info for p in group.fsdp_params] for group in groups]
+    return [{f"{names[id(info.module)]}.{info.param_name}" for info in group} for group in infos]
+
+
+def test_each_parameter_is_in_one_unit(tmp_path):
+    def body() -> None:
+        for tied in (False, True):
+            model = sharded("default", tied)
+            names = [name for name, _ in model.named_parameters()]
+            blocks = [{name for name in names if name.startswith(f"layers.{n}.")} for n in range(2)]
+            ends = [{"tok_embeddings.weight", "norm.weight"}]
+            if not tied:
+                ends = [{"tok_embeddings.weight"}, {"norm.weight", "output.weight"}]
+            assert sorted(map(sorted, units(model))) == sorted(map(sorted, blocks + ends))
+
+    run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "world", "freed"),
+    [
+        ("default", 2, {"block", "embedding"}),
+        ("default", 1, set()),  # gathering from one rank is a copy
+        ("always", 2, {"block", "embedding", "head"}),
+        ("always", 1, {"block", "embedding", "head"}),
+        ("never", 2, set()),
+    ],
+)
+def test_what_is_freed_after_forward(reshard, world, freed, tmp_path):
+    def body() -> None:
+        model = sharded(reshard, tied=False)
+        model(torch.arange(S))
+        units = {"block": model.layers[0].feed_forward.w13, "embedding": model.tok_embeddings, "head": model.output}
+        assert {name for name, module in units.items() if isinstance(module.weight, DTensor)} == freed
+
+    run_ranks(body, tmp_path, world)
