@@ -21,7 +21,7 @@ def main() -> None:
     folder = RunFolder(Path(run.config.job.dump_folder) / run.config.job.name)
     notices = folder.claim(run.config, to_toml(run.config)) if os.environ.get("RANK", "0") == "0" else []
 
-    from titanlite.training.loop import train  # torch is imported here, not before
+    from titanlite.training.train import train  # torch is imported here, not before
 
     train(run.config, run.dimensions, run.save_list, run.float8, folder, notices)
 

@@ -25,14 +25,14 @@ import torch._inductor
 import torch.distributed.checkpoint
 
 import titanlite.exit_code
-import titanlite.training.loop
+import titanlite.training.train
 import train
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.exit_code import exit_code
 from titanlite.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
-_IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, titanlite.training.loop)  # for all forked ranks
+_IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, titanlite.training.train)  # for all forked ranks
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SMALL = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.training.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
-from titanlite.training import loop
+from titanlite.training import train
 
 VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
 
@@ -97,7 +97,7 @@ def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)])
 def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, number: int, code: int) -> None:
     def plant() -> None:
-        loop.build = lambda *_: os.kill(os.getpid(), number)
+        train.build = lambda *_: os.kill(os.getpid(), number)
 
     run = desk.run(f"early {number}", 1, plant=plant, ends=code)
     assert "Traceback" not in run.output

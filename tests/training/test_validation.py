@@ -54,7 +54,7 @@ def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
 
 def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
     def plant() -> None:
-        loop._WATCHDOG_GRACE_S = 0
+        loop.WATCHDOG_GRACE_S = 0
         read = loop.ValidationBatches.__iter__
 
         def slow(self: loop.ValidationBatches) -> Iterator[Batch]:

@@ -45,6 +45,7 @@ class SaveListUse:
     """What a save-list did: how often each rule matched, over all blocks and forward passes so far."""
 
     rules: tuple[SaveRule, ...]
+    blocks: int = 0  # under checkpointing
     matches: Counter[int] = field(default_factory=Counter)
 
     def unmatched(self) -> list[SaveRule]:
@@ -79,6 +80,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
                 options["context_fn"] = partial(_contexts, save_list, rules, _matmul_names(block), use)
             classes[rules] = _checkpointed(type(block), options)
         block.__class__ = classes[rules]
+        use.blocks += 1
     return use
 
 

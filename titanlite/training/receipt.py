@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.models.layers import Embedding, Linear
 from titanlite.observe.console import Console
 from titanlite.observe.receipt import Receipt, Skipped
-from titanlite.parallel import activation_checkpoint
 from titanlite.parallel.initialise import local_data
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -54,13 +53,12 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     _add_compile(config.compile.enable, blocks, receipt)
 
     use = run.save_list_use
-    wrapped = sum(_is_checkpointed(block) for block in blocks)
     rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
     receipt.add(
         "activation_checkpoint",
         config.activation_checkpoint.recipe,
-        {"blocks": wrapped, "matches": {rule: use.matches[i] for i, rule in enumerate(rules)}},
-        count=use.matches.total() if rules else wrapped,
+        {"blocks": use.blocks, "matches": {rule: use.matches[i] for i, rule in enumerate(rules)}},
+        count=use.matches.total() if rules else use.blocks,
         missed=[Skipped(rules[use.rules.index(rule)], "matched no operation") for rule in use.unmatched()],
         key="activation_checkpoint.recipe",
     )
@@ -118,11 +116,6 @@ def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> 
     receipt.add(
         "compile", requested, applied, count=applied["blocks"] if graphs else 0, missed=missed, key="compile.enable"
     )
-
-
-def _is_checkpointed(block: nn.Module) -> bool:
-    """Whether `apply_activation_checkpoint` changed its class."""
-    return any(base.__module__ == activation_checkpoint.__name__ for base in type(block).__mro__)
 
 
 def _attention_backend(run: Run) -> str:

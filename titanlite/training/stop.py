@@ -1,7 +1,8 @@
 """Stopping together: a signal sets a flag, the step shares it, and all ranks save and leave after the same step.
 
-The handler does nothing but note the signal. It may arrive at one rank or at all of them, in a step, in validation or
-while compiling; the flag travels with the step's own reduction, so that no rank waits for another that has left.
+The handler does nothing but note the signal and say so. It may arrive at one rank or at all of them, in a step, in
+validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for another that
+has left.
 
 One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
 """
@@ -34,5 +35,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self._at = signal.Signals(number).name, time.monotonic()
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                os.write(2, f"{self.received}: saving and stopping after this step; again ends at once\n".encode())
         elif time.monotonic() - self._at > _ONE_REQUEST_S:
             os._exit(128 + number)

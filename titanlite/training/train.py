@@ -1,0 +1,136 @@
+"""Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
+
+import os
+from contextlib import ExitStack, suppress
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.schema import Config
+from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.prepare import prepare
+from titanlite.errors import DataError, Problem, describe
+from titanlite.observe.console import Console
+from titanlite.observe.metrics import MetricsFile
+from titanlite.observe.profiler import Profiler
+from titanlite.observe.status import Status
+from titanlite.observe.wandb import WandbRun
+from titanlite.observe.watchdog import Watchdog
+from titanlite.parallel.process_group import start_process_group
+from titanlite.run_folder import RunFolder
+from titanlite.training.build import build, fastest_attention
+from titanlite.training.loop import WATCHDOG_GRACE_S, Loop
+from titanlite.training.report import Report
+from titanlite.training.state import restore
+from titanlite.training.stop import StopSignals
+
+
+def train(
+    config: Config,
+    sizes: ModelRecipe,
+    save_list: SaveList,
+    float8: Float8Recipe | None,
+    folder: RunFolder,
+    notices: list[str],
+) -> None:
+    """Train until the last step, `job.stop_after` or a signal, whichever comes first.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions, overrides applied.
+        save_list: which activations are kept.
+        float8: arithmetic of the linear layers, or None.
+        folder: claimed by rank 0.
+        notices: what claiming it had to say.
+
+    Raises:
+        TitanliteError: what the user can mend, the same on every rank.
+    """
+    with ExitStack() as cleanup:
+        rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+        console = Console(rank, local_rank, config.training.steps, folder.logs)
+        cleanup.callback(console.close)
+        for notice in notices:
+            console.notice(notice)
+        shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
+        held_out = None
+        if config.validation.enable:
+            held_out = prepare(config.validation.source, config.data, sizes.vocab_size, progress=local_rank == 0)
+
+        device = start_process_group(config.comm)
+        # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
+        cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
+        _check_same(shards.fingerprint)
+        cleanup.enter_context(fastest_attention())
+        run = build(config, sizes, save_list, float8, device)
+        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
+        start, state = restore(run, checkpoints, console)
+        samples = int(state["samples"])
+        if state.get("corpus", shards.fingerprint) != shards.fingerprint:
+            console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
+
+        per_step = config.training.global_batch_size or config.training.local_batch_size * run.mesh.dp_size
+        placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
+        placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
+        seq_len, seed = config.training.seq_len, config.training.seed
+        batches = TrainBatches(shards, seq_len=seq_len, seed=seed, position=samples, **placed)
+        cleanup.callback(batches.close)
+        validation = None
+        if held_out is not None:
+            validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
+
+        status, metrics = _open(folder, start)
+        cleanup.callback(lambda: metrics.close() if metrics else None)
+        wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
+        cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
+        report = Report(
+            config, sizes, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
+        )
+        limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
+        watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
+        profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
+        # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
+        stop = cleanup.enter_context(StopSignals())
+        loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
+        try:
+            if validation is not None and state.get("validation_due"):
+                loop.validate(start)
+            last = loop.train(start)
+        except BaseException as error:
+            with suppress(OSError):  # of a full disk, which may be the error itself
+                if status:
+                    status.failed(error)
+            raise
+        if last >= config.training.steps:
+            if status:
+                status.finished(last)
+            return
+        at_limit = 0 < config.job.stop_after <= last
+        ended_by = stop.received or ("job.stop_after" if at_limit else "a signal to another rank")
+        console.notice(f"stopped by {ended_by} after step {last}")
+        if status:
+            status.stopped(last, ended_by)
+
+
+def _open(folder: RunFolder, start: int) -> tuple[Status, MetricsFile] | tuple[None, None]:
+    """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
+    opened: list[tuple[Status, MetricsFile]] = []
+
+    def open_both() -> None:
+        metrics = MetricsFile(folder.metrics, start)
+        opened.append((Status(folder.status, start), metrics))
+
+    on_rank_0(open_both)
+    return opened[0] if opened else (None, None)
+
+
+def _check_same(corpus: str) -> None:
+    """Raise if ranks hold different data, as hosts with different files, or Pythons, do."""
+    of_ranks = on_all_ranks(lambda: corpus)
+    different = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
+    if different:
+        seen = f"other tokens on rank {different[0]} than on rank 0"
+        want, fix = "the same files on every host", "name files of your own; python_stdlib differs between Pythons"
+        raise DataError(describe("data", [Problem("data.source", seen, want, fix)]))
