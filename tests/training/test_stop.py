@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.training.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
-from titanlite.training import train
+from titanlite.training import loop, train
 
 VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
 
