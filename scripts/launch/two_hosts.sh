@@ -19,6 +19,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # --max-restarts     If a process dies, every host stops its processes and starts them again, and the run goes on from
 #                    its newest checkpoint (checkpoint.resume = "auto"). Steps since then are done again.
 # --signals-to-handle  SIGUSR1 in addition to torchrun's own: save, and stop. SIGTERM and SIGINT do the same.
+#                    torchrun itself ends with exit code 1 then; status.json in the run folder says "stopped".
 # --shutdown-timeout   Seconds from such a signal until torchrun kills the processes; its own 30 are too short for the
 #                    step at hand and a large checkpoint. (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the same as a variable.)
 # --local-ranks-filter, --tee, --log-dir   Of each host, only local rank 0 writes to the terminal; what every rank writes
