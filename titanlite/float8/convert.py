@@ -170,7 +170,8 @@ def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
         parameters: all parameters of the model.
         mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
     """
-    locals_ = [p.to_local() for p in parameters if isinstance(p, DTensor)]
+    # The very tensor that FSDP gathers: of a parameter, `to_local` returns a view from torch 2.13 on.
+    locals_ = [p._local_tensor for p in parameters if isinstance(p, DTensor)]
     weights = [w for w in locals_ if hasattr(w, "_precomputed_scale")]
     if not weights:
         return
