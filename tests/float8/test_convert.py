@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 from tests.training.short_run import STEPS, assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.errors import RecipeError
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import local_data
@@ -25,7 +26,7 @@ ALL = tuple(f"layers.0.{layer}" for layer in BLOCK)
 def convert(sizes: ModelRecipe = SIZES, filter_fqns: tuple[str, ...] = (), tokens: int = 32) -> Conversion:
     with torch.device("meta"):
         model = Llama3(sizes, 16)
-    done = apply_float8(model, recipes.load("float8", "rowwise"), filter_fqns, CPU, tokens)
+    done = apply_float8(model, recipes.load("float8", "rowwise"), filter_fqns, CPU, tokens, shards=3)
     plain = {name for name, module in model.named_modules() if getattr(module, "matmul", None) is nn.functional.linear}
     assert plain == set(done.skipped)
     return done
@@ -50,6 +51,15 @@ def test_layers_of_odd_size_are_left_alone():
     assert done.converted == ALL
     assert done.skipped == {"output": "sizes (72, 64), 32 tokens: not all multiples of 16"}
     assert convert(tokens=40).converted == ()
+
+
+def test_float8_is_gathered_from_equal_shards_alone():
+    with torch.device("meta"):
+        model = Llama3(SIZES, 16)
+    recipe = recipes.load("float8", "tensorwise")
+    with pytest.raises(RecipeError, match=r"3 shards of FSDP; layers\.0\.attention\.wqkv has 128, and so for 4 layers"):
+        apply_float8(model, recipe, ("output",), CPU, tokens=32, shards=3)
+    apply_float8(model, dataclasses.replace(recipe, fsdp_all_gather="high_precision"), (), CPU, tokens=32, shards=3)
 
 
 FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--optimizer.lr", "3e-4", "--float8.recipe"]

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
+from titanlite.errors import Problem, RecipeError, describe
 from titanlite.models.layers import Linear
 
 
@@ -101,7 +102,7 @@ def torchao_config(recipe: Float8Recipe, emulate: bool = False):
 
 
 def apply_float8(
-    model: nn.Module, recipe: Float8Recipe, filter_fqns: tuple[str, ...], device: torch.device, tokens: int
+    model: nn.Module, recipe: Float8Recipe, filter_fqns: tuple[str, ...], device: torch.device, tokens: int, shards: int
 ) -> Conversion:
     """Give each eligible linear layer the recipe's arithmetic, in place.
 
@@ -111,14 +112,18 @@ def apply_float8(
         filter_fqns: layers whose name contains one of these are left alone.
         device: decides between hardware and emulation.
         tokens: M, the tokens a layer sees per micro-step.
+        shards: ranks over which FSDP splits each weight.
 
     Returns:
         What became of each linear layer.
+
+    Raises:
+        RecipeError: FSDP is to gather float8, and a weight's rows cannot be split equally.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     emulate = capability[0] + capability[1] / 10 < recipe.min_compute_capability
     matmul = Float8Matmul(recipe, emulate)
-    converted, skipped = [], {}
+    converted, skipped, uneven = [], {}, []
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
@@ -131,8 +136,14 @@ def apply_float8(
         else:
             module.matmul = matmul
             if recipe.fsdp_all_gather == "float8":
+                if len(weight) % shards:
+                    uneven.append(f"{name} has {len(weight)}")
                 module.weight = _gathered_in_float8(module.weight, matmul)
             converted.append(name)
+    if uneven:  # FSDP pads what it gathers itself, but not what a weight casts for it: ranks would send unequal parts
+        want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
+        fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
+        raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
     return Conversion("torchao, emulated" if emulate else "torchao", tuple(converted), skipped)
 
 

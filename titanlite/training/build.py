@@ -86,7 +86,7 @@ def build(
     if mesh.tp_group is not None:
         apply_tensor_parallel(model, mesh.tp, mesh.tp_group)
     if float8 is not None:
-        _float8(model, config, float8, device, tokens, receipt)
+        _float8(model, config, float8, mesh, tokens, receipt)
     save_list_use = apply_activation_checkpoint(model, save_list)
     if config.compile.enable:
         apply_compile(model)
@@ -116,10 +116,8 @@ def build(
     )
 
 
-def _float8(
-    model: nn.Module, config: Config, recipe: Float8Recipe, device: torch.device, tokens: int, receipt: Receipt
-) -> None:
-    done = apply_float8(model, recipe, config.float8.filter_fqns, device, tokens)
+def _float8(model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt) -> None:
+    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, mesh.fsdp.size(-1))
     receipt.add(
         "float8",
         config.float8.recipe,
