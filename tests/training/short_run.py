@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,11 +57,11 @@ def assemble(asked: CheckedRun) -> Run:
     return build(asked.config, asked.dimensions, asked.save_list, asked.float8, torch.device("cpu"))
 
 
-def take_steps(run: Run, steps: int = STEPS) -> Tensor:
-    """Train; returns [steps, 4], the results of each step."""
+def batches_of(run: Run) -> TrainBatches:
+    """This rank's batches; close them."""
     config, mesh = run.config, run.mesh
     shards = prepare(config.data.source, config.data, run.sizes.vocab_size, progress=False)
-    batches = TrainBatches(
+    return TrainBatches(
         shards,
         seq_len=config.training.seq_len,
         seed=config.training.seed,
@@ -70,10 +71,13 @@ def take_steps(run: Run, steps: int = STEPS) -> Tensor:
         dp_size=mesh.dp_size,
         device=mesh.device,
     )
-    with fastest_attention():
-        results = [train_step(run, batches.next(), learning_rate(s, config), False) for s in range(1, steps + 1)]
-    batches.close()
-    return torch.stack(results)
+
+
+def take_steps(run: Run, steps: int = STEPS) -> Tensor:
+    """Train; returns [steps, 4], the results of each step."""
+    with closing(batches_of(run)) as batches, fastest_attention():
+        rates = [learning_rate(step, run.config) for step in range(1, steps + 1)]
+        return torch.stack([train_step(run, batches.next(), lr, False) for lr in rates])
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ def assert_same_gradients(got: Trained, truth: Trained) -> None:
     }
     wrong = {name: f"{error:.1e}" for name, error in errors.items() if not error <= 1e-5}
     assert not wrong, f"gradients are off: {wrong}"
+    norm, true_norm = got.norms[0].item(), truth.norms[0].item()
+    assert abs(norm - true_norm) <= 1e-5 * true_norm, f"gradients agree, their norm does not: {norm}, not {true_norm}"
 
 
 def assert_same_weights(got: Trained, truth: Trained) -> None:

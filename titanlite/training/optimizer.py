@@ -40,9 +40,9 @@ class AdamW:
         self.config, self.mesh, self.parameters = config, mesh, parameters
         unused = [p for p in config.weight_decay_exclude if not any(fnmatch(name, p) for name in parameters)]
         if unused:
-            where, some = "optimizer.weight_decay_exclude", ", ".join(list(parameters)[:4])
-            problem = Problem(where, repr(unused[0]), f"a pattern that matches a parameter: {some}, …", "remove it")
-            raise ConfigError(describe("config", [problem]))
+            want = f"a pattern that matches a parameter: {', '.join(list(parameters)[:4])}, …"
+            problems = [Problem("optimizer.weight_decay_exclude", f'"{p}"', want, "remove it") for p in unused]
+            raise ConfigError(describe("config", problems))
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         dtype = getattr(torch, config.state_dtype)
         self.exp_avg = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.locals.items()}
