@@ -87,6 +87,8 @@ def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path, mo
     import torch._inductor.compile_fx  # before the fork, once for all ranks
 
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     world, flags = {"one process": ONE_PROCESS, **LAYOUTS}[layout]
 
     def count_graphs(run: Run) -> None:
