@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -228,6 +229,28 @@ def test_a_live_metadata_is_refused(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(dotted)
         with pytest.raises(CheckpointError, match="it names"):
             store.read(folder, {"a": torch.zeros(2)})
+
+
+def test_members_of_an_enum_may_be_pickled_as_look_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by some releases of Python 3.11."""
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    folder, into = write(tmp_path, {"a": torch.ones(2)}), torch.zeros(2)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    store.read(folder, {"a": into})
+    assert into.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("look_up", [(torch.Size, "__new__"), (_MEM_FORMAT_ENCODING, "__class__")])
+def test_other_look_ups_are_refused(tmp_path: Path, look_up: tuple[type, str]) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return getattr, look_up
+
+    folder = write(tmp_path, {"a": torch.ones(2)})
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(CheckpointError, match=r"getattr|KeyError"):
+        store.read(folder, {"a": torch.zeros(2)})
 
 
 def test_a_byte_entry_is_refused(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_shards import make_shards
 
+from tests.data.test_shards import make_shards
 from tests.ranks import run_ranks
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.data.order import samples_at

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_tokenizer import make_tokenizer
 
+from tests.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Config, Data, Validation
 from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.shards import TokenShards

@@ -81,12 +81,18 @@ def test_layout_trains_as_one_process(layout, one_process, tmp_path):
     assert_same_losses(got, one_process)
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
-@pytest.mark.parametrize("layout", ["one process", "FSDP 2 × TP 2"])
-def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path, monkeypatch):
+@pytest.fixture
+def _one_compile_thread():
     import torch._inductor.compile_fx  # before the fork, once for all ranks
 
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
+@pytest.mark.parametrize("layout", ["one process", "FSDP 2 × TP 2"])
+@pytest.mark.usefixtures("_one_compile_thread")
+def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     world, flags = {"one process": ONE_PROCESS, **LAYOUTS}[layout]

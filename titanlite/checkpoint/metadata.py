@@ -32,7 +32,17 @@ _RECORDS = [
     filesystem._StorageInfo,
     torch.Size,
 ]
+
+
+def _enum_member(kind: object, name: object) -> Any:
+    """What `getattr` may do: some releases of Python 3.11 pickle a member of an enum as a look-up by name."""
+    if kind is not metadata._MEM_FORMAT_ENCODING or not isinstance(name, str):
+        raise pickle.UnpicklingError("it names builtins.getattr")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _enum_member,
     **{(c.__module__, c.__qualname__): c for c in _RECORDS},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
     # A function, but only a look-up of "torch.strided" and its like.

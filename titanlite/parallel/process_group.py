@@ -7,6 +7,20 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Comm
+from titanlite.errors import ConfigError, Problem, describe
+
+
+def check_launcher() -> None:
+    """Refuse a launcher whose restarts cannot work; call before anything that takes long.
+
+    Raises:
+        ConfigError: torchrun would restart workers on a store in which gloo finds the addresses of dead ones.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        want = "0, or a store of its own for each restart: in a shared one gloo finds the addresses of dead workers"
+        fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host, before torchrun"
+        raise ConfigError(describe("torchrun", [Problem("--max-restarts", restarts, want, fix)]))
 
 
 def start_process_group(config: Comm) -> torch.device:

@@ -46,10 +46,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": split}, count=split, missed=whole, key=key)
 
     _add_dtypes(run, blocks[0], receipt)
-    backend = _attention_backend(run)
-    # On a CPU the definition is as good as any.
-    unfused = backend == "math" and run.mesh.device.type == "cuda"
-    receipt.add("attention", "fused", backend, count=0 if unfused else len(blocks), key="model.n_heads")
+    _add_attention(run, len(blocks), receipt)
     _add_compile(config.compile.enable, blocks, receipt)
 
     use = run.save_list_use
@@ -116,6 +113,16 @@ def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> 
     receipt.add(
         "compile", requested, applied, count=applied["blocks"] if graphs else 0, missed=missed, key="compile.enable"
     )
+
+
+def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
+    """The kernel that torch chooses for this run's shapes and dtype; on a CPU its definition is as good as any."""
+    backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
+    fused, skipped = backend != "math" or run.mesh.device.type == "cpu", []
+    if not fused and dtype == "float32":
+        skipped = [Skipped("attention", "no fused kernel computes in float32 with grouped-query heads")]
+    count = blocks if fused or skipped else 0
+    receipt.add("attention", "fused", backend, count=count, skipped=skipped, key="model.n_heads")
 
 
 def _attention_backend(run: Run) -> str:

@@ -18,7 +18,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
-from titanlite.parallel.process_group import start_process_group
+from titanlite.parallel.process_group import check_launcher, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
 from titanlite.training.loop import WATCHDOG_GRACE_S, Loop
@@ -52,6 +52,7 @@ def train(
         rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         console = Console(rank, local_rank, config.training.steps, folder.logs)
         cleanup.callback(console.close)
+        check_launcher()
         for notice in notices:
             console.notice(notice)
         shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
