@@ -51,7 +51,7 @@ def message(kind: Kind, name: object, dirs: tuple[str, ...] = ()) -> str:
 def test_shipped_names() -> None:
     assert names("model") == [f"llama3-{flavor}" for flavor in ("1B", "3B", "405B", "70B", "8B", "debug")]
     assert names("float8") == ["rowwise", "rowwise_with_gw_hp", "tensorwise"]
-    expected = ["attention", "balanced", "every_second_matmul", "full", "matmuls", "none"]
+    expected = ["attention", "balanced", "balanced_tight", "every_second_matmul", "full", "matmuls", "none"]
     assert names("activation_checkpoint") == expected
     assert {p.name for p in shipped_folder("recipes").iterdir()} == set(KINDS)
 
@@ -183,6 +183,14 @@ def test_a_float8_all_gather_needs_one_scale_per_weight(tmp_path: Path) -> None:
     said = message("float8", write(tmp_path, "float8", "mine", text))
     assert 'line 2  fsdp_all_gather = "float8"' in said
     assert 'fix:  fsdp_all_gather = "high_precision"' in said
+
+
+def test_a_float8_all_gather_needs_exact_scales(tmp_path: Path) -> None:
+    said = message(
+        "float8", write(tmp_path, "float8", "mine", 'extends = "tensorwise"\nscale_rounding = "pow2_floor"\n')
+    )
+    assert "1 problem\n" in said
+    assert 'unless scale_rounding is "exact"' in said
 
 
 def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:

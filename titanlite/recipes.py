@@ -199,6 +199,9 @@ def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
     if recipe.fsdp_all_gather == "float8" and {weight.output, weight.grad_input} != {"tensor"}:
         want = 'high_precision, unless weight.output and weight.grad_input are "tensor": FSDP gathers one scale'
         problems.add("fsdp_all_gather", '"float8"', want, 'fsdp_all_gather = "high_precision"')
+    if recipe.fsdp_all_gather == "float8" and recipe.scale_rounding != "exact":
+        want = 'high_precision, unless scale_rounding is "exact": torchao\'s gather does not round its scale'
+        problems.add("fsdp_all_gather", '"float8"', want, 'fsdp_all_gather = "high_precision"')
     for name in ("dim_multiple", "min_compute_capability"):
         if not getattr(recipe, name) > 0:
             problems.add(name, show(getattr(recipe, name)), "a number above 0", f"leave {name} out")
