@@ -126,7 +126,7 @@ class Report:
         self._flops = flops_per_token(sizes, config.training.seq_len)
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
-        console.notice(f"MFU is of {self._peak / 1e12:,.1f} TFLOP/s: {how}")
+        console.notice(f"MFU counts against {self._peak / 1e12:,.1f} TFLOP/s: {how}")
         self._skipped_in_a_row = 0
         self.restart_clock()
 
