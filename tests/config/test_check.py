@@ -128,6 +128,7 @@ def test_numbers_out_of_range(key: str) -> None:
             None,
             ["at most 0.98: warm-up takes 200 of 10000 steps", "leave decay_ratio out"],
         ),
+        ({"training__steps": -5}, None, ["training.steps = -5", "steps = 10000"]),
         ({"job__stop_after": 10_001}, None, ["at most training.steps = 10000", "stop_after = 0"]),
         (
             {"profiling__enable": True, "profiling__start_step": 9_999},

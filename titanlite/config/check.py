@@ -175,6 +175,8 @@ def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
 def _check_steps(config: Config, problems: Problems) -> None:
     """What happens at a step happens within the run."""
     steps, schedule, profiling = config.training.steps, config.lr_scheduler, config.profiling
+    if steps < 1:
+        return  # out of range, and reported
     limit = f"at most training.steps = {steps}"
     warmup, decay_ratio = schedule.warmup_steps, schedule.decay_ratio or 0.0
     if warmup > steps:
