@@ -69,6 +69,7 @@ def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) ->
         ("float8", "mine.toml", ["a .toml file that exists"]),
         ("activation_checkpoint", "fulll", ["activation_checkpoint.recipe", 'did you mean "full"?']),
         ("activation_checkpoint", "zzz", ["see `titanlite recipes activation_checkpoint`"]),
+        ("model", "llama3-8b", ['model.flavor = "8b"', 'mean "8B"?']),
         ("model", "llama3-80B", ['model.flavor = "80B"', "one of 1B, 3B, 405B, 70B, 8B, debug", 'mean "8B"?']),
     ],
 )

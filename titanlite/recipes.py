@@ -159,7 +159,8 @@ def _find(
     if kind == "model" and key is None:  # a config says name and flavor apart
         asked, choices = name.partition("-")[2], [c.partition("-")[2] for c in choices]
     problems, key = Problems(origin), key or KINDS[kind].key
-    near = difflib.get_close_matches(asked, choices, n=1)
+    spelling = {c.lower(): c for c in choices}
+    near = [spelling[c] for c in difflib.get_close_matches(asked.lower(), spelling, n=1)]
     fix = f'did you mean "{near[0]}"?' if near else f"see `titanlite recipes {kind}`"
     want = f"one of {', '.join(choices)}" + ("" if kind == "model" else ", or a .toml file that exists")
     problems.add(key, show(asked), want, fix)
