@@ -54,7 +54,7 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {  # with what the messag
     ),
     "tensor parallelism over 3": (
         lambda _: debug("--parallelism.tensor_parallel_degree", "3"),
-        ("parallelism.tensor_parallel_degree = 3", "model.n_kv_heads = 4", "fix:  tensor_parallel_degree = 1"),
+        ("parallelism.tensor_parallel_degree = 3", "model.n_kv_heads = 4", "--parallelism.tensor_parallel_degree 1"),
     ),
     "no such recipe": (
         lambda _: debug("--float8.recipe", "rowise"),

@@ -52,6 +52,9 @@ def test_booleans_off(file: str, off: list[str]) -> None:
         (["--validation.steps=-1"], "validation.steps", -1),
         (["--job.recipe_dirs", "a", "b"], "job.recipe_dirs", ("a", "b")),
         (["--job.recipe_dirs", "a,b"], "job.recipe_dirs", ("a", "b")),
+        (["--job.recipe_dirs", '["a", "b"]'], "job.recipe_dirs", ("a", "b")),
+        (["--job.recipe_dirs", "[a,", "b]"], "job.recipe_dirs", ("a", "b")),
+        (["--job.recipe_dirs=[]"], "job.recipe_dirs", ()),
         (["--job.recipe_dirs=a"], "job.recipe_dirs", ("a",)),
         (["--float8.filter_fqns"], "float8.filter_fqns", ()),
         (["--checkpoint.resume", "never"], "checkpoint.resume", "never"),
@@ -61,6 +64,7 @@ def test_booleans_off(file: str, off: list[str]) -> None:
         (["--data.source", "hf:allenai/c4:en"], "data.source", "hf:allenai/c4:en"),
         (["--job.name=--odd"], "job.name", "--odd"),
         (["--metrics.wandb_group="], "metrics.wandb_group", ""),
+        (["--metrics.wandb_group", "training.steps"], "metrics.wandb_group", "training.steps"),
         (["--metrics.wandb_group", "a=b"], "metrics.wandb_group", "a=b"),
         (["--optimizer.lr", "1"], "optimizer.lr", 1.0),
         (["--training.steps", "1", "--training.steps", "2"], "training.steps", 2),
@@ -89,6 +93,11 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--training.deterministic", "maybe"], ["--training.deterministic = maybe", "want: true or false"]),
         (["--checkpoint.resume", "nevr"], ['"auto", "never" or a whole number', 'did you mean "never"?']),
         (["--no-such"], ["--no_such"]),
+        (["--no-validation.enable"], ["fix:  --validation.enable false"]),
+        (["--validation.no-enable"], ["fix:  --validation.enable false"]),
+        (["training.steps=5"], ["training.steps=5", "fix:  --training.steps=5"]),
+        (["-training.seq-len", "5"], ["-training.seq-len", "fix:  --training.seq-len"]),
+        (["--validation.enable", "training.steps=5"], ["fix:  --training.steps=5"]),
     ],
 )
 def test_one_bad_flag(file: str, argv: list[str], parts: list[str]) -> None:
@@ -146,3 +155,7 @@ def test_help_of_a_section_explains_every_key(capsys: pytest.CaptureFixture[str]
     assert "--training.global_batch_size  a whole number; default: not given" in page
     assert "Sequences per data-parallel rank per micro-step." in page
     assert "did you mean [training]?" in message("--help", "trainin")
+    for spelling in (["--help=training"], ["--help", "training.steps"], ["--help", "--training.seq-len"]):
+        with pytest.raises(SystemExit):
+            parse(spelling)
+        assert capsys.readouterr().out == page

@@ -17,12 +17,10 @@ import tyro
 
 from titanlite.config.build import describe_type, repair
 from titanlite.config.explain import overview, section_page
-from titanlite.config.problems import Origin, Place, Problems
+from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.read import read_config, schema_keys, sections, suggest_key
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, describe
-
-_HERE = Place("command line")
 
 
 def parse(argv: Sequence[str], program: str = "train.py") -> Config:
@@ -44,7 +42,8 @@ def parse(argv: Sequence[str], program: str = "train.py") -> Config:
 
 def parse_with_origin(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
     """Like `parse`, and return where each key was given; `usage` is the first line of the help page."""
-    args = ["--help" if a == "-h" else a for a in argv]
+    args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
+    args = ["--help" if a == "-h" else a for a in args]
     if "--help" in args:
         sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
         raise SystemExit(0)
@@ -66,7 +65,7 @@ def parse_with_origin(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
         messages.append(problems.message())
     if messages:
         raise ConfigError("\n".join(messages))
-    return overridden, Origin(origin.source, {**origin.places, **dict.fromkeys(known, _HERE)})
+    return overridden, Origin(origin.source, {**origin.places, **dict.fromkeys(known, COMMAND_LINE)})
 
 
 def _flags(args: Sequence[str]) -> dict[str, list[str]]:
@@ -78,12 +77,21 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
             name, has_value, value = arg[2:].partition("=")
             key = name.replace("-", "_")
             flags[key] = [value] if has_value else []
+        elif _is_flag_without_dashes(arg, first=not (key and flags[key])):
+            fix = f"--{arg.lstrip('-')}"
+            raise ConfigError(describe("command line", [Problem(arg, "", "flags that begin with two dashes", fix)]))
         elif key:
             flags[key].append(arg)
         else:
             want, fix = "flags, as --training.steps 100", "write --config FILE for the config"
             raise ConfigError(describe("command line", [Problem(arg, "", want, fix)]))
     return flags
+
+
+def _is_flag_without_dashes(arg: str, first: bool) -> bool:
+    """Whether a word is `training.steps=5` or `-training.steps`; as the `first` value, a bare key may be meant."""
+    name, has_value, _ = arg.lstrip("-").partition("=")
+    return name.replace("-", "_") in schema_keys() and (bool(has_value) or arg.startswith("-") or not first)
 
 
 def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
@@ -93,7 +101,11 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
     section = key.partition(".")[0]
     own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
     want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"
-    meant = None if key in sections() else suggest_key(key)
+    positive = key.removeprefix("no_").replace(".no_", ".")
+    if positive != key and schema_keys().get(positive) is bool:
+        meant = f"--{positive} false"
+    else:
+        meant = None if key in sections() else suggest_key(key)
     problems.add(f"--{key}", " ".join(values), want, meant or f"see --help {section if own else ''}".rstrip())
     return True
 
@@ -120,7 +132,10 @@ def _spell(key: str, hint: Any, values: list[str]) -> list[str]:
         words = {"true": "True", "false": "False"}
         values = [words.get(v.lower(), v) for v in values] or ["True"]
     if get_origin(hint) is tuple:
-        values = [part for v in values for part in v.split(",") if part]
+        text = ",".join(values)
+        if text.startswith("[") and text.endswith("]"):  # as TOML has it, with or without what the shell took away
+            text = text[1:-1]
+        values = [part for p in text.split(",") if (part := p.strip(" \"'"))]
     return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
 
 
@@ -136,8 +151,9 @@ def _help(topics: list[str], usage: str) -> str:
     """Return the help page of a section, or the one that lists the sections."""
     if not topics:
         return overview(usage)
-    if topics[0] in sections():
-        return section_page(topics[0])
+    topic = topics[0].removeprefix("--").replace("-", "_")
+    if topic in sections() or topic in schema_keys():
+        return section_page(topic.partition(".")[0])
     want = f"one of {', '.join(sections())}"
-    fix = suggest_key(topics[0]) or "--help alone lists what they are for"
+    fix = suggest_key(topic) or "--help alone lists what they are for"
     raise ConfigError(describe("command line", [Problem("--help", topics[0], want, fix)]))

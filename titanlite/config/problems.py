@@ -19,6 +19,9 @@ class Place:
     line: int | None = None
 
 
+COMMAND_LINE = Place("command line")
+
+
 @dataclass(frozen=True)
 class Origin:
     """The place of every dotted key that was given. A key that was not given belongs to `source`, without a line."""
@@ -52,10 +55,12 @@ class Problems:
             where: dotted key.
             saw: the value as the user would write it; "" if there is none to show.
             want: what is legal there.
-            fix: the one change that makes it legal.
+            fix: the one change that makes it legal; what reads `key = value` is written as a flag if one gave the key.
             at: its place, where that is not the place of `where`.
         """
-        place = at or self.origin.of(where)
+        place, line = at or self.origin.of(where), f"{where.rpartition('.')[2]} = "
+        if place == COMMAND_LINE and fix.startswith(line):
+            fix = f"--{where} {fix.removeprefix(line)}"
         self._found.append((place, Problem(where, saw, want, fix, place.line)))
 
     def raise_all(self, error: type[ConfigError] = ConfigError) -> None:
