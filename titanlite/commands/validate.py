@@ -115,7 +115,8 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         per_step = sequences * batch.seq_len
         tokens = f"{per_step:,} tokens a step, {per_step * batch.steps:,} in {batch.steps:,} steps"
         if ranks:
-            tokens += f"; {sequences // (batch.local_batch_size * ranks)} micro-steps"
+            micro_steps = sequences // (batch.local_batch_size * ranks)
+            tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     rows = {
         "model": f"{config.model.name} {config.model.flavor}, {n_parameters(checked.dimensions):,} parameters",
         "mesh": f"replicate {replicate} × shard {'rest' if shard == -1 else shard} × tensor {tensor}: {processes}",
