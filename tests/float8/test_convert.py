@@ -46,6 +46,11 @@ def test_filtered_layers_are_left_alone():
     }
 
 
+def test_a_filter_that_matches_nothing_is_refused():
+    with pytest.raises(RecipeError, match=r'float8.filter_fqns = "outptu"'):
+        convert(filter_fqns=("output", "outptu"))
+
+
 def test_layers_of_odd_size_are_left_alone():
     done = convert(dataclasses.replace(SIZES, vocab_size=72))
     assert done.converted == ALL

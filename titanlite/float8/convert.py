@@ -118,11 +118,17 @@ def apply_float8(
         What became of each linear layer.
 
     Raises:
-        RecipeError: FSDP is to gather float8, and a weight's rows cannot be split equally.
+        RecipeError: a filter matches no layer, or FSDP is to gather float8 and a weight's rows cannot be split equally.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     emulate = capability[0] + capability[1] / 10 < recipe.min_compute_capability
     matmul = Float8Matmul(recipe, emulate)
+    linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    if unused := [f for f in filter_fqns if not any(f in name for name in linears)]:
+        want = f"part of the name of a linear layer: {', '.join(dict.fromkeys(n.split('.')[-1] for n in linears))}, …"
+        raise RecipeError(
+            describe("config", [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused])
+        )
     converted, skipped, uneven = [], {}, []
     for name, module in model.named_modules():
         if not isinstance(module, Linear):

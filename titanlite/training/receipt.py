@@ -61,6 +61,10 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     )
     if dist.get_rank() == 0:
         receipt.write(folder.receipt)
+        for entry in receipt.entries:
+            applied = entry.applied
+            parts = ", ".join(f"{k} {v}" for k, v in applied.items()) if isinstance(applied, dict) else applied
+            console.notice(f"{entry.feature}: {parts}")
     receipt.enforce(config.job.strict, console.warning)
 
 
