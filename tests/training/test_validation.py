@@ -52,6 +52,17 @@ def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -> None:
+    """FSDP leaves what validation gathered, in bfloat16, where the model's float32 parameters were."""
+    given = (*FLAGS, "--validation.steps=1", "--training.steps=6", "--training.mixed_precision_param=bfloat16")
+    whole = desk.run(f"whole {world}", world, *given, "--job.stop_after=0")
+    desk.run(f"resumed {world}", world, *given)
+    resumed = desk.run(f"resumed {world}", world, *given, "--job.stop_after=0")
+    assert resumed.content(6) == whole.content(6)
+    assert resumed.trained() == whole.trained()
+
+
 def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
     def plant() -> None:
         loop.WATCHDOG_GRACE_S = 0

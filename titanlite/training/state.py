@@ -23,8 +23,9 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
         `model/<name>`, `optimizer/…` and `rng/rank<r>/…`; weights and moments are laid out as the parameters are and
         share their memory.
     """
-    names = dict(run.model.named_parameters())
-    weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in names.items()}
+    # Not the model's own: between validation and the next step those are what FSDP gathered, in the compute dtype.
+    masters = run.optimizer.parameters
+    weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     return {**weights, **run.optimizer.state(), **rng_state()}
 
 
