@@ -67,6 +67,14 @@ def test_float8_is_gathered_from_equal_shards_alone():
     apply_float8(model, dataclasses.replace(recipe, fsdp_all_gather="high_precision"), (), CPU, tokens=32, shards=3)
 
 
+def test_tied_weights_stay_tied():
+    with torch.device("meta"):
+        model = Llama3(dataclasses.replace(SIZES, tied_embeddings=True), 16)
+    done = apply_float8(model, recipes.load("float8", "tensorwise"), (), CPU, tokens=32, shards=1)
+    assert done.converted == (*ALL, "output")
+    assert model.output.weight is model.tok_embeddings.weight
+
+
 FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--optimizer.lr", "3e-4", "--float8.recipe"]
 LAYOUTS = {
     "one process": (1, ["--training.local_batch_size", "4"]),

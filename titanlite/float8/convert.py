@@ -10,6 +10,7 @@ Where the device has no float8 matmul the same casts are carried out and multipl
 same numbers, none of the speed.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,7 @@ def apply_float8(
         raise RecipeError(
             describe("config", [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused])
         )
+    uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, uneven = [], {}, []
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
@@ -141,7 +143,8 @@ def apply_float8(
             skipped[name] = f"sizes {tuple(weight.shape)}, {tokens} tokens: not all multiples of {recipe.dim_multiple}"
         else:
             module.matmul = matmul
-            if recipe.fsdp_all_gather == "float8":
+            # A weight that is also the embedding's is gathered as it is: another parameter here would untie the two.
+            if recipe.fsdp_all_gather == "float8" and uses[module.weight] == 1:
                 if len(weight) % shards:
                     uneven.append(f"{name} has {len(weight)}")
                 module.weight = _gathered_in_float8(module.weight, matmul)
