@@ -6,6 +6,7 @@
 Each feature says in the receipt what it did. Restoring a checkpoint is the loop's first act.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ def build(
         The run.
     """
     if config.training.deterministic:  # saying no, too, would load the compiler
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
     tokens = config.training.local_batch_size * config.training.seq_len  # M

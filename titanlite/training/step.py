@@ -71,7 +71,7 @@ def validation_loss(run: "Run", batches: "Iterable[Batch]") -> Tensor:
         batches: this rank's.
 
     Returns:
-        [2] float32 on the device: summed loss and number of targets, over all ranks.
+        [2] float64 on the device: summed loss and number of targets, over all ranks.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
