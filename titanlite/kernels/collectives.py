@@ -10,6 +10,7 @@ All-gather and reduce-scatter are each other's transpose, so each is the backwar
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
@@ -95,3 +96,51 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
         [M/tp, D].
     """
     return _Scatter.apply(x, *group)  # type: ignore[no-any-return]
+
+
+def named_group(name: str) -> Group:
+    """The process group of that name, as operators receive it."""
+    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return Group(name, group.size(), group.rank())
+
+
+def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
+    """Concatenate every rank's chunk along any dim, without a gradient.
+
+    Args:
+        shard: this rank's chunk; dim `dim` is ⌈size/ranks⌉ long, on the last ranks less.
+        dim: not negative.
+        size: length of the whole dim.
+        group: the ranks.
+
+    Returns:
+        The whole tensor, contiguous.
+    """
+    chunk = -(-size // group.size)
+    rows = shard.movedim(dim, 0)
+    if rows.shape[0] < chunk:
+        rows = torch.cat((rows, rows.new_zeros((chunk - rows.shape[0], *rows.shape[1:]))))
+    dtype = rows.dtype
+    if dtype.itemsize == 1:  # gloo and older NCCL move float8 as bytes only
+        rows = rows.contiguous().view(torch.uint8)
+    return all_gather(rows, group)[:size].view(dtype).movedim(0, dim).contiguous()
+
+
+def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Sum over the ranks and keep this rank's chunk of any dim, without a gradient.
+
+    Args:
+        x: the whole tensor.
+        dim: not negative.
+        group: the ranks; rank r keeps rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉.
+
+    Returns:
+        This rank's chunk, contiguous.
+    """
+    size = x.shape[dim]
+    chunk = -(-size // group.size)
+    rows = x.movedim(dim, 0)
+    if size < chunk * group.size:
+        rows = torch.cat((rows, rows.new_zeros((chunk * group.size - size, *rows.shape[1:]))))
+    mine = reduce_scatter(rows, group)[: max(0, min(chunk, size - group.rank * chunk))]
+    return mine.movedim(0, dim).contiguous()

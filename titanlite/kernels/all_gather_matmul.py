@@ -1,0 +1,271 @@
+"""All-gather → matmul: products of a tensor that is split over ranks with tensors that are not.
+
+The gathered tensor G is left or right operand, as it is or transposed, split along any dim; several products share one
+gather:
+
+    form       product          G            typical use
+    left       G @ B            […, K]       column-parallel forward, row-parallel input gradient
+    right      A @ G            [K, N]       weight gradient, grad.t() @ all_gather(x)
+    left_t     G.t() @ B        [K, M]       the same, transposed
+    right_t    A @ G.t()        [N, K]       x @ all_gather(w).t()
+
+G itself is a result too: backward needs it, and the gather has written it anyway. The definition below gathers, then
+multiplies. On GPUs with peer access, products start on the rows that have arrived while others are on their way
+(`titanlite/kernels/device/`).
+
+Float8 operands carry scales. G has one for the tensor, equal on all ranks ("tensor"), one for each rank's shard
+("shard"), or one per row ("row"); the last two travel with the bytes.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
+from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
+from titanlite.kernels.shapes import split
+
+FORMS = ("left", "right", "left_t", "right_t")
+SCALES = ("tensor", "shard", "row")
+
+
+def all_gather_matmul(
+    shard: Tensor,
+    others: Sequence[Tensor],
+    dim: int,
+    size: int,
+    group: str,
+    *,
+    form: str = "left",
+    biases: Sequence[Tensor] = (),
+    scale: Tensor | None = None,
+    scale_of: str = "tensor",
+    other_scales: Sequence[Tensor] = (),
+    out_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Gather a tensor over ranks and multiply it.
+
+    Args:
+        shard: this rank's part of G: 2-D to 4-D for the form "left", 2-D for the others. Any float dtype, float8 too.
+        others: the other operand of each product, [K, N] for the "left" forms, […, K] for the "right" ones, in
+            `shard`'s dtype, or another float8 dtype. Any strides.
+        dim: of `shard`, along which G is split.
+        size: length of that dim of G. Rank r holds its rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉.
+        group: name of the process group.
+        form: which operand G is, see above.
+        biases: [N] each, added before the product is rounded.
+        scale: float8 only, float32: the value of one unit of G's bytes: [], or [..., 1] by row.
+        scale_of: what of G has a scale of its own: "tensor", "shard" or "row". By row, and split along the rows'
+            elements, the scales are those of whole rows and equal on all ranks.
+        other_scales: float8 only, float32: [] each, or [1, N] for the "left" forms and […, 1] for the "right" ones.
+        out_dtype: of the products: `shard`'s by default, and bfloat16 for float8.
+
+    Returns:
+        G, then the products in the order of `others`; all contiguous.
+
+    Raises:
+        ValueError: operands that do not fit each other.
+    """
+    return torch.ops.titanlite.all_gather_matmul(
+        shard, list(others), dim, size, group, form, list(biases), scale, scale_of, list(other_scales), out_dtype
+    )
+
+
+def definition(
+    shard: Tensor,
+    others: list[Tensor],
+    dim: int,
+    size: int,
+    group: str,
+    form: str,
+    biases: list[Tensor],
+    scale: Tensor | None,
+    scale_of: str,
+    other_scales: list[Tensor],
+    out_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """What `all_gather_matmul` means: a collective, then plain matmuls. Arguments and results are the operator's."""
+    check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+    ranks = named_group(group)
+    dim %= shard.ndim
+    gathered = gather_dim(shard, dim, size, ranks)
+    whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
+    left_side, operand = form.startswith("left"), _operand(gathered, form)
+    outs: list[Tensor] = []
+    for i, other in enumerate(others):
+        bias = biases[i] if biases else None
+        other_scale = other_scales[i] if other_scales else None
+        if left_side:
+            outs.append(product(operand, other, bias, whole_scale, other_scale, out_dtype))
+        else:
+            if whole_scale is not None and whole_scale.numel() > 1:
+                whole_scale = whole_scale.reshape(1, -1)
+            outs.append(product(other, operand, bias, other_scale, whole_scale, out_dtype))
+    return [gathered, *outs]
+
+
+def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, size: int, group: str) -> Tensor | None:
+    """The scale of the gathered tensor: [], or [..., 1] by row."""
+    if scale is None or scale_of == "tensor":
+        return scale
+    rows = [*shard.shape[:-1], 1]
+    if scale_of == "row" and dim == shard.ndim - 1:
+        return scale.view(rows)
+    if scale_of == "shard":
+        scale = scale.expand(rows)
+    return gather_dim(scale.reshape(rows), dim, size, named_group(group))
+
+
+def _operand(gathered: Tensor, form: str) -> Tensor:
+    return gathered.t() if form.endswith("_t") else gathered
+
+
+def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:
+    """Shape of each product."""
+    operand = gathered[::-1] if form.endswith("_t") else gathered
+    if form.startswith("left"):
+        return [product_shape(operand, other.shape) for other in others]
+    return [product_shape(other.shape, operand) for other in others]
+
+
+def check(
+    shard: Tensor,
+    others: list[Tensor],
+    dim: int,
+    size: int,
+    group: str,
+    form: str,
+    biases: list[Tensor],
+    scale: Tensor | None,
+    scale_of: str,
+    other_scales: list[Tensor],
+) -> None:
+    """Raise ValueError for operands that do not fit, with what would."""
+    op, ranks = "all_gather_matmul", named_group(group)
+    if form not in FORMS:
+        raise ValueError(f"{op}: form {form!r}; want one of {', '.join(FORMS)}")
+    if not -shard.ndim <= dim < shard.ndim:
+        raise ValueError(f"{op}: dim {dim} of a shard with {shard.ndim} dims; want {-shard.ndim} to {shard.ndim - 1}")
+    if not 2 <= shard.ndim <= 4 or (form != "left" and shard.ndim != 2):
+        want = "2 to 4 dims" if form == "left" else f"2 dims for the form {form!r}"
+        raise ValueError(f"{op}: a shard of {shard.ndim} dims; want {want}")
+    whole = split(shard.shape, dim, size, ranks.size)
+    dim %= shard.ndim
+    if shard.shape[dim] != whole.length(ranks.rank):
+        raise ValueError(
+            f"{op}: rank {ranks.rank} of {ranks.size} passes {shard.shape[dim]} of {size} rows along dim {dim}; "
+            f"want {whole.length(ranks.rank)}: chunks of {whole.chunk}"
+        )
+    contracted = (-1 if form in ("left", "right_t") else 0) % shard.ndim
+    K = size if contracted == dim else shard.shape[contracted]
+    for i, other in enumerate(others):
+        if form.startswith("left") and other.ndim != 2:
+            raise ValueError(f"{op}: others[{i}] has {other.ndim} dims; want [K, N]")
+        own = other.shape[0] if form.startswith("left") else other.shape[-1]
+        if own != K:
+            raise ValueError(f"{op}: others[{i}] of shape {list(other.shape)} contracts {own}; the gathered tensor {K}")
+        if other.dtype != shard.dtype and not {other.dtype, shard.dtype} <= set(FLOAT8):
+            raise ValueError(f"{op}: others[{i}] is {other.dtype}, shard is {shard.dtype}; want equal dtypes")
+    for name, given in (("biases", biases), ("other_scales", other_scales)):
+        if given and len(given) != len(others):
+            raise ValueError(f"{op}: {len(given)} {name} for {len(others)} products; want one each")
+    if scale_of not in SCALES:
+        raise ValueError(f"{op}: scale_of {scale_of!r}; want one of {', '.join(SCALES)}")
+    if (shard.dtype in FLOAT8) != (scale is not None) or (scale is not None) != bool(other_scales):
+        raise ValueError(f"{op}: {shard.dtype} operands need {'both scales' if shard.dtype in FLOAT8 else 'no scale'}")
+    if scale is not None:
+        rows = math.prod(shard.shape[:-1])
+        if scale.numel() != (rows if scale_of == "row" else 1):
+            want = f"{rows} numbers, one for each row" if scale_of == "row" else "one number"
+            raise ValueError(f"{op}: a scale of {scale.numel()} numbers, one for each {scale_of}; want {want}")
+        if scale_of != "tensor" and contracted != shard.ndim - 1:
+            raise ValueError(
+                f"{op}: scales by {scale_of} along the contracted dim of the form {form!r}; want one scale"
+            )
+
+
+_operator = torch.library.custom_op("titanlite::all_gather_matmul", definition, mutates_args=())
+
+
+@_operator.register_fake
+def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, out_dtype):
+    check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+    shape = list(shard.shape)
+    shape[dim] = size
+    dtype = out_dtype_of(shard.dtype, out_dtype)
+    return [shard.new_empty(shape), *(shard.new_empty(s, dtype=dtype) for s in out_shapes(shape, others, form))]
+
+
+def _save(ctx, inputs, output) -> None:
+    shard, others, dim, size, group, form, biases, scale, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.dim, ctx.size, ctx.group, ctx.form = dim % shard.ndim, size, group, form
+    ctx.float8, ctx.bias_dtypes = scale is not None, [bias.dtype for bias in biases]
+    ctx.save_for_backward(output[0], *others)
+
+
+def _backward(ctx, grads):
+    """Gradients of shard, others and biases.
+
+    The shard's is a sum of matmuls reduced and scattered: the other fused op. The others' are plain matmuls with G.
+    """
+    if ctx.float8:
+        raise NotImplementedError(
+            "all_gather_matmul: float8 operands have no gradient; the caller defines backward's casts"
+        )
+    gathered, *others = ctx.saved_tensors
+    grad_gathered, *grads = grads
+    pairs = [(grad, other) for grad, other in zip(grads, others, strict=True) if grad is not None]
+    d_shard, form = None, ctx.form
+    if ctx.needs_input_grad[0] and pairs:
+        lefts, rights = zip(*(_grad_of_gathered(grad, other, form) for grad, other in pairs), strict=True)
+        reduce = torch.ops.titanlite.matmul_reduce_scatter  # the other stem, which imports this one
+        d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None)
+    if ctx.needs_input_grad[0] and grad_gathered is not None:
+        own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))
+        d_shard = own if d_shard is None else d_shard + own
+    d_others = [
+        None if grad is None or not needed else _grad_of_other(gathered, grad, form)
+        for grad, needed in zip(grads, ctx.needs_input_grad[1], strict=True)
+    ]
+    d_biases = []
+    if ctx.bias_dtypes:
+        d_biases = [
+            None if grad is None else grad.flatten(0, -2).sum(0).to(dtype)
+            for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
+        ]
+    return d_shard, d_others, None, None, None, None, d_biases, None, None, [], None
+
+
+def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """The two factors of one product's gradient with respect to G."""
+    if form == "left":
+        return grad, other.t()
+    if form == "left_t":
+        return other, grad.t()
+    grad, other = grad.flatten(0, -2), other.flatten(0, -2)
+    return (other.t(), grad) if form == "right" else (grad.t(), other)
+
+
+def _grad_of_other(gathered: Tensor, grad: Tensor, form: str) -> Tensor:
+    """One product's gradient with respect to its other operand."""
+    if form == "left":
+        return gathered.flatten(0, -2).t() @ grad.flatten(0, -2)
+    if form == "left_t":
+        return gathered @ grad
+    return grad @ (gathered.t() if form == "right" else gathered)
+
+
+_operator.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titanlite.all_gather_matmul)
+def _flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
+    """2·M·N·K of each product."""
+    G = list(shard_shape)
+    G[dim] = size
+    kept = math.prod(G) // (G[-1] if form in ("left", "right_t") else G[0])
+    return sum(2 * kept * math.prod(other) for other in other_shapes)

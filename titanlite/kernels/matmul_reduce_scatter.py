@@ -1,0 +1,171 @@
+"""Matmul → reduce-scatter: the sum over ranks of products, of which each rank keeps its part.
+
+Several products are summed before they are reduced, so that the gradients of projections that share an input (q, k, v;
+gate and up) cost one reduce-scatter. The definition below multiplies, then reduces. On GPUs with peer access, tiles
+leave for their owner as soon as they are computed, and the owner adds those of all ranks in float32, in rank order, so
+that two runs give the same bits (`titanlite/kernels/device/`).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.kernels.all_gather_matmul import all_gather_matmul
+from titanlite.kernels.collectives import named_group, scatter_dim
+from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
+from titanlite.kernels.shapes import split
+
+
+def matmul_reduce_scatter(
+    lefts: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    dim: int,
+    group: str,
+    *,
+    bias: Tensor | None = None,
+    left_scales: Sequence[Tensor] = (),
+    right_scales: Sequence[Tensor] = (),
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum `lefts[i] @ rights[i]` over i and over the ranks, and keep this rank's chunk.
+
+    Args:
+        lefts: […, K_i] each, equal but for K_i; 2-D to 4-D, any strides. Any float dtype, float8 too.
+        rights: [K_i, N] each, any strides; `lefts`' dtype, or another float8 dtype.
+        dim: of the sum, along which it is scattered; may be the last, N. Rank r keeps rows r·⌈size/ranks⌉ up to
+            (r+1)·⌈size/ranks⌉.
+        group: name of the process group.
+        bias: [N] or, if N is scattered, this rank's part of it; added once, after the sum over the ranks.
+        left_scales: float8 only, float32: [] or […, 1] each.
+        right_scales: float8 only, float32: [] or [1, N] each.
+        out_dtype: of the result: `lefts`' by default, and bfloat16 for float8.
+
+    Returns:
+        The product's shape with `dim` cut to this rank's chunk; contiguous.
+
+    Raises:
+        ValueError: operands that do not fit each other.
+    """
+    return torch.ops.titanlite.matmul_reduce_scatter(
+        list(lefts), list(rights), dim, group, bias, list(left_scales), list(right_scales), out_dtype
+    )
+
+
+def definition(
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    dim: int,
+    group: str,
+    bias: Tensor | None,
+    left_scales: list[Tensor],
+    right_scales: list[Tensor],
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """What `matmul_reduce_scatter` means: plain matmuls, then a collective. Arguments and result are the operator's."""
+    check(lefts, rights, dim, group, bias, left_scales, right_scales)
+    dtype = out_dtype_of(lefts[0].dtype, out_dtype)
+    if len(lefts) == 1:
+        ls, rs = (scales[0] if scales else None for scales in (left_scales, right_scales))
+        total = product(lefts[0], rights[0], None, ls, rs, dtype)
+    elif not left_scales:  # one accumulator for all: the products side by side along K
+        total = product(torch.cat(lefts, -1), torch.cat(rights), out_dtype=dtype)
+    else:
+        operands = zip(lefts, rights, left_scales, right_scales, strict=True)
+        parts = [product(left, right, None, ls, rs, torch.float32) for left, right, ls, rs in operands]
+        total = torch.stack(parts).sum(0).to(dtype)
+    out = scatter_dim(total, dim % total.ndim, named_group(group))
+    return out if bias is None else out + bias
+
+
+def check(
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    dim: int,
+    group: str,
+    bias: Tensor | None,
+    left_scales: list[Tensor],
+    right_scales: list[Tensor],
+) -> None:
+    """Raise ValueError for operands that do not fit, with what would."""
+    op = "matmul_reduce_scatter"
+    if not lefts or len(lefts) != len(rights):
+        raise ValueError(f"{op}: {len(lefts)} lefts and {len(rights)} rights; want as many of each, at least one")
+    first, N = lefts[0], rights[0].shape[-1]
+    if not 2 <= first.ndim <= 4 or not -first.ndim <= dim < first.ndim:
+        raise ValueError(f"{op}: dim {dim} of a product of {first.ndim} dims; want 2 to 4 dims, and one of them")
+    for i, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        if right.ndim != 2 or left.shape[:-1] != first.shape[:-1] or list(right.shape) != [left.shape[-1], N]:
+            raise ValueError(
+                f"{op}: product {i} is {list(left.shape)} @ {list(right.shape)}, product 0 {list(first.shape)} @ "
+                f"{list(rights[0].shape)}; want […, K] @ [K, N], equal but for K"
+            )
+        dtypes = {left.dtype, right.dtype, first.dtype}
+        if len(dtypes) > 1 and not dtypes <= set(FLOAT8):
+            raise ValueError(f"{op}: operands of {', '.join(sorted(map(str, dtypes)))}; want equal dtypes")
+    if (first.dtype in FLOAT8) != bool(left_scales) or bool(left_scales) != bool(right_scales):
+        raise ValueError(f"{op}: {first.dtype} operands need {'both scales' if first.dtype in FLOAT8 else 'no scale'}")
+    for name, scales in (("left_scales", left_scales), ("right_scales", right_scales)):
+        if scales and len(scales) != len(lefts):
+            raise ValueError(f"{op}: {len(scales)} {name} for {len(lefts)} products; want one each")
+    own = out_shape(lefts, rights, dim, group)[-1]
+    if bias is not None and list(bias.shape) != [own]:
+        raise ValueError(f"{op}: a bias of shape {list(bias.shape)}; want [{own}]")
+
+
+def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -> list[int]:
+    """Shape of this rank's part of the sum."""
+    ranks, shape = named_group(group), product_shape(lefts[0].shape, rights[0].shape)
+    shape[dim] = split(shape, dim, shape[dim], ranks.size).length(ranks.rank)
+    return shape
+
+
+_operator = torch.library.custom_op("titanlite::matmul_reduce_scatter", definition, mutates_args=())
+
+
+@_operator.register_fake
+def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype):
+    check(lefts, rights, dim, group, bias, left_scales, right_scales)
+    return lefts[0].new_empty(out_shape(lefts, rights, dim, group), dtype=out_dtype_of(lefts[0].dtype, out_dtype))
+
+
+def _save(ctx, inputs, output) -> None:
+    lefts, rights, dim, group, bias, left_scales, *_ = inputs
+    ctx.dim, ctx.group, ctx.n, ctx.float8 = dim % lefts[0].ndim, group, len(lefts), bool(left_scales)
+    ctx.size = product_shape(lefts[0].shape, rights[0].shape)[dim]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(*lefts, *rights)
+
+
+def _backward(ctx, grad: Tensor):
+    """Gradients of lefts, rights and bias: one gather of the gradient feeds all of them."""
+    if ctx.float8:
+        raise NotImplementedError(
+            "matmul_reduce_scatter: float8 operands have no gradient; the caller defines backward's casts"
+        )
+    lefts, rights = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+    needs_left, needs_right = ctx.needs_input_grad[:2]
+    wanted = [i for i in range(ctx.n) if needs_left[i]]
+    gathered, *products = all_gather_matmul(grad, [rights[i].t() for i in wanted], ctx.dim, ctx.size, ctx.group)
+    d_lefts: list[Tensor | None] = [None] * ctx.n
+    for i, d_left in zip(wanted, products, strict=True):
+        d_lefts[i] = d_left
+    flat = gathered.flatten(0, -2)
+    d_rights = [
+        left.flatten(0, -2).t() @ flat if needed else None for left, needed in zip(lefts, needs_right, strict=True)
+    ]
+    d_bias = None
+    if ctx.bias_dtype is not None:  # a bias that is added to one rank's rows still sees the gradient of those alone
+        d_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return d_lefts, d_rights, None, None, d_bias, [], [], None
+
+
+_operator.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)
+def _flops(left_shapes, right_shapes, *args, **kwargs) -> int:
+    """2·M·N·K of each product."""
+    return sum(2 * math.prod(left) * right[1] for left, right in zip(left_shapes, right_shapes, strict=True))

@@ -1,0 +1,66 @@
+"""The products inside the collective matmuls: shapes, scales and what a plain matmul does with them."""
+
+import torch
+from torch import Tensor
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -> list[int]:
+    """Shape of `[…, K] @ [K, N]`."""
+    return [*left[:-1], right[1]]
+
+
+def out_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of a product: the wanted one, else that of its operands, bfloat16 for float8."""
+    return wanted or (torch.bfloat16 if dtype in FLOAT8 else dtype)
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None = None,
+    left_scale: Tensor | None = None,
+    right_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`left @ right + bias`, accumulated in float32 and rounded once.
+
+    Args:
+        left: […, K].
+        right: [K, N].
+        bias: [N].
+        left_scale: float8 only: [] or […, 1] float32.
+        right_scale: float8 only: [] or [1, N] float32.
+        out_dtype: of the result; the operands' (bfloat16 for float8) if None.
+
+    Returns:
+        […, N], contiguous.
+    """
+    dtype = out_dtype_of(left.dtype, out_dtype)
+    shape = product_shape(left.shape, right.shape)
+    left = left.reshape(-1, left.shape[-1])
+    if left_scale is not None and right_scale is not None:
+        out = _scaled(left, right, left_scale, right_scale, torch.float32 if bias is not None else dtype)
+        return (out if bias is None else (out + bias).to(dtype)).view(shape)
+    if bias is not None and dtype == left.dtype:
+        return torch.addmm(bias, left, right).view(shape)
+    if dtype == left.dtype:
+        return (left @ right).view(shape)
+    wide = left.float() @ right.float()
+    return (wide if bias is None else wide + bias).to(dtype).view(shape)
+
+
+def _scaled(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture."""
+    M, N = left.shape[0], right.shape[1]
+    left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
+    if not left.is_cuda:
+        return (left.float() * left_scale @ (right.float() * right_scale)).to(dtype)
+    if left_scale.numel() > 1 or right_scale.numel() > 1:
+        left_scale, right_scale = left_scale.expand(M, 1).contiguous(), right_scale.expand(1, N).contiguous()
+        dtype, wanted = torch.bfloat16, dtype  # cuBLAS scales rows for no other result
+    else:
+        left_scale, right_scale, wanted = left_scale.view(()), right_scale.view(()), dtype
+    right = right if right.stride(0) == 1 else right.t().contiguous().t()
+    return torch._scaled_mm(left.contiguous(), right, left_scale, right_scale, out_dtype=dtype).to(wanted)

@@ -1,0 +1,54 @@
+"""How a dim is split over ranks, and how a split tensor lies in memory.
+
+A dim of `size` is split into chunks of ⌈size/ranks⌉; the last ranks may hold less, or nothing (`torch.chunk`'s rule).
+Around it, whatever the number of dims, a tensor is `[outer, dim, inner]`: one row of a shard's block for each outer
+index, contiguous over dim and inner. Every gather and scatter of the runtime is a copy between such blocks.
+"""
+
+import math
+from typing import NamedTuple
+
+from torch import Size
+
+
+class Split(NamedTuple):
+    """A tensor whose dim is split over ranks.
+
+    Attributes:
+        outer: product of the dims before.
+        size: the whole dim.
+        inner: product of the dims after.
+        ranks: how many chunks.
+    """
+
+    outer: int
+    size: int
+    inner: int
+    ranks: int
+
+    @property
+    def chunk(self) -> int:
+        """Length of a full chunk."""
+        return -(-self.size // self.ranks)
+
+    @property
+    def even(self) -> bool:
+        """Whether all chunks are full."""
+        return self.chunk * self.ranks == self.size
+
+    def length(self, rank: int) -> int:
+        """Length of one rank's chunk."""
+        return max(0, min(self.chunk, self.size - rank * self.chunk))
+
+
+def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> Split:
+    """Describe a tensor of `shape` whose `dim` is `size` long over all ranks.
+
+    Args:
+        shape: of the whole tensor or of a shard; its own entry at `dim` is not read.
+        dim: may be negative.
+        size: length of the whole dim.
+        ranks: how many chunks.
+    """
+    dim %= len(shape)
+    return Split(math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :]), ranks)
