@@ -135,7 +135,7 @@ def test_numbers_out_of_range(key: str) -> None:
             None,
             ["step 10001 is after training.steps = 10000", "start_step = 9998, steps = 3"],
         ),
-        ({"parallelism__async_tensor_parallel": True}, None, ["not part of this version", "= false"]),
+        ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
         ({"checkpoint__enable": False, "job__stop_after": 5}, None, ["job.stop_after = 5", "enable = true"]),
         ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),
@@ -201,7 +201,7 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
     path = tmp_path / "run.toml"
     path.write_text(
         "[training]\nsteps = 10\nlocal_batch_size = 2\nglobal_batch_size = 3\n"
-        "[lr_scheduler]\nwarmup_steps = 20\n[parallelism]\nasync_tensor_parallel = true\ntensor_parallel_degree = 3\n"
+        "[lr_scheduler]\nwarmup_steps = 20\n[parallelism]\ntensor_parallel_degree = 3\n"
     )
     config, origin = parse_with_origin(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
     with pytest.raises(ConfigError) as caught:
@@ -210,11 +210,10 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
     assert heads == [
         "command line: 1 problem",
         "  optimizer.lr = -1.0",
-        f"{path}: 4 problems",
+        f"{path}: 3 problems",
         "  line 4  training.global_batch_size = 3",
         "  line 6  lr_scheduler.warmup_steps = 20",
-        "  line 8  parallelism.async_tensor_parallel = true",
-        "  line 9  parallelism.tensor_parallel_degree = 3",
+        "  line 8  parallelism.tensor_parallel_degree = 3",
     ]
 
 

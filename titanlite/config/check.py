@@ -199,8 +199,8 @@ def _check_features(config: Config, problems: Problems) -> None:
     job, checkpoint = config.job, config.checkpoint
     if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0"):
         problems.add("job.name", show(job.name), "the name of a folder", f'name = "{Config().job.name}" (the default)')
-    if config.parallelism.async_tensor_parallel:
-        want = "false: the fused kernels are not part of this version"
+    if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
+        want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
         problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
     if not checkpoint.enable:
         for key, value, asked in (

@@ -140,7 +140,7 @@ class Parallelism:
     tensor_parallel_degree: int = 1
     """Ranks over which each layer is split; sequence parallelism and a vocabulary-parallel loss come with it."""
     async_tensor_parallel: bool = False
-    """Fuse the collectives of tensor parallelism into the matmuls. Not part of this version: true is an error."""
+    """Hide the collectives of tensor parallelism behind the matmuls they belong to, in kernels that do both at once."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward. `default`: in every block, but not in the head, which backward needs first."""
 

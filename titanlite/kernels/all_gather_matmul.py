@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.kernels import lowering
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
 from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
 from titanlite.kernels.shapes import split
@@ -188,6 +189,9 @@ def check(
 
 
 _operator = torch.library.custom_op("titanlite::all_gather_matmul", definition, mutates_args=())
+
+
+_operator.register_kernel("cuda")(lowering.all_gather_matmul)
 
 
 @_operator.register_fake

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.kernels import lowering
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import named_group, scatter_dim
 from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
@@ -123,6 +124,9 @@ def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -
 
 
 _operator = torch.library.custom_op("titanlite::matmul_reduce_scatter", definition, mutates_args=())
+
+
+_operator.register_kernel("cuda")(lowering.matmul_reduce_scatter)
 
 
 @_operator.register_fake

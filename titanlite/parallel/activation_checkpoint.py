@@ -22,6 +22,9 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.models.layers import Linear
 
+# A matmul with its collective in one: kept by a rule for either.
+_FUSED = ("titanlite.all_gather_matmul.default", "titanlite.matmul_reduce_scatter.default")
+
 _CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
         "aten._scaled_dot_product_cudnn_attention.default",
@@ -31,10 +34,11 @@ _CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
     ),
-    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"),
+    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", *_FUSED),
     "communication": (
         "_c10d_functional.all_gather_into_tensor.default",
         "_c10d_functional.reduce_scatter_tensor.default",
+        *_FUSED,
     ),
 }
 """The operations behind each class that a rule can name. What is not listed here is recomputed unless named itself."""

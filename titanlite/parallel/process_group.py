@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.kernels.lowering import set_deadline
 
 
 def check_launcher() -> None:
@@ -58,3 +59,4 @@ def limit_collectives(seconds: float) -> None:
     """
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+    set_deadline(seconds)

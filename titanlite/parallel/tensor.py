@@ -34,24 +34,42 @@ def _local(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-class ColumnParallelLinear(Linear):
-    """A `Linear` that holds some of the output features: gathers tokens, then multiplies."""
+class ParallelLinear(Linear):
+    """A `Linear` that is split over the ranks of a group.
+
+    Attributes:
+        group: the ranks.
+        asynchronous: whether its collectives are to be fused into its matmuls.
+    """
 
     group: Group
+    asynchronous: bool
+
+    @property
+    def unfused(self) -> str | None:
+        """Why its collectives stand beside its matmuls although `asynchronous` is set, or None."""
+        return None if self.matmul is F.linear else "computes in float8, whose collectives are not fused yet"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether its collectives are fused."""
+        return self.asynchronous and self.unfused is None
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """Holds some of the output features: gathers tokens, then multiplies."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M, N/tp]."""
-        return linear(x, _local(self.weight), gather=self.group, matmul=self.matmul)
+        return linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fuse=self.is_fused)
 
 
-class RowParallelLinear(Linear):
-    """A `Linear` that holds some of the input features: multiplies, then sums over ranks and scatters tokens."""
-
-    group: Group
+class RowParallelLinear(ParallelLinear):
+    """Holds some of the input features: multiplies, then sums over ranks and scatters tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, K/tp] → [M/tp, N]."""
-        return linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul)
+        return linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul, fuse=self.is_fused)
 
 
 class SequenceParallelRMSNorm(RMSNorm):
@@ -91,13 +109,14 @@ _PLAN: dict[str, tuple[type[nn.Module], Placement]] = {
 }
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, group: Group) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, group: Group, asynchronous: bool = False) -> None:
     """Split every layer of a model over the tensor-parallel ranks, in place.
 
     Args:
         model: on the meta device; its layers are those of `titanlite.models.layers`.
         mesh: 1-D.
         group: the same ranks.
+        asynchronous: fuse the collectives of linear layers into their matmuls.
 
     Raises:
         ValueError: a layer has parameters that no rule of the plan places.
@@ -117,6 +136,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, group: Group) -> N
         module.__class__ = parallel  # as FSDP2 does: the module object, its name and its attributes stay
         module.weight = placed[weight]
         module.group = group  # type: ignore[assignment]
+        if isinstance(module, ParallelLinear):
+            module.asynchronous = asynchronous
 
 
 def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:

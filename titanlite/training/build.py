@@ -86,7 +86,7 @@ def build(
     with torch.device("meta"):
         model = _MODELS[config.model.name](sizes, config.training.seq_len)
     if mesh.tp_group is not None:
-        apply_tensor_parallel(model, mesh.tp, mesh.tp_group)
+        apply_tensor_parallel(model, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
     if float8 is not None:
         _float8(model, config, float8, mesh, tokens, receipt)
     save_list_use = apply_activation_checkpoint(model, save_list)

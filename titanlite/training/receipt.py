@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Embedding, Linear
 from titanlite.observe.console import Console
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.initialise import local_data
+from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
 
@@ -45,6 +47,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         key, split = "parallelism.tensor_parallel_degree", len(layers) - len(whole)
         receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": split}, count=split, missed=whole, key=key)
 
+    if config.parallelism.async_tensor_parallel:
+        _add_async_tensor_parallel(run, receipt)
     _add_dtypes(run, blocks[0], receipt)
     _add_attention(run, len(blocks), receipt)
     _add_compile(config.compile.enable, blocks, receipt)
@@ -66,6 +70,23 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
             parts = ", ".join(f"{k} {v}" for k, v in applied.items()) if isinstance(applied, dict) else applied
             console.notice(f"{entry.feature}: {parts}")
     receipt.enforce(config.job.strict, console.warning)
+
+
+def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
+    """Pairs of a collective and a matmul: each linear layer has one in forward and one in backward."""
+    layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, ParallelLinear)]
+    fused = [name for name, m in layers if m.is_fused]
+    on_gpu = run.mesh.device.type == "cuda"
+    receipt.add(
+        "async_tensor_parallel",
+        True,
+        {"pairs": 2 * len(fused), "lowering": "fused kernels" if on_gpu else "definition"},
+        count=len(fused),
+        skipped=[Skipped(name, m.unfused) for name, m in layers if m.unfused]
+        + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and declared],
+        missed=[Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],
+        key="parallelism.async_tensor_parallel",
+    )
 
 
 def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:

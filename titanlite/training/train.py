@@ -12,6 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, Problem, describe
+from titanlite.kernels.lowering import peer_failure
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.profiler import Profiler
@@ -100,9 +101,12 @@ def train(
                 loop.validate(start)
             last = loop.train(start)
         except BaseException as error:
+            peer = peer_failure()
             with suppress(OSError):  # of a full disk, which may be the error itself
                 if status:
-                    status.failed(error)
+                    status.failed(peer or error)
+            if peer:
+                raise peer from error
             raise
         if last >= config.training.steps:
             if status:

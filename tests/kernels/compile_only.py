@@ -1,0 +1,80 @@
+"""Compile the device code for sm_90 without a GPU, through the same host code that launches it.
+
+Launches are turned into compilations, and a channel of ordinary CPU memory stands for the symmetric one. Nothing runs.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from titanlite.kernels.device import all_gather_matmul, matmul_reduce_scatter
+from titanlite.kernels.device.channel import COUNTERS
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class _Driver:
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNamespace:
+    slots = torch.empty(2 * capacity, dtype=torch.uint8)
+    return SimpleNamespace(
+        rank=rank,
+        ranks=ranks,
+        device=torch.device("cpu"),
+        flags=torch.zeros(ranks, dtype=torch.int32),
+        peer_flags=torch.zeros(ranks, dtype=torch.int64),
+        counters=torch.zeros(COUNTERS, dtype=torch.int32),
+        epoch=torch.zeros(1, dtype=torch.int32),
+        deadline=torch.zeros(1, dtype=torch.int64),
+        failure=torch.zeros(3, dtype=torch.int64),
+        slots=slots,
+        peer_slots=torch.zeros(ranks, dtype=torch.int64),
+        peers=[slots] * ranks,
+        capacity=capacity,
+        begin=lambda n_bytes: capacity,
+    )
+
+
+@contextmanager
+def compiling(rank: int = 1, ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKernel]]:
+    """Inside, calls of the device functions compile; the dict fills with the kernels by name."""
+    compiled: dict[str, triton.compiler.CompiledKernel] = {}
+    launch, driver = JITFunction.__getitem__, triton.runtime.driver
+    stems = (all_gather_matmul, matmul_reduce_scatter)
+    before = [(stem.channel, stem.multiprocessors) for stem in stems]
+
+    def compile_instead(self, grid):
+        def call(*args, **kwargs):
+            compiled[self.fn.__name__] = self.warmup(*args, grid=grid, **kwargs)
+
+        return call
+
+    JITFunction.__getitem__ = compile_instead
+    driver.set_active(_Driver())
+    channel = fake_channel(rank, ranks)
+    for stem in stems:
+        stem.channel, stem.multiprocessors = (lambda group: channel), (lambda device: 132)
+    try:
+        yield compiled
+    finally:
+        JITFunction.__getitem__ = launch
+        driver._active = None  # found anew at the next use
+        for stem, (channel_of, multiprocessors) in zip(stems, before, strict=True):
+            stem.channel, stem.multiprocessors = channel_of, multiprocessors

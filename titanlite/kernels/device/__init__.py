@@ -1,0 +1,16 @@
+"""Device code of the collective matmuls: Triton over symmetric memory, one stem for each operator.
+
+Reading order: `channel` (the memory that ranks share), `protocol` (how they signal), then the two stems. Imported only
+where there is a CUDA device.
+
+The rules that keep a step from hanging:
+
+1. No kernel that can fill a GPU waits for another GPU. Such waits are in one thread block (`all_gather_matmul`'s first
+   kernel) or in a kernel that leaves room for others (`matmul_reduce_scatter`'s second).
+2. Any number of resident thread blocks makes progress: who copies and who computes is decided by tickets that running
+   blocks draw, never by a block's number.
+3. All ranks of a group issue the same operators in the same order; whether one is fused depends on shapes, dtypes and
+   the group alone.
+4. What an operator allocates is allocated before its first launch, so that nothing blocks between its kernels.
+5. Every wait has a deadline, after which the kernel says who did not come and stops.
+"""

@@ -1,0 +1,479 @@
+"""All-gather → matmul in two launches: publish this rank's shard, then pull the others' while multiplying.
+
+`_publish` copies the shard to the rank's slot and to its place in the gathered tensor G; its last block signals the
+peers and waits for theirs. `_gather_matmul` is one persistent kernel. The first blocks to run draw copying: they pull
+the peers' shards into G, one block of rows of every peer in turn, so that all links are busy, and count what has
+arrived. All others compute tiles of the product, this rank's own rows first and then in the order of arrival, each tile
+waiting for its own rows only. Copying blocks compute too when nothing is left to copy.
+
+G stands for the gathered operand, O for the other one; X is G's dim that is kept, Y is O's. Where the contracted dim is
+the gathered one, a tile walks through it rank by rank, its own first.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titanlite.kernels.all_gather_matmul import _operand, gather_scale, out_shapes
+from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, channel, multiprocessors
+from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
+from titanlite.kernels.device.protocol import signal_peers, wait_for_count, wait_for_peers
+from titanlite.kernels.device.tiles import Tiles, tiles
+from titanlite.kernels.products import FLOAT8, out_dtype_of, product
+from titanlite.kernels.shapes import Split, split
+
+ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
+"""Where the gathered dim lies in G as stored, and whether it is the contracted one."""
+
+HEADER = tl.constexpr(COUNTERS_HEADER)
+UNIT = 128
+"""Rows of a shard whose arrival is counted together."""
+PUBLISHERS = 264
+"""Thread blocks of the first kernel."""
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _publish(
+    shard, slots, whole, scale, scale_whole, slot_bytes,
+    outer, length, slot_stride, whole_stride, scale_bytes,
+    n_scales, scale_stride, own_segment, segment, whole_rows,
+    flags, peer_flags, counters, epoch_word, deadline, failure,
+    rank, RANKS: tl.constexpr, LANES: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy [outer, length] words to this rank's slot and into G; then signal, and wait for the peers."""
+    epoch = tl.load(epoch_word)
+    slot = slots + (epoch & 1).to(tl.int64) * slot_bytes
+    words = slot.to(tl.pointer_type(tl.int64))
+    per_row = tl.cdiv(length, BLOCK)
+    for i in range(tl.program_id(0), outer * per_row, tl.num_programs(0)):
+        row = (i // per_row).to(tl.int64)
+        at = (i % per_row) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < length
+        value = tl.load(shard + row * length + at, mask=inside)
+        tl.store(words + row * slot_stride + at, value, mask=inside)
+        tl.store(whole + row * whole_stride + rank * slot_stride + at, value, mask=inside)
+    if SCALED:
+        floats = (slot + scale_bytes).to(tl.pointer_type(tl.float32))
+        for i in range(tl.program_id(0), tl.cdiv(n_scales, BLOCK), tl.num_programs(0)):
+            at = i * BLOCK + tl.arange(0, BLOCK)
+            value = tl.load(scale + at * scale_stride, mask=at < n_scales)
+            group, within = at // own_segment, at % own_segment
+            tl.store(floats + group * segment + within, value, mask=at < n_scales)
+            tl.store(scale_whole + group * whole_rows + rank * segment + within, value, mask=at < n_scales)
+    tl.debug_barrier()
+    done = tl.atomic_add(counters + 3, 1, sem="acq_rel", scope="gpu")
+    if done == tl.num_programs(0) - 1:
+        signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+        wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES)
+        tl.store(counters + 3, 0)
+        tl.store(epoch_word, epoch + 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _gather_matmul(
+    g_desc, o_desc, c_desc, c, whole, scale_whole, scale, other_scale, bias,
+    peer_slots, slot_bytes, scale_bytes,
+    counters, epoch_word, deadline, failure,
+    rows, words, whole_words, segment, whole_rows, size,
+    X, Y, K, chunk,
+    rank, RANKS: tl.constexpr, WAIT: tl.constexpr, G_LEFT: tl.constexpr,
+    G_K_MAJOR: tl.constexpr, O_K_MAJOR: tl.constexpr,
+    G_SCALE: tl.constexpr, O_SCALE: tl.constexpr, MOVE_SCALE: tl.constexpr, BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
+    BX: tl.constexpr, BY: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, COPIERS: tl.constexpr,
+    UNIT: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_WORDS: tl.constexpr,
+):  # fmt: skip
+    """Pull and multiply.
+
+    rows, words: of a shard in its slot, in 8-byte words per row. segment: rows of a shard that lie together in G;
+    whole_rows: rows of G per outer index, padded; size: the same, not padded. chunk: length of a full chunk of the
+    gathered dim, in elements, where it is contracted or a column.
+    """
+    epoch = tl.load(epoch_word) - 1
+    ready = counters + HEADER
+    units = tl.cdiv(rows, UNIT)
+    word_blocks = tl.cdiv(words, COPY_WORDS)
+    by_source: tl.constexpr = (WAIT == 1) or (WAIT == 2)
+    ticket = tl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
+    if ticket < COPIERS:
+        row_blocks = tl.cdiv(rows, COPY_ROWS)
+        parity = (epoch & 1).to(tl.int64) * slot_bytes
+        copies = row_blocks * word_blocks * (RANKS - 1)
+        t = tl.atomic_add(counters + 4, 1, sem="relaxed", scope="gpu")
+        while t < copies:
+            following = tl.atomic_add(
+                counters + 4, 1, sem="relaxed", scope="gpu"
+            )  # drawn while the bytes are on their way
+            source = (rank + 1 + t % (RANKS - 1)) % RANKS
+            block = t // (RANKS - 1)
+            row = (block // word_blocks) * COPY_ROWS + tl.arange(0, COPY_ROWS)
+            word = (block % word_blocks) * COPY_WORDS + tl.arange(0, COPY_WORDS)
+            inside = (row < rows)[:, None] & (word < words)[None, :]
+            address = tl.load(peer_slots + source) + parity
+            slot = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+            value = tl.load(slot + row[:, None].to(tl.int64) * words + word[None, :], mask=inside)
+            if (WAIT == 0) or (WAIT == 2):  # rows of G, in segments
+                target = (row // segment) * whole_rows + source * segment + row % segment
+                column = 0
+            else:
+                target = row
+                column = source * words
+            tl.store(whole + target[:, None].to(tl.int64) * whole_words + column + word[None, :], value, mask=inside)
+            if MOVE_SCALE:  # noqa: SIM102  # known when compiling, unlike the inner one
+                if block % word_blocks == 0:
+                    floats = (address + scale_bytes).to(tl.pointer_type(tl.float32))
+                    tl.store(scale_whole + target, tl.load(floats + row, mask=row < rows), mask=row < rows)
+            tl.debug_barrier()
+            if by_source:
+                tl.atomic_add(ready + source, 1, sem="release", scope="gpu")
+            else:
+                unit = (block // word_blocks) * COPY_ROWS // UNIT
+                tl.atomic_add(ready + source * units + unit, 1, sem="release", scope="gpu")
+            t = following
+
+    if WAIT == 0:
+        per_segment = tl.cdiv(segment, BX)
+        x_tiles = (rows // segment) * RANKS * per_segment
+    elif WAIT == 1:
+        per_segment = tl.cdiv(chunk, BX)
+        x_tiles = RANKS * per_segment
+    else:
+        per_segment = 1
+        x_tiles = tl.cdiv(X, BX)
+    y_tiles = tl.cdiv(Y, BY)
+    tiles = x_tiles * y_tiles
+    own = x_tiles // RANKS
+    all_of_source = tl.cdiv(rows, COPY_ROWS) * word_blocks
+
+    tile = tl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+    while tile < tiles:
+        width = GROUP * y_tiles
+        first = (tile // width) * GROUP
+        in_group = min(x_tiles - first, GROUP)
+        x = first + (tile % width) % in_group
+        y0 = ((tile % width) // in_group) * BY
+
+        if WAIT < 2:
+            # This rank's own tiles first, then one of each peer in turn, as they arrive.
+            if x < own:
+                source = rank
+                at = x
+            else:
+                source = (rank + 1 + (x - own) % (RANKS - 1)) % RANKS
+                at = (x - own) // (RANKS - 1)
+            outer = at // per_segment
+            inner = (at % per_segment) * BX
+            if WAIT == 0:
+                x0 = outer * whole_rows + source * segment + inner  # in G
+                cx0 = outer * size + source * segment + inner  # in the product
+                left = min(segment, size - source * segment) - inner
+            else:
+                x0 = source * chunk + inner
+                cx0 = x0
+                left = min(chunk, X - source * chunk) - inner
+            if source != rank:
+                if WAIT == 0:
+                    a = outer * segment + inner
+                    b = outer * segment + min(inner + BX, segment) - 1
+                    for unit in range(a // UNIT, b // UNIT + 1):
+                        n = tl.cdiv(min(rows - unit * UNIT, UNIT), COPY_ROWS) * word_blocks
+                        wait_for_count(ready + source * units + unit, n, epoch, deadline, failure)
+                else:
+                    wait_for_count(ready + source, all_of_source, epoch, deadline, failure)
+        else:
+            x0 = x * BX
+            cx0 = x0
+            left = X - x0
+
+        acc = tl.zeros((BX, BY) if G_LEFT else (BY, BX), tl.float32)
+        if WAIT < 2:
+            for k in range(0, K, BK):
+                if G_K_MAJOR:
+                    g = g_desc.load([x0, k])
+                else:
+                    g = g_desc.load([k, x0]).T
+                if O_K_MAJOR:
+                    o = o_desc.load([y0, k])
+                else:
+                    o = o_desc.load([k, y0]).T
+                if G_LEFT:
+                    acc = tl.dot(g, o.T, acc)
+                else:
+                    acc = tl.dot(o, g.T, acc)
+        else:
+            for j in range(RANKS):
+                source = (rank + j) % RANKS
+                if j > 0:
+                    if WAIT == 2:
+                        wait_for_count(ready + source, all_of_source, epoch, deadline, failure)
+                    else:
+                        for unit in range(x0 // UNIT, (min(x0 + BX, X) - 1) // UNIT + 1):
+                            n = tl.cdiv(min(rows - unit * UNIT, UNIT), COPY_ROWS) * word_blocks
+                            wait_for_count(ready + source * units + unit, n, epoch, deadline, failure)
+                for k in range(source * chunk, source * chunk + chunk, BK):
+                    if G_K_MAJOR:
+                        g = g_desc.load([x0, k])
+                    else:
+                        g = g_desc.load([k, x0]).T
+                    if O_K_MAJOR:
+                        o = o_desc.load([y0, k])
+                    else:
+                        o = o_desc.load([k, y0]).T
+                    if G_LEFT:
+                        acc = tl.dot(g, o.T, acc)
+                    else:
+                        acc = tl.dot(o, g.T, acc)
+
+        xs = tl.arange(0, BX)
+        ys = y0 + tl.arange(0, BY)
+        if G_SCALE == 1:
+            acc = acc * tl.load(scale)
+        elif G_SCALE == 2:
+            by_row = tl.load(scale_whole + x0 + xs, mask=xs < left)
+            acc = acc * (by_row[:, None] if G_LEFT else by_row[None, :])
+        if O_SCALE == 1:
+            acc = acc * tl.load(other_scale)
+        elif O_SCALE == 2:
+            by_row = tl.load(other_scale + ys, mask=ys < Y)
+            acc = acc * (by_row[None, :] if G_LEFT else by_row[:, None])
+        if BIAS:
+            if G_LEFT:
+                acc = acc + tl.load(bias + ys, mask=ys < Y).to(tl.float32)[None, :]
+            else:
+                acc = acc + tl.load(bias + cx0 + xs, mask=xs < left).to(tl.float32)[None, :]
+        out = acc.to(c.dtype.element_ty)
+        if TMA_STORE:
+            if G_LEFT:
+                c_desc.store([cx0, y0], out)
+            else:
+                c_desc.store([y0, cx0], out)
+        else:
+            cx = (cx0 + xs).to(tl.int64)
+            if G_LEFT:
+                tl.store(c + cx[:, None] * Y + ys[None, :], out, mask=(xs < left)[:, None] & (ys < Y)[None, :])
+            else:
+                tl.store(
+                    c + ys[:, None].to(tl.int64) * X + cx[None, :], out, mask=(ys < Y)[:, None] & (xs < left)[None, :]
+                )
+        tile = tl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+
+    # The last block leaves the counters as the next operator wants them.
+    tl.debug_barrier()
+    finished = tl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
+    if finished == tl.num_programs(0) - 1:
+        words_used = RANKS if by_source else RANKS * units
+        for i in range(tl.cdiv(words_used + HEADER, 1024)):
+            at = i * 1024 + tl.arange(0, 1024)
+            tl.store(counters + at, tl.zeros([1024], tl.int32), mask=at < words_used + HEADER)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies, for one call.
+
+    Attributes:
+        wait: ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS.
+        whole: the gathered dim in G.
+        rows: of a full shard seen as [rows, columns].
+        columns: of a shard.
+        segment: rows of a shard that lie together in G.
+        X: kept dim of G.
+        K: contracted dim.
+    """
+
+    wait: int
+    whole: Split
+    rows: int
+    columns: int
+    segment: int
+    X: int
+    K: int
+
+
+def layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> Layout:
+    """Describe the gather of a shard of `shape` along `dim` (not negative), for the product `form`."""
+    whole = split(shape, dim, size, ranks)
+    full = [*shape[:dim], size, *shape[dim + 1 :]]
+    last = dim == len(shape) - 1
+    contracts_last = form in ("left", "right_t")
+    if last:
+        wait = CONTRACTED_COLS if contracts_last else COLS
+        rows, columns, segment = whole.outer, whole.chunk, whole.outer
+    else:
+        wait = ROWS if contracts_last else CONTRACTED_ROWS
+        columns = shape[-1]
+        segment = whole.chunk * whole.inner // columns
+        rows = whole.outer * segment
+    flat = [math.prod(full[:-1]), full[-1]]
+    X, K = flat if contracts_last else flat[::-1]
+    return Layout(wait, whole, rows, columns, segment, X, K)
+
+
+def obstacle(
+    shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
+) -> str | None:
+    """Why this call cannot be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
+    if shard.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
+        return f"{shard.dtype} operands; the kernels take bfloat16, float16 and float8"
+    if not 2 <= ranks <= MAX_RANKS:
+        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
+    if not others or not size:
+        return "nothing to multiply"
+    at = layout(list(shard.shape), dim % shard.ndim, size, ranks, form)
+    itemsize = shard.dtype.itemsize
+    if at.columns * itemsize % 16:
+        return f"rows of {at.columns * itemsize} bytes; the copies want a multiple of 16"
+    if not at.whole.even and at.wait != ROWS:
+        return f"{size} rows over {ranks} ranks are uneven along a contracted dim or columns"
+    if at.wait >= CONTRACTED_ROWS and at.whole.chunk % (128 // itemsize):
+        return f"chunks of {at.whole.chunk} of the contracted dim; the kernels want a multiple of {128 // itemsize}"
+    if at.wait == CONTRACTED_COLS and scale_of == "shard":
+        return "a scale for each shard of the contracted dim"
+    other = others[0]
+    Y = other.shape[-1] if form.startswith("left") else math.prod(other.shape[:-1])
+    if shard.dtype in FLOAT8 and form not in ("left", "right_t"):
+        return f"float8 in the form {form!r}; Hopper multiplies float8 along rows only"
+    k_major = _k_major(other, form)
+    if (at.K if k_major or shard.dtype in FLOAT8 else Y) * itemsize % 16:
+        return "rows of the other operand are not a multiple of 16 bytes"
+    if ranks * -(-at.rows // UNIT) > COUNTERS - COUNTERS_HEADER:
+        return f"{at.rows} rows of a shard; the kernels count up to {(COUNTERS - COUNTERS_HEADER) // ranks * UNIT}"
+    return None
+
+
+def _k_major(other: Tensor, form: str) -> bool:
+    """Whether the other operand is contiguous along the contracted dim."""
+    flat = other.t() if form.startswith("left") else other
+    return flat.stride(-1) == 1 and (flat.ndim > 2 or flat.stride(0) >= flat.shape[1] or flat.shape[0] == 1)
+
+
+def all_gather_matmul(
+    shard: Tensor,
+    others: list[Tensor],
+    dim: int,
+    size: int,
+    group: str,
+    form: str,
+    biases: list[Tensor],
+    scale: Tensor | None,
+    scale_of: str,
+    other_scales: list[Tensor],
+    out_dtype: torch.dtype | None,
+    choice: Tiles | None = None,
+) -> list[Tensor]:
+    """The operator's arguments and results; `obstacle` has found none. The first product is fused with the gather.
+
+    Args:
+        choice: tiles; those of the tuning table if None.
+    """
+    to = channel(group)
+    dim %= shard.ndim
+    at = layout(list(shard.shape), dim, size, to.ranks, form)
+    left, itemsize = form.startswith("left"), shard.dtype.itemsize
+    other = others[0]
+    Y = other.shape[1] if left else math.prod(other.shape[:-1])
+    dtype = out_dtype_of(shard.dtype, out_dtype)
+    M, N = (at.X, Y) if left else (Y, at.X)
+    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K)
+    BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
+
+    # Everything is allocated before the first launch.
+    shard = shard.contiguous()
+    by_columns = at.wait in (COLS, CONTRACTED_COLS)
+    padded = [at.whole.outer, at.whole.chunk * to.ranks, at.whole.inner]
+    gathered = shard.new_empty(padded)
+    g = gathered.view(-1, at.columns * (to.ranks if by_columns else 1))
+    shapes = out_shapes([*shard.shape[:dim], size, *shard.shape[dim + 1 :]], others, form)
+    out = shard.new_empty(shapes[0], dtype=dtype)
+    o, o_k_major = _other(other, form, shard.dtype in FLOAT8)
+    words = at.columns * itemsize // 8
+    scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
+    moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
+    scale_whole = shard.new_empty(g.shape[0], dtype=torch.float32) if moves_scale else scale
+    slot_bytes = to.begin(scale_bytes + 4 * at.rows)
+    assert to.slots is not None and to.peer_slots is not None  # noqa: S101, PT018
+
+    own = at.whole.length(to.rank)
+    length = own * at.whole.inner * itemsize // 8
+    own_segment = max(1, own * at.whole.inner // at.columns) if not by_columns else at.rows
+    block = min(2048, triton.next_power_of_2(max(1, length)))
+    lanes = triton.next_power_of_2(to.ranks)
+    shared = (to.counters, to.epoch, to.deadline, to.failure)
+    words_of_shard = shard.view(-1).view(torch.int64) if length else shard.new_empty(1, dtype=torch.int64)
+    _publish[(min(PUBLISHERS, max(1, at.whole.outer * triton.cdiv(length, block))),)](
+        words_of_shard, to.slots, g.view(torch.int64), scale, scale_whole, slot_bytes,
+        at.whole.outer, length, at.whole.chunk * at.whole.inner * itemsize // 8,
+        at.whole.chunk * to.ranks * at.whole.inner * itemsize // 8, scale_bytes,
+        shard.numel() // at.columns if moves_scale else 0, 0 if scale_of == "shard" else 1,
+        own_segment, at.segment, at.segment * to.ranks,
+        to.flags, to.peer_flags, *shared,
+        to.rank, RANKS=to.ranks, LANES=lanes, SCALED=moves_scale, BLOCK=block, num_warps=min(8, max(1, block // 64)),
+    )  # fmt: skip
+
+    whole_size = at.whole.size * at.whole.inner // at.columns if not by_columns else 0
+    clipped = at.wait < CONTRACTED_ROWS and (
+        not at.whole.even or (at.segment if not by_columns else at.whole.chunk) % BX
+    )
+    flat_out = out.view(-1, out.shape[-1])
+    tma_store = not clipped and flat_out.shape[1] * dtype.itemsize % 16 == 0
+    copy_words = min(1024, triton.next_power_of_2(words))
+    o_scale = other_scales[0] if other_scales else None
+    bias = biases[0] if biases else None
+    _gather_matmul[(multiprocessors(to.device),)](
+        TensorDescriptor.from_tensor(g, [BX, pick.k] if contracts_last(form) else [pick.k, BX]),
+        TensorDescriptor.from_tensor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
+        TensorDescriptor.from_tensor(flat_out, [BX, BY] if left else [BY, BX]) if tma_store else None,
+        out, g.view(torch.int64), scale_whole if moves_scale or scale_of == "row" else None, scale, o_scale, bias,
+        to.peer_slots, slot_bytes, scale_bytes, *shared,
+        at.rows, words, g.shape[1] * itemsize // 8, at.segment, at.segment * to.ranks, whole_size,
+        at.X, Y, at.K, at.whole.chunk,
+        to.rank, RANKS=to.ranks, WAIT=at.wait, G_LEFT=left, G_K_MAJOR=contracts_last(form), O_K_MAJOR=o_k_major,
+        G_SCALE=0 if scale is None else (2 if moves_scale or scale_of == "row" else 1),
+        O_SCALE=0 if o_scale is None else (2 if o_scale.numel() > 1 else 1),
+        MOVE_SCALE=moves_scale, BIAS=bias is not None, TMA_STORE=tma_store,
+        BX=BX, BY=BY, BK=pick.k, GROUP=pick.group, COPIERS=pick.copiers,
+        UNIT=UNIT, COPY_ROWS=min(UNIT, 8192 // copy_words), COPY_WORDS=copy_words,
+        num_warps=pick.warps, num_stages=pick.stages,
+    )  # fmt: skip
+
+    if not at.whole.even:
+        gathered = gathered[:, :size].contiguous()
+    gathered = gathered.view(*shard.shape[:dim], size, *shard.shape[dim + 1 :])
+    outs = [out]
+    if len(others) > 1:
+        whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
+        operand = _operand(gathered, form)
+        for i in range(1, len(others)):
+            bias, o_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
+            if left:
+                outs.append(product(operand, others[i], bias, whole_scale, o_scale, out_dtype))
+            else:
+                row = (
+                    None
+                    if whole_scale is None
+                    else whole_scale.reshape(1, -1)
+                    if whole_scale.numel() > 1
+                    else whole_scale
+                )
+                outs.append(product(others[i], operand, bias, o_scale, row, out_dtype))
+    return [gathered, *outs]
+
+
+def contracts_last(form: str) -> bool:
+    """Whether G's last dim is the contracted one."""
+    return form in ("left", "right_t")
+
+
+def _other(other: Tensor, form: str, float8: bool) -> tuple[Tensor, bool]:
+    """The other operand as a row-major matrix, and whether its rows run along the contracted dim."""
+    k_major = other.t() if form.startswith("left") else other.flatten(0, -2)
+    if k_major.stride(1) == 1 and k_major.stride(0) * other.dtype.itemsize % 16 == 0:
+        return k_major, True
+    if not float8 and k_major.stride(0) == 1 and k_major.stride(1) * other.dtype.itemsize % 16 == 0:
+        return k_major.t(), False
+    return k_major.contiguous(), True

@@ -1,0 +1,171 @@
+"""The memory that the ranks of a group share for their collective matmuls.
+
+One channel for each group: flags, two slots of data, and counters. The slots grow when an operator needs more, which is
+a collective like the operator itself, and not possible while a CUDA graph is captured. Operators of one group run in
+the order in which they are issued, whatever stream they are issued on.
+"""
+
+import os
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+MAX_RANKS = 8
+HEADER = 8
+"""First words of a channel's local counters: blocks that have begun, tiles drawn, blocks that have ended, those of the
+first kernel that have ended, copies drawn."""
+COUNTERS = HEADER + 8192
+"""After them, one for each block of rows that arrives."""
+
+_DEADLINE_S = 600.0
+
+
+class PeerError(RuntimeError):
+    """A rank waited for another in a collective matmul until the deadline."""
+
+
+@dataclass
+class Channel:
+    """What the kernels of one group need.
+
+    Attributes:
+        name: of the process group.
+        process_group: itself.
+        rank: this process's, in the group.
+        ranks: their number, 2 to 8.
+        flags: [ranks] int32, written by peers.
+        peer_flags: [ranks] int64, addresses of all ranks' flags.
+        counters: [COUNTERS] int32; zero between operators.
+        epoch: [1] int32, number of operators so far.
+        deadline: [1] int64, nanoseconds.
+        failure: [3] int64 in host memory.
+    """
+
+    name: str
+    process_group: dist.ProcessGroup
+    rank: int
+    ranks: int
+    device: torch.device
+    flags: Tensor = field(init=False)
+    peer_flags: Tensor = field(init=False)
+    counters: Tensor = field(init=False)
+    epoch: Tensor = field(init=False)
+    deadline: Tensor = field(init=False)
+    failure: Tensor = field(init=False)
+    slots: Tensor | None = None  # [2 · capacity] bytes, symmetric
+    peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
+    peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
+    capacity: int = 0
+    stream: torch.cuda.Stream | None = None
+    _kept: list[object] = field(default_factory=list)  # captured graphs may still use outgrown slots
+
+    def __post_init__(self) -> None:
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
+        self.flags = symmetric_memory.empty(self.ranks, dtype=torch.int32, device=self.device)
+        handle = symmetric_memory.rendezvous(self.flags, self.name)
+        self.flags.zero_()
+        self.peer_flags = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.deadline = torch.tensor([int(_DEADLINE_S * 1e9)], dtype=torch.int64, device=self.device)
+        self.failure = torch.zeros(3, dtype=torch.int64, pin_memory=True)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.process_group)
+
+    def begin(self, n_bytes: int) -> int:
+        """Order the operator to come behind the channel's last one, and make room for its data.
+
+        Args:
+            n_bytes: per slot, equal on all ranks.
+
+        Returns:
+            Distance of the two slots in bytes.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            if n_bytes > self.capacity:
+                raise RuntimeError(
+                    f"group {self.name}: an operator needs {n_bytes} bytes of communication buffer, there are "
+                    f"{self.capacity}, and they cannot grow during CUDA-graph capture; run it once before"
+                )
+            self._kept.append((self.slots, self.peers, self.peer_slots))
+            return self.capacity
+        if self.stream is not None and stream != self.stream:
+            stream.wait_stream(self.stream)
+        self.stream = stream
+        if n_bytes > self.capacity:
+            self._grow(n_bytes)
+        return self.capacity
+
+    def _grow(self, n_bytes: int) -> None:
+        torch.cuda.synchronize(self.device)  # nobody may still write into the slots that go
+        dist.barrier(self.process_group)
+        self.peers, self.peer_slots, self.slots = [], None, None
+        self.capacity = -(-n_bytes // 2**20) * 2**20
+        self.slots = symmetric_memory.empty(2 * self.capacity, dtype=torch.uint8, device=self.device)
+        handle = symmetric_memory.rendezvous(self.slots, self.name)
+        self.peers = [handle.get_buffer(r, (2 * self.capacity,), torch.uint8) for r in range(self.ranks)]
+        self.peer_slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.process_group)
+
+
+_channels: dict[str, Channel] = {}
+
+
+def channel(group: str) -> Channel:
+    """The channel of a process group, made at its first use by all its ranks together."""
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    found = _channels.get(group)
+    if found is None or found.process_group is not process_group:  # names are used again after a group's end
+        device = torch.device("cuda", torch.cuda.current_device())
+        found = _channels[group] = Channel(group, process_group, process_group.rank(), process_group.size(), device)
+    return found
+
+
+def set_deadline(seconds: float) -> None:
+    """How long a kernel waits for a peer before it ends the run.
+
+    Args:
+        seconds: of all channels, from now on.
+    """
+    global _DEADLINE_S
+    _DEADLINE_S = seconds
+    for found in _channels.values():
+        found.deadline.fill_(int(seconds * 1e9))
+
+
+def peer_failure() -> PeerError | None:
+    """Which peer a kernel of this process waited for in vain, if one did."""
+    for found in _channels.values():
+        number, peer, waited = found.failure.tolist()
+        if number:
+            whom = f"rank {peer}" if peer >= 0 else "its own copies"
+            return PeerError(
+                f"collective matmul number {number} of group {found.name}: rank {found.rank} of {found.ranks} waited "
+                f"{waited / 1e9:.1f} s for {whom}, then gave up\n"
+                "  want: all ranks of the group there within comm.train_timeout_seconds\n"
+                "  fix:  the log of the rank it waited for says why that one stopped or stalled"
+            )
+    return None
+
+
+def poison(group: str) -> None:
+    """Overwrite a group's slots with NaN bytes; a collective, for tests that look for reads of stale data."""
+    found = channel(group)
+    torch.cuda.synchronize(found.device)
+    dist.barrier(found.process_group)
+    if found.slots is not None:
+        found.slots.fill_(0xFF)
+    torch.cuda.synchronize(found.device)
+    dist.barrier(found.process_group)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,315 @@
+"""Matmul → reduce-scatter in two launches: push tiles to their owners while multiplying, then add them.
+
+`_matmul_push` is a persistent matmul whose tiles go to the staging slot of the rank that owns them, through TMA stores
+that drain while the next tile is computed; owners take turns, so that all links are busy. It waits for nobody.
+`_reduce` signals, waits for the peers, and adds what all ranks have pushed here, in float32 and in rank order. It runs
+on some of the multiprocessors only, so that whatever the peers still have to run finds room.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titanlite.kernels.device.channel import MAX_RANKS, channel, multiprocessors
+from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
+from titanlite.kernels.device.tiles import Tiles, tiles
+from titanlite.kernels.products import FLOAT8, out_dtype_of, product_shape
+from titanlite.kernels.shapes import split
+
+MAX_PAIRS = 3
+"""Products that one launch sums."""
+REDUCERS = 96
+"""Thread blocks that wait and add: enough for memory speed, and a quarter of an H200 stays free for what peers run."""
+
+
+@triton.jit
+def _accumulate(acc, a_desc, b_desc, m0, n0, K, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, BK: tl.constexpr):
+    """Add one tile of `A @ B`."""
+    for k in range(0, K, BK):
+        if A_K_MAJOR:
+            a = a_desc.load([m0, k])
+        else:
+            a = a_desc.load([k, m0]).T
+        if B_K_MAJOR:
+            b = b_desc.load([n0, k])
+        else:
+            b = b_desc.load([k, n0]).T
+        acc = tl.dot(a, b.T, acc)
+    return acc
+
+
+@triton.jit
+def _scaled(
+    acc, left, right, m0, n0, M, N, L_SCALE: tl.constexpr, R_SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Multiply a tile by its operands' scales: 0 none, 1 one number, 2 one for each row or column."""
+    if L_SCALE == 1:
+        acc = acc * tl.load(left)
+    elif L_SCALE == 2:
+        m = m0 + tl.arange(0, BM)
+        acc = acc * tl.load(left + m, mask=m < M)[:, None]
+    if R_SCALE == 1:
+        acc = acc * tl.load(right)
+    elif R_SCALE == 2:
+        n = n0 + tl.arange(0, BN)
+        acc = acc * tl.load(right + n, mask=n < N)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _matmul_push(
+    a0, b0, a1, b1, a2, b2, d0, d1, d2, d3, d4, d5, d6, d7,
+    ls0, rs0, ls1, rs1, ls2, rs2, like,
+    peer_slots, slot_bytes, epoch_word,
+    M, N, K0, K1, K2, segment, size, outer, staged_rows, staged_cols, slot_rows,
+    rank, RANKS: tl.constexpr, BY_COLS: tl.constexpr, PAIRS: tl.constexpr,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, L_SCALE: tl.constexpr, R_SCALE: tl.constexpr,
+    TMA_STORE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Multiply and push.
+
+    segment: rows (columns if BY_COLS) that one owner has together; size: of the scattered dim, in rows or columns;
+    outer: how many such groups. staged_rows, staged_cols: of one rank's part in a slot; slot_rows: rows from slot to
+    slot of the tensors behind d0 … d7.
+    """
+    parity = tl.load(epoch_word) & 1
+    if BY_COLS:
+        per_owner = tl.cdiv(segment, BN)
+        groups = tl.cdiv(M, BM)
+        inner = per_owner
+    else:
+        per_owner = tl.cdiv(segment, BM)
+        groups = outer * per_owner
+        inner = tl.cdiv(N, BN)
+    # Row blocks outermost, then owners, this rank last, then columns: each owner gets its tiles at the same pace.
+    for tile in tl.range(tl.program_id(0), groups * RANKS * inner, tl.num_programs(0)):
+        owner = (tile // inner + rank + 1) % RANKS
+        group = tile // (inner * RANKS)
+        if BY_COLS:
+            m0 = group * BM
+            within = (tile % inner) * BN
+            n0 = owner * segment + within
+            row = m0
+            col = within
+            rows_left = M - m0
+            cols_left = min(segment, size - owner * segment) - within
+        else:
+            within = (group % per_owner) * BM
+            m0 = (group // per_owner) * size + owner * segment + within
+            n0 = (tile % inner) * BN
+            row = (group // per_owner) * segment + within
+            col = n0
+            rows_left = min(segment, size - owner * segment) - within
+            cols_left = N - n0
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = _accumulate(acc, a0, b0, m0, n0, K0, A_K_MAJOR, B_K_MAJOR, BK)
+        if L_SCALE == 0:
+            if PAIRS > 1:
+                acc = _accumulate(acc, a1, b1, m0, n0, K1, A_K_MAJOR, B_K_MAJOR, BK)
+            if PAIRS > 2:
+                acc = _accumulate(acc, a2, b2, m0, n0, K2, A_K_MAJOR, B_K_MAJOR, BK)
+        else:
+            acc = _scaled(acc, ls0, rs0, m0, n0, M, N, L_SCALE, R_SCALE, BM, BN)
+            if PAIRS > 1:
+                more = tl.zeros((BM, BN), tl.float32)
+                more = _accumulate(more, a1, b1, m0, n0, K1, A_K_MAJOR, B_K_MAJOR, BK)
+                acc += _scaled(more, ls1, rs1, m0, n0, M, N, L_SCALE, R_SCALE, BM, BN)
+            if PAIRS > 2:
+                more = tl.zeros((BM, BN), tl.float32)
+                more = _accumulate(more, a2, b2, m0, n0, K2, A_K_MAJOR, B_K_MAJOR, BK)
+                acc += _scaled(more, ls2, rs2, m0, n0, M, N, L_SCALE, R_SCALE, BM, BN)
+        out = acc.to(like.dtype.element_ty)
+        if TMA_STORE:
+            at = parity * slot_rows + rank * staged_rows + row
+            if owner == 0:
+                d0.store([at, col], out)
+            elif owner == 1:
+                d1.store([at, col], out)
+            elif owner == 2:
+                d2.store([at, col], out)
+            elif owner == 3:
+                d3.store([at, col], out)
+            elif owner == 4:
+                d4.store([at, col], out)
+            elif owner == 5:
+                d5.store([at, col], out)
+            elif owner == 6:
+                d6.store([at, col], out)
+            else:
+                d7.store([at, col], out)
+        else:
+            address = tl.load(peer_slots + owner) + parity.to(tl.int64) * slot_bytes
+            staged = tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+            rows, cols = tl.arange(0, BM), tl.arange(0, BN)
+            to = (rank * staged_rows + row + rows)[:, None].to(tl.int64) * staged_cols + (col + cols)[None, :]
+            tl.store(staged + to, out, mask=(rows < rows_left)[:, None] & (cols < cols_left)[None, :])
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _reduce(
+    slots, slot_bytes, out, bias,
+    n, own_segment, segment, staged, bias_cols,
+    flags, peer_flags, counters, epoch_word, deadline, failure,
+    rank, RANKS: tl.constexpr, LANES: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Signal, wait, and add what the ranks have pushed.
+
+    n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
+    groups of `segment` elements of which `own_segment` count.
+    """
+    epoch = tl.load(epoch_word)
+    if tl.program_id(0) == 0:
+        signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES)
+    parts = (slots + (epoch & 1).to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
+    for i in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        at = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        source = at
+        if PADDED:
+            source = (at // own_segment) * segment + at % own_segment
+        total = tl.zeros([BLOCK], tl.float32)
+        for r in tl.static_range(RANKS):
+            total += tl.load(parts + r * staged + source, mask=inside).to(tl.float32)
+        if BIAS:
+            total += tl.load(bias + at % bias_cols, mask=inside).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()
+    finished = tl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
+    if finished == tl.num_programs(0) - 1:
+        tl.store(counters + 2, 0)
+        tl.store(epoch_word, epoch + 1)
+
+
+def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) -> str | None:
+    """Why this call cannot be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
+    left = lefts[0]
+    if left.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
+        return f"{left.dtype} operands; the kernels take bfloat16, float16 and float8"
+    if not 2 <= ranks <= MAX_RANKS:
+        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
+    if len(lefts) > MAX_PAIRS:
+        return f"a sum of {len(lefts)} products; the kernels take up to {MAX_PAIRS}"
+    shape = product_shape(left.shape, rights[0].shape)
+    if not math.prod(shape):
+        return "nothing to multiply"
+    M, N = math.prod(shape[:-1]), shape[-1]
+    itemsize = left.dtype.itemsize
+    for a, b in zip(lefts, rights, strict=True):
+        K = a.shape[-1]
+        if K * itemsize % 16 or (M * itemsize % 16 and not _k_major(a.flatten(0, -2))):
+            return f"a left operand of {M} × {K}; the kernels want rows of a multiple of 16 bytes"
+        if N * itemsize % 16 and not _k_major(b.t()) and itemsize > 1:
+            return f"a right operand of {K} × {N}; the kernels want rows of a multiple of 16 bytes"
+    return None
+
+
+def _k_major(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) * x.dtype.itemsize % 16 == 0
+
+
+def _matrices(xs: list[Tensor], float8: bool) -> tuple[list[Tensor], bool]:
+    """Matrices [M, K] as row-major ones, and whether their rows run along K: for all of them alike."""
+    if all(_k_major(x) for x in xs):
+        return xs, True
+    if not float8 and all(_k_major(x.t()) for x in xs):
+        return [x.t() for x in xs], False
+    return [x.contiguous() for x in xs], True
+
+
+def matmul_reduce_scatter(
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    dim: int,
+    group: str,
+    bias: Tensor | None,
+    left_scales: list[Tensor],
+    right_scales: list[Tensor],
+    out_dtype: torch.dtype | None,
+    choice: Tiles | None = None,
+) -> Tensor:
+    """The operator's arguments and result; `obstacle` has found none.
+
+    Args:
+        choice: tiles; those of the tuning table if None.
+    """
+    to = channel(group)
+    shape = product_shape(lefts[0].shape, rights[0].shape)
+    dim %= len(shape)
+    M, N, itemsize = math.prod(shape[:-1]), shape[-1], lefts[0].dtype.itemsize
+    dtype = out_dtype_of(lefts[0].dtype, out_dtype)
+    whole = split(shape, dim, shape[dim], to.ranks)
+    by_cols = dim == len(shape) - 1
+    K = sum(left.shape[-1] for left in lefts)
+    pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K)
+
+    # Everything is allocated before the first launch.
+    a, a_k_major = _matrices([left.flatten(0, -2) for left in lefts], itemsize == 1)
+    b, b_k_major = _matrices([right.t() for right in rights], itemsize == 1)
+    segment = whole.chunk if by_cols else whole.chunk * whole.inner // N
+    staged_rows, staged_cols = (M, segment) if by_cols else (whole.outer * segment, N)
+    own = whole.length(to.rank)
+    mine = list(shape)
+    mine[dim] = own
+    out = lefts[0].new_empty(mine, dtype=dtype)
+    row_bytes = staged_cols * dtype.itemsize
+    capacity = to.begin(to.ranks * staged_rows * row_bytes + row_bytes)
+    assert to.slots is not None and to.peer_slots is not None  # noqa: S101, PT018
+    tma_store = row_bytes % 16 == 0 and segment % (pick.n if by_cols else pick.m) == 0
+    slot_rows = -(-capacity // row_bytes)
+    slot_bytes = slot_rows * row_bytes if tma_store else capacity
+
+    box = [pick.m, pick.n]
+    if tma_store:
+        rows = 2 * to.capacity // row_bytes
+        staging = [
+            TensorDescriptor.from_tensor(slots[: rows * row_bytes].view(dtype).view(rows, staged_cols), box)
+            for slots in to.peers
+        ]
+        staging += [staging[0]] * (MAX_RANKS - len(staging))
+    else:
+        staging = [None] * MAX_RANKS
+    a_box, b_box = (
+        [size, pick.k] if k_major else [pick.k, size] for size, k_major in ((pick.m, a_k_major), (pick.n, b_k_major))
+    )
+    pairs = [
+        descriptor
+        for i in range(MAX_PAIRS)
+        for descriptor in (
+            TensorDescriptor.from_tensor(a[min(i, len(a) - 1)], a_box),
+            TensorDescriptor.from_tensor(b[min(i, len(b) - 1)], b_box),
+        )
+    ]
+    Ks = [lefts[min(i, len(lefts) - 1)].shape[-1] for i in range(MAX_PAIRS)]
+    scales = [
+        scale
+        for i in range(MAX_PAIRS)
+        for scale in ((left_scales[i], right_scales[i]) if i < len(left_scales) else (None, None))
+    ]
+    _matmul_push[(multiprocessors(to.device),)](
+        *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.epoch,
+        M, N, *Ks, segment, whole.size if by_cols else whole.size * whole.inner // N, whole.outer,
+        staged_rows, staged_cols, slot_rows,
+        to.rank, RANKS=to.ranks, BY_COLS=by_cols, PAIRS=len(lefts), A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major,
+        L_SCALE=_kind(left_scales), R_SCALE=_kind(right_scales), TMA_STORE=tma_store,
+        BM=pick.m, BN=pick.n, BK=pick.k, num_warps=pick.warps, num_stages=pick.stages,
+    )  # fmt: skip
+    inner = 1 if by_cols else whole.inner
+    _reduce[(REDUCERS,)](
+        to.slots, slot_bytes, out, bias,
+        out.numel(), max(1, own * inner), whole.chunk * inner, staged_rows * staged_cols, max(1, mine[-1]),
+        to.flags, to.peer_flags, to.counters, to.epoch, to.deadline, to.failure,
+        to.rank, RANKS=to.ranks, LANES=triton.next_power_of_2(to.ranks), PADDED=not whole.even, BIAS=bias is not None,
+        BLOCK=4096, num_warps=16,
+    )  # fmt: skip
+    return out
+
+
+def _kind(scales: list[Tensor]) -> int:
+    """0 without scales, 1 for one number each, 2 for one a row."""
+    return 0 if not scales else 2 if scales[0].numel() > 1 else 1

@@ -1,0 +1,120 @@
+"""Signals between GPUs and between thread blocks, as Triton functions.
+
+Each pair of ranks shares one word per direction: `flags[src]` on a rank is the number of operators whose data `src` has
+made available to it. It only grows, so nothing is ever reset across GPUs. An operator has one such exchange. Two slots
+of data, taken in turn, are then enough: who has passed the exchange of operator e knows that all peers have finished
+reading operator e−2's slot (`tests/kernels/test_protocol.py` checks every interleaving).
+
+Memory ordering, for writer → reader:
+
+    data, by many blocks → peer's flag        each: barrier, atomic add (acq_rel, gpu); the last: fence.sys, store
+    a whole kernel's stores → peer's flag     kernel boundary, fence.sys, store
+    peer's flag → peer's data                 load.acquire.sys, kernel boundary
+    block's stores → local counter            barrier, atomic add (release, gpu)
+    local counter → TMA load of the data      load.acquire.gpu, fence.proxy.async: TMA reads through another proxy
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_acquire_sys(pointer):
+    """Load words that peers write."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def load_acquire_gpu(pointer):
+    """Load a word that other thread blocks write."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def store_relaxed_sys(pointer, value):
+    """Store words that peers read; `fence_sys` comes before."""
+    tl.inline_asm_elementwise(
+        "st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointer, value],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fence_sys():
+    """Order all earlier writes, those of other blocks that this one has observed included, before later ones."""
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fence_async_proxy():
+    """Order earlier reads and writes before TMA accesses to global memory."""
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def nanoseconds():
+    """The GPU's clock."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def fail(failure, epoch, peer, waited):
+    """Leave {1 + operator's number, peer, nanoseconds} in host memory and stop the GPU's context."""
+    tl.store(failure + 1, peer.to(tl.int64))
+    tl.store(failure + 2, waited)
+    fence_sys()
+    tl.store(failure, epoch.to(tl.int64) + 1)
+    fence_sys()
+    tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def signal_peers(peer_flags, epoch, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Tell every rank that operator `epoch`'s data is there. `peer_flags`: [RANKS] addresses of their flags."""
+    lane = tl.arange(0, LANES)
+    peer = tl.where(lane < RANKS, lane, rank)
+    fence_sys()
+    flag = tl.load(peer_flags + peer).to(tl.pointer_type(tl.int32)) + rank
+    store_relaxed_sys(flag, epoch + 1 + tl.zeros([LANES], tl.int32))
+
+
+@triton.jit
+def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Wait until every rank has signalled operator `epoch`. `deadline`: pointer to nanoseconds."""
+    lane = tl.arange(0, LANES)
+    peer = tl.where(lane < RANKS, lane, rank)
+    limit = tl.load(deadline)
+    start = nanoseconds()
+    seen = load_acquire_sys(flags + peer)
+    while tl.min(seen - (epoch + 1)) < 0:  # differences, so that the count may wrap
+        waited = nanoseconds() - start
+        if waited > limit:
+            fail(failure, epoch, tl.max(tl.where(seen - (epoch + 1) < 0, peer, 0)), waited)
+        seen = load_acquire_sys(flags + peer)
+    tl.debug_barrier()
+
+
+@triton.jit
+def wait_for_count(counter, count, epoch, deadline, failure):
+    """Wait until blocks of this launch have added up to `count`; then TMA may load what they stored."""
+    seen = load_acquire_gpu(counter)
+    if seen < count:
+        limit = tl.load(deadline)
+        start = nanoseconds()
+        while seen < count:
+            waited = nanoseconds() - start
+            if waited > limit:
+                fail(failure, epoch, seen - seen - 1, waited)
+            seen = load_acquire_gpu(counter)
+    fence_async_proxy()
+    tl.debug_barrier()

@@ -1,0 +1,128 @@
+"""Which lowering a collective matmul takes on a GPU, and the record of it.
+
+The choice is equal on all ranks of a group: it depends on shapes, dtypes, the group, and what all of its ranks have
+said of their GPUs. What was chosen is counted by shape, for the receipt.
+"""
+
+import importlib.util
+import os
+import socket
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Lowered(NamedTuple):
+    """How one operator ran.
+
+    Attributes:
+        op: "all_gather_matmul" or "matmul_reduce_scatter".
+        shapes: of its operands.
+        reason: why it was not fused, or None.
+        declared: whether that is as it should be, the plain path being the faster one.
+    """
+
+    op: str
+    shapes: str
+    reason: str | None = None
+    declared: bool = False
+
+
+lowered: Counter[Lowered] = Counter()
+"""All collective matmuls that this process has run on its GPU."""
+
+_access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
+
+
+def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):
+    """The operator on a GPU: fused where that is possible, its definition otherwise."""
+    from titanlite.kernels.all_gather_matmul import check, definition
+
+    biases, scale, scale_of, other_scales, _ = rest
+    check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+    reason = no_peer_access(group)
+    if reason is None:
+        from titanlite.kernels.device import all_gather_matmul as device
+
+        ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+        reason = device.obstacle(shard, others, dim, size, ranks, form, scale_of)
+        if reason is None:
+            lowered[Lowered("all_gather_matmul", _shapes(shard, *others))] += 1
+            return device.all_gather_matmul(shard, others, dim, size, group, form, *rest)
+    lowered[Lowered("all_gather_matmul", _shapes(shard, *others), reason)] += 1
+    return definition(shard, others, dim, size, group, form, *rest)
+
+
+def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *rest: Any) -> Tensor:
+    """The operator on a GPU: fused where that is possible, its definition otherwise."""
+    from titanlite.kernels.matmul_reduce_scatter import check, definition
+
+    bias, left_scales, right_scales, _ = rest
+    check(lefts, rights, dim, group, bias, left_scales, right_scales)
+    reason = no_peer_access(group)
+    if reason is None:
+        from titanlite.kernels.device import matmul_reduce_scatter as device
+
+        ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
+        reason = device.obstacle(lefts, rights, dim, ranks)
+        if reason is None:
+            lowered[Lowered("matmul_reduce_scatter", _shapes(*lefts, *rights))] += 1
+            return device.matmul_reduce_scatter(lefts, rights, dim, group, *rest)
+    lowered[Lowered("matmul_reduce_scatter", _shapes(*lefts, *rights), reason)] += 1
+    return definition(lefts, rights, dim, group, *rest)
+
+
+def set_deadline(seconds: float) -> None:
+    """How long a kernel waits for a peer before it ends the run.
+
+    Args:
+        seconds: for all groups, from now on.
+    """
+    if _access:
+        from titanlite.kernels.device import channel
+
+        channel.set_deadline(seconds)
+
+
+def peer_failure() -> Exception | None:
+    """What to say if a kernel of this process gave up waiting for a peer; CUDA's own error does not tell."""
+    if not _access:
+        return None
+    from titanlite.kernels.device import channel
+
+    return channel.peer_failure()
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return ", ".join("×".join(map(str, t.shape)) for t in tensors)
+
+
+def no_peer_access(group: str) -> str | None:
+    """Why the ranks of a group cannot read each other's memory, or None; found out together, once."""
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    known = _access.get(group)
+    if known is None or known[0] is not process_group:
+        known = _access[group] = (process_group, _ask_peers(process_group))
+    return known[1]
+
+
+def _ask_peers(group: dist.ProcessGroup) -> str | None:
+    own = torch.cuda.current_device()
+    obstacle = None
+    if importlib.util.find_spec("triton") is None:
+        obstacle = "no Triton on"
+    elif torch.cuda.get_device_capability() != (9, 0):
+        obstacle = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, not 9.0, on"
+    elif not all(torch.cuda.can_device_access_peer(own, i) for i in range(torch.cuda.device_count()) if i != own):
+        obstacle = "no peer access between the GPUs of"
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, (socket.gethostname(), os.environ.get("SLURM_NODEID"), obstacle), group=group)
+    for rank, (_, _, obstacle) in enumerate(said):
+        if obstacle:
+            return f"{obstacle} rank {rank}"
+    if len({(host, node) for host, node, _ in said}) > 1:
+        return "ranks on several hosts"
+    return None
