@@ -94,18 +94,29 @@ def definition(
     dim %= shard.ndim
     gathered = gather_dim(shard, dim, size, ranks)
     whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
-    left_side, operand = form.startswith("left"), _operand(gathered, form)
+    return [gathered, *products(gathered, whole_scale, form, others, biases, other_scales, out_dtype)]
+
+
+def products(
+    gathered: Tensor,
+    scale: Tensor | None,
+    form: str,
+    others: list[Tensor],
+    biases: list[Tensor],
+    other_scales: list[Tensor],
+    out_dtype: torch.dtype | None,
+) -> list[Tensor]:
+    """The products of the gathered tensor, plain."""
+    operand = gathered.t() if form.endswith("_t") else gathered
     outs: list[Tensor] = []
     for i, other in enumerate(others):
-        bias = biases[i] if biases else None
-        other_scale = other_scales[i] if other_scales else None
-        if left_side:
-            outs.append(product(operand, other, bias, whole_scale, other_scale, out_dtype))
+        bias, other_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
+        if form.startswith("left"):
+            outs.append(product(operand, other, bias, scale, other_scale, out_dtype))
         else:
-            if whole_scale is not None and whole_scale.numel() > 1:
-                whole_scale = whole_scale.reshape(1, -1)
-            outs.append(product(other, operand, bias, other_scale, whole_scale, out_dtype))
-    return [gathered, *outs]
+            turned = scale.reshape(1, -1) if scale is not None and scale.numel() > 1 else scale
+            outs.append(product(other, operand, bias, other_scale, turned, out_dtype))
+    return outs
 
 
 def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, size: int, group: str) -> Tensor | None:
@@ -118,10 +129,6 @@ def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, s
     if scale_of == "shard":
         scale = scale.expand(rows)
     return gather_dim(scale.reshape(rows), dim, size, named_group(group))
-
-
-def _operand(gathered: Tensor, form: str) -> Tensor:
-    return gathered.t() if form.endswith("_t") else gathered
 
 
 def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:

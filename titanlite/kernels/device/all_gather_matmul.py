@@ -19,12 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titanlite.kernels.all_gather_matmul import _operand, gather_scale, out_shapes
+from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.protocol import signal_peers, wait_for_count, wait_for_peers
+from titanlite.kernels.device.specialised import descriptor, gather_matmul, peer_descriptors
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, out_dtype_of, product
+from titanlite.kernels.products import FLOAT8, out_dtype_of
 from titanlite.kernels.shapes import Split, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
@@ -33,6 +34,8 @@ ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
 HEADER = tl.constexpr(COUNTERS_HEADER)
 UNIT = 128
 """Rows of a shard whose arrival is counted together."""
+COPY = 64
+"""Rows and columns of what the specialised kernel copies at once: 8 KiB."""
 PUBLISHERS = 264
 """Thread blocks of the first kernel."""
 
@@ -152,6 +155,7 @@ def _gather_matmul(
 
     tile = tl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
     while tile < tiles:
+        following = tl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
         width = GROUP * y_tiles
         first = (tile // width) * GROUP
         in_group = min(x_tiles - first, GROUP)
@@ -260,7 +264,7 @@ def _gather_matmul(
                 tl.store(
                     c + ys[:, None].to(tl.int64) * X + cx[None, :], out, mask=(ys < Y)[:, None] & (xs < left)[None, :]
                 )
-        tile = tl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+        tile = following
 
     # The last block leaves the counters as the next operator wants them.
     tl.debug_barrier()
@@ -395,7 +399,20 @@ def all_gather_matmul(
     scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
     moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
     scale_whole = shard.new_empty(g.shape[0], dtype=torch.float32) if moves_scale else scale
-    slot_bytes = to.begin(scale_bytes + 4 * at.rows)
+    row_bytes = at.columns * itemsize
+    special = (
+        pick.specialised
+        and form == "left"
+        and at.wait == ROWS
+        and at.whole.even
+        and at.segment % BX == 0
+        and itemsize == dtype.itemsize == 2
+        and Y * itemsize % 16 == 0
+    )
+    slot_bytes = to.begin(scale_bytes + 4 * at.rows + row_bytes)
+    slot_rows = -(-slot_bytes // row_bytes)
+    if special:
+        slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
     assert to.slots is not None and to.peer_slots is not None  # noqa: S101, PT018
 
     own = at.whole.length(to.rank)
@@ -415,31 +432,41 @@ def all_gather_matmul(
         to.rank, RANKS=to.ranks, LANES=lanes, SCALED=moves_scale, BLOCK=block, num_warps=min(8, max(1, block // 64)),
     )  # fmt: skip
 
-    whole_size = at.whole.size * at.whole.inner // at.columns if not by_columns else 0
-    clipped = at.wait < CONTRACTED_ROWS and (
-        not at.whole.even or (at.segment if not by_columns else at.whole.chunk) % BX
-    )
-    flat_out = out.view(-1, out.shape[-1])
-    tma_store = not clipped and flat_out.shape[1] * dtype.itemsize % 16 == 0
-    copy_words = min(1024, triton.next_power_of_2(words))
-    o_scale = other_scales[0] if other_scales else None
-    bias = biases[0] if biases else None
-    _gather_matmul[(multiprocessors(to.device),)](
-        TensorDescriptor.from_tensor(g, [BX, pick.k] if contracts_last(form) else [pick.k, BX]),
-        TensorDescriptor.from_tensor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
-        TensorDescriptor.from_tensor(flat_out, [BX, BY] if left else [BY, BX]) if tma_store else None,
-        out, g.view(torch.int64), scale_whole if moves_scale or scale_of == "row" else None, scale, o_scale, bias,
-        to.peer_slots, slot_bytes, scale_bytes, *shared,
-        at.rows, words, g.shape[1] * itemsize // 8, at.segment, at.segment * to.ranks, whole_size,
-        at.X, Y, at.K, at.whole.chunk,
-        to.rank, RANKS=to.ranks, WAIT=at.wait, G_LEFT=left, G_K_MAJOR=contracts_last(form), O_K_MAJOR=o_k_major,
-        G_SCALE=0 if scale is None else (2 if moves_scale or scale_of == "row" else 1),
-        O_SCALE=0 if o_scale is None else (2 if o_scale.numel() > 1 else 1),
-        MOVE_SCALE=moves_scale, BIAS=bias is not None, TMA_STORE=tma_store,
-        BX=BX, BY=BY, BK=pick.k, GROUP=pick.group, COPIERS=pick.copiers,
-        UNIT=UNIT, COPY_ROWS=min(UNIT, 8192 // copy_words), COPY_WORDS=copy_words,
-        num_warps=pick.warps, num_stages=pick.stages,
-    )  # fmt: skip
+    if special:
+        gather_matmul[(multiprocessors(to.device),)](
+            descriptor(g, [BX, pick.k]), descriptor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
+            descriptor(out.view(-1, Y), [BX, BY]), biases[0] if biases else None,
+            *peer_descriptors(to, shard.dtype, at.columns, [COPY, COPY]), descriptor(g, [COPY, COPY]), *shared,
+            slot_rows, at.rows, at.segment, Y, at.K, to.rank,
+            RANKS=to.ranks, GROUP=pick.group, BIAS=bool(biases), B_K_MAJOR=o_k_major,
+            BM=BX, BN=BY, BK=pick.k, STAGES=pick.stages, CM=COPY, CN=COPY, HEADER=COUNTERS_HEADER, num_warps=8,
+        )  # fmt: skip
+    else:
+        whole_size = at.whole.size * at.whole.inner // at.columns if not by_columns else 0
+        clipped = at.wait < CONTRACTED_ROWS and (
+            not at.whole.even or (at.segment if not by_columns else at.whole.chunk) % BX
+        )
+        flat_out = out.view(-1, out.shape[-1])
+        tma_store = not clipped and flat_out.shape[1] * dtype.itemsize % 16 == 0
+        copy_words = min(1024, triton.next_power_of_2(words))
+        o_scale = other_scales[0] if other_scales else None
+        bias = biases[0] if biases else None
+        _gather_matmul[(multiprocessors(to.device),)](
+            TensorDescriptor.from_tensor(g, [BX, pick.k] if contracts_last(form) else [pick.k, BX]),
+            TensorDescriptor.from_tensor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
+            TensorDescriptor.from_tensor(flat_out, [BX, BY] if left else [BY, BX]) if tma_store else None,
+            out, g.view(torch.int64), scale_whole if moves_scale or scale_of == "row" else None, scale, o_scale, bias,
+            to.peer_slots, slot_bytes, scale_bytes, *shared,
+            at.rows, words, g.shape[1] * itemsize // 8, at.segment, at.segment * to.ranks, whole_size,
+            at.X, Y, at.K, at.whole.chunk,
+            to.rank, RANKS=to.ranks, WAIT=at.wait, G_LEFT=left, G_K_MAJOR=contracts_last(form), O_K_MAJOR=o_k_major,
+            G_SCALE=0 if scale is None else (2 if moves_scale or scale_of == "row" else 1),
+            O_SCALE=0 if o_scale is None else (2 if o_scale.numel() > 1 else 1),
+            MOVE_SCALE=moves_scale, BIAS=bias is not None, TMA_STORE=tma_store,
+            BX=BX, BY=BY, BK=pick.k, GROUP=pick.group, COPIERS=pick.copiers,
+            UNIT=UNIT, COPY_ROWS=min(UNIT, 8192 // copy_words), COPY_WORDS=copy_words,
+            num_warps=pick.warps, num_stages=pick.stages,
+        )  # fmt: skip
 
     if not at.whole.even:
         gathered = gathered[:, :size].contiguous()
@@ -447,20 +474,8 @@ def all_gather_matmul(
     outs = [out]
     if len(others) > 1:
         whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
-        operand = _operand(gathered, form)
-        for i in range(1, len(others)):
-            bias, o_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
-            if left:
-                outs.append(product(operand, others[i], bias, whole_scale, o_scale, out_dtype))
-            else:
-                row = (
-                    None
-                    if whole_scale is None
-                    else whole_scale.reshape(1, -1)
-                    if whole_scale.numel() > 1
-                    else whole_scale
-                )
-                outs.append(product(others[i], operand, bias, o_scale, row, out_dtype))
+        rest = others[1:], biases[1:], other_scales[1:]
+        outs += products(gathered, whole_scale, form, *rest, out_dtype)
     return [gathered, *outs]
 
 

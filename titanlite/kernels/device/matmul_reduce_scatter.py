@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titanlite.kernels.device.channel import MAX_RANKS, channel, multiprocessors
 from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
+from titanlite.kernels.device.specialised import descriptor, matmul_push, peer_descriptors
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, out_dtype_of, product_shape
 from titanlite.kernels.shapes import split
@@ -260,45 +261,65 @@ def matmul_reduce_scatter(
     row_bytes = staged_cols * dtype.itemsize
     capacity = to.begin(to.ranks * staged_rows * row_bytes + row_bytes)
     assert to.slots is not None and to.peer_slots is not None  # noqa: S101, PT018
-    tma_store = row_bytes % 16 == 0 and segment % (pick.n if by_cols else pick.m) == 0
+    whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
+    tma_store = row_bytes % 16 == 0 and whole_tiles  # a tile beyond its part would write into another rank's
     slot_rows = -(-capacity // row_bytes)
     slot_bytes = slot_rows * row_bytes if tma_store else capacity
 
-    box = [pick.m, pick.n]
-    if tma_store:
-        rows = 2 * to.capacity // row_bytes
-        staging = [
-            TensorDescriptor.from_tensor(slots[: rows * row_bytes].view(dtype).view(rows, staged_cols), box)
-            for slots in to.peers
-        ]
-        staging += [staging[0]] * (MAX_RANKS - len(staging))
-    else:
-        staging = [None] * MAX_RANKS
-    a_box, b_box = (
-        [size, pick.k] if k_major else [pick.k, size] for size, k_major in ((pick.m, a_k_major), (pick.n, b_k_major))
+    special = (
+        pick.specialised
+        and len(lefts) == 1
+        and itemsize == dtype.itemsize == 2
+        and not by_cols
+        and whole.even
+        and tma_store
     )
-    pairs = [
-        descriptor
-        for i in range(MAX_PAIRS)
-        for descriptor in (
-            TensorDescriptor.from_tensor(a[min(i, len(a) - 1)], a_box),
-            TensorDescriptor.from_tensor(b[min(i, len(b) - 1)], b_box),
+    if special:
+        matmul_push[(multiprocessors(to.device),)](
+            descriptor(a[0], [pick.m, pick.k] if a_k_major else [pick.k, pick.m]),
+            descriptor(b[0], [pick.n, pick.k] if b_k_major else [pick.k, pick.n]),
+            *peer_descriptors(to, dtype, staged_cols, [pick.m, pick.n]), to.epoch,
+            slot_rows, staged_rows, segment, N, K, to.rank,
+            RANKS=to.ranks, A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major,
+            BM=pick.m, BN=pick.n, BK=pick.k, STAGES=pick.stages, num_warps=8,
+        )  # fmt: skip
+    else:
+        box = [pick.m, pick.n]
+        if tma_store:
+            rows = 2 * to.capacity // row_bytes
+            staging = [
+                TensorDescriptor.from_tensor(slots[: rows * row_bytes].view(dtype).view(rows, staged_cols), box)
+                for slots in to.peers
+            ]
+            staging += [staging[0]] * (MAX_RANKS - len(staging))
+        else:
+            staging = [None] * MAX_RANKS
+        a_box, b_box = (
+            [size, pick.k] if k_major else [pick.k, size]
+            for size, k_major in ((pick.m, a_k_major), (pick.n, b_k_major))
         )
-    ]
-    Ks = [lefts[min(i, len(lefts) - 1)].shape[-1] for i in range(MAX_PAIRS)]
-    scales = [
-        scale
-        for i in range(MAX_PAIRS)
-        for scale in ((left_scales[i], right_scales[i]) if i < len(left_scales) else (None, None))
-    ]
-    _matmul_push[(multiprocessors(to.device),)](
-        *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.epoch,
-        M, N, *Ks, segment, whole.size if by_cols else whole.size * whole.inner // N, whole.outer,
-        staged_rows, staged_cols, slot_rows,
-        to.rank, RANKS=to.ranks, BY_COLS=by_cols, PAIRS=len(lefts), A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major,
-        L_SCALE=_kind(left_scales), R_SCALE=_kind(right_scales), TMA_STORE=tma_store,
-        BM=pick.m, BN=pick.n, BK=pick.k, num_warps=pick.warps, num_stages=pick.stages,
-    )  # fmt: skip
+        pairs = [
+            descriptor
+            for i in range(MAX_PAIRS)
+            for descriptor in (
+                TensorDescriptor.from_tensor(a[min(i, len(a) - 1)], a_box),
+                TensorDescriptor.from_tensor(b[min(i, len(b) - 1)], b_box),
+            )
+        ]
+        Ks = [lefts[min(i, len(lefts) - 1)].shape[-1] for i in range(MAX_PAIRS)]
+        scales = [
+            scale
+            for i in range(MAX_PAIRS)
+            for scale in ((left_scales[i], right_scales[i]) if i < len(left_scales) else (None, None))
+        ]
+        _matmul_push[(multiprocessors(to.device),)](
+            *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.epoch,
+            M, N, *Ks, segment, whole.size if by_cols else whole.size * whole.inner // N, whole.outer,
+            staged_rows, staged_cols, slot_rows,
+            to.rank, RANKS=to.ranks, BY_COLS=by_cols, PAIRS=len(lefts), A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major,
+            L_SCALE=_kind(left_scales), R_SCALE=_kind(right_scales), TMA_STORE=tma_store,
+            BM=pick.m, BN=pick.n, BK=pick.k, num_warps=pick.warps, num_stages=pick.stages,
+        )  # fmt: skip
     inner = 1 if by_cols else whole.inner
     _reduce[(REDUCERS,)](
         to.slots, slot_bytes, out, bias,

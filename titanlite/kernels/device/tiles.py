@@ -15,6 +15,7 @@ class Tiles:
         stages: steps of k on their way at once.
         group: blocks of rows that share a pass over all columns, for the cache's sake.
         copiers: thread blocks that copy first (all-gather only).
+        specialised: take the kernel whose warps are specialised (`specialised`), where the shape allows it.
     """
 
     m: int = 128
@@ -23,7 +24,8 @@ class Tiles:
     warps: int = 8
     stages: int = 3
     group: int = 8
-    copiers: int = 20
+    copiers: int = 48
+    specialised: bool = True
 
 
 def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:

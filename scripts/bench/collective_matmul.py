@@ -1,0 +1,286 @@
+"""The collective matmuls alone: torchrun --nproc-per-node 8 scripts/bench/collective_matmul.py [--model 8b] [--tune]
+
+For each operator that a tensor-parallel block of the model runs, at 16,384 tokens: the matmul alone, the collective
+alone, both one after the other (NCCL and cuBLAS), torch's own fused operator and titanlite's, launched eagerly and
+replayed from a CUDA graph. The floor is the longer of the matmul and the bytes at 340 GB/s. Times are milliseconds, the
+median over repeats, the slowest rank; `cpu` is microseconds of host time per call. All operands are random.
+
+With --tune, titanlite's operators are timed with every candidate for their tiles, and the best is printed as an entry
+for `titanlite/kernels/device/tiles.toml`.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.kernels.all_gather_matmul import all_gather_matmul
+from titanlite.kernels.device import all_gather_matmul as gather_device
+from titanlite.kernels.device import matmul_reduce_scatter as scatter_device
+from titanlite.kernels.device.tiles import Tiles
+from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+
+LINK = 340e9  # bytes per second and direction that stores to all peers reach
+MODELS = {"8b": (4096, 6144, 14336), "70b": (8192, 10240, 28672)}  # model width, wq + wk + wv, ffn width
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator: [M, K] @ [K, N], gathering A's rows or scattering the product's."""
+
+    name: str
+    gathers: bool
+    K: int
+    N: int
+    weight_is_turned: bool  # [N, K], as in forward, or [K, N], as in the gradient
+
+
+def cases(model: str, ranks: int) -> list[Case]:
+    D, QKV, F = MODELS[model]
+    return [
+        Case("qkv", True, D, QKV // ranks, True),
+        Case("w13", True, D, 2 * F // ranks, True),
+        Case("wo", False, D // ranks, D, True),
+        Case("w2", False, F // ranks, D, True),
+        Case("qkv grad", False, QKV // ranks, D, False),
+        Case("w13 grad", False, 2 * F // ranks, D, False),
+        Case("wo grad", True, D, D // ranks, False),
+        Case("w2 grad", True, D, F // ranks, False),
+    ]
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
+    """Median time of a call on the slowest rank."""
+    for _ in range(2):
+        run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def replayed(run: Callable[[], object]) -> float:
+    """The same from a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return milliseconds(graph.replay)
+
+
+def host_microseconds(run: Callable[[], object], calls: int = 30) -> float:
+    """Host time of a call while the GPU is behind."""
+    run()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda._sleep(400_000_000)  # about 0.2 s: the queue never runs dry, and never fills
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return taken / calls * 1e6
+
+
+def attempt(measure: Callable[[], float]) -> float:
+    try:
+        return measure()
+    except (RuntimeError, ValueError) as error:
+        if dist.get_rank() == 0:
+            print(f"    {type(error).__name__}: {str(error)[:200]}", flush=True)
+        return float("nan")
+
+
+class Operands:
+    """Random operands of a case, and every way to run it."""
+
+    def __init__(self, case: Case, M: int, ranks: int, dtype: str) -> None:
+        self.case, self.M, self.ranks = case, M, ranks
+        self.group = dist.group.WORLD.group_name
+        bf16 = torch.bfloat16
+        rows = M // ranks if case.gathers else M
+        a = torch.randn(rows, case.K, device="cuda", dtype=bf16)
+        b = torch.randn((case.N, case.K) if case.weight_is_turned else (case.K, case.N), device="cuda", dtype=bf16)
+        b = b.t() if case.weight_is_turned else b
+        self.scales: tuple[Tensor, Tensor] | None = None
+        if dtype == "rowwise":
+            self.scales = (torch.rand(rows, 1, device="cuda") + 0.5, torch.rand(1, case.N, device="cuda") + 0.5)
+            a, b = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
+        self.a, self.b = a, b
+        self.whole = torch.randn(M, case.K, device="cuda", dtype=bf16).to(a.dtype) if case.gathers else a
+        self.row_scale = torch.rand(M, 1, device="cuda") + 0.5
+        self.out = torch.empty(M, case.N, device="cuda", dtype=bf16)
+        self.part = torch.empty(M // ranks, case.N, device="cuda", dtype=bf16)
+
+    def matmul(self) -> None:
+        if self.scales is None:
+            torch.mm(self.whole, self.b, out=self.out)
+        else:
+            torch._scaled_mm(self.whole, self.b, self.row_scale, self.scales[1], out_dtype=torch.bfloat16, out=self.out)
+
+    def collective(self) -> None:
+        if self.case.gathers:
+            dist.all_gather_into_tensor(self.whole.view(torch.uint8), self.a.view(torch.uint8))
+        else:
+            dist.reduce_scatter_tensor(self.part, self.out)
+
+    def sequential(self) -> None:
+        if self.case.gathers:
+            self.collective()
+            self.matmul()
+        else:
+            self.matmul()
+            self.collective()
+
+    def torch_fused(self) -> None:
+        ops = torch.ops.symm_mem
+        if self.scales is None:
+            if self.case.gathers:
+                ops.fused_all_gather_matmul(self.a, [self.b], 0, self.group)
+            else:
+                ops.fused_matmul_reduce_scatter(self.a, self.b, "sum", 0, self.group)
+        elif self.case.gathers:
+            ops.fused_all_gather_scaled_matmul(
+                self.a,
+                [self.b],
+                self.scales[0],
+                [self.scales[1]],
+                0,
+                self.group,
+                [None],
+                [None],
+                [torch.bfloat16],
+                [True],
+            )
+        else:
+            ops.fused_scaled_matmul_reduce_scatter(
+                self.a, self.b, *self.scales, "sum", 0, 0, self.group, [self.M, self.case.N], None, None,
+                torch.bfloat16, True,
+            )  # fmt: skip
+
+    def titanlite(self) -> Any:
+        if self.case.gathers:
+            extra = {}
+            if self.scales:
+                extra = {"scale": self.scales[0], "scale_of": "row", "other_scales": [self.scales[1]]}
+            return all_gather_matmul(self.a, [self.b], 0, self.M, self.group, **extra)[1]
+        extra = {"left_scales": [self.scales[0]], "right_scales": [self.scales[1]]} if self.scales else {}
+        return matmul_reduce_scatter([self.a], [self.b], 0, self.group, **extra)
+
+    def with_tiles(self, tiles: Tiles) -> Any:
+        left, right = ([self.scales[0]], [self.scales[1]]) if self.scales else ([], [])
+        if self.case.gathers:
+            scale = left[0] if left else None
+            return gather_device.all_gather_matmul(
+                self.a, [self.b], 0, self.M, self.group, "left", [], scale, "row", right, None, tiles
+            )[1]
+        return scatter_device.matmul_reduce_scatter([self.a], [self.b], 0, self.group, None, left, right, None, tiles)
+
+    def error(self) -> float:
+        """Relative error of titanlite's result against float32, over the first and last 256 rows of this rank's part."""
+        got = self.titanlite()
+        a, b = self.a.float(), self.b.float()
+        if self.scales:
+            a, b = a * self.scales[0], b * self.scales[1]
+        if self.case.gathers:
+            parts = [torch.empty_like(a) for _ in range(self.ranks)]
+            dist.all_gather(parts, a)
+            truth = torch.cat([part[rows] for part in parts for rows in (slice(0, 128), slice(-128, None))]) @ b
+            got = torch.cat(
+                [part[rows] for part in got.chunk(self.ranks) for rows in (slice(0, 128), slice(-128, None))]
+            )
+        else:
+            own, truth = self.M // self.ranks, None
+            for owner in range(self.ranks):
+                mine = torch.cat((a[owner * own :][:128], a[owner * own + own - 128 :][:128])) @ b
+                dist.all_reduce(mine)
+                truth = mine if owner == dist.get_rank() else truth
+            got = torch.cat((got[:128], got[-128:]))
+        assert truth is not None
+        return ((got.float() - truth).norm() / truth.norm()).item()
+
+
+def candidates(case: Case, itemsize: int) -> list[Tiles]:
+    k = 128 // itemsize
+    found = [Tiles(128, n, k, 8, stages, group) for n, stages in ((256, 3), (128, 4), (128, 5)) for group in (2, 4, 8, 16)]
+    found += [Tiles(m, n, k, 8, stages, 8, 48, False) for m, n, stages in ((128, 256, 3), (128, 128, 4))]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["8b"])
+    parser.add_argument("--dtype", choices=("bf16", "rowwise"), nargs="+", default=["bf16"])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--only", nargs="+", default=[], help="names of operators")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-upstream", action="store_true")
+    args = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    ranks, M, rank = dist.get_world_size(), args.tokens, dist.get_rank()
+
+    def say(*words: object) -> None:
+        if rank == 0:
+            print(*words, flush=True)
+
+    for model in args.model:
+        for dtype in args.dtype:
+            say(f"{model} {dtype}, M = {M}, {ranks} ranks")
+            columns = ("matmul", "coll", "seq", "up", "up graph", "eager", "graph", "floor", "ratio", "cpu us", "error")
+            say(f"{'op':9s} {'K':>5s} {'N':>5s} " + " ".join(f"{c:>8s}" for c in columns))
+            for case in cases(model, ranks):
+                if args.only and case.name not in args.only:
+                    continue
+                x = Operands(case, M, ranks, dtype)
+                matmul, collective = attempt(lambda: milliseconds(x.matmul)), milliseconds(x.collective)
+                moved = (ranks - 1) / ranks * M * (case.K * x.a.dtype.itemsize if case.gathers else case.N * 2)
+                floor = max(matmul, moved / LINK * 1e3)
+                nan = float("nan")
+                error = attempt(x.error)
+                row = [matmul, collective, attempt(lambda: milliseconds(x.sequential))]
+                row += [nan, nan] if args.no_upstream else [
+                    attempt(lambda: milliseconds(x.torch_fused)), attempt(lambda: replayed(x.torch_fused))
+                ]  # fmt: skip
+                eager = attempt(lambda: milliseconds(x.titanlite))
+                row += [eager, attempt(lambda: replayed(x.titanlite)), floor, eager / floor]
+                row += [attempt(lambda: host_microseconds(x.titanlite))]
+                say(f"{case.name:9s} {case.K:5d} {case.N:5d} " + " ".join(f"{v:8.3f}" for v in row) + f" {error:8.1e}")
+                if args.tune:
+                    tune(x, say)
+    dist.destroy_process_group()
+
+
+def tune(x: Operands, say: Callable[..., None]) -> None:
+    times = {}
+    for tiles in candidates(x.case, x.a.dtype.itemsize):
+        times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, 8))
+    for tiles, ms in sorted(times.items(), key=lambda item: item[1])[:4]:
+        t = tiles
+        say(f"      {ms:.3f}  m {t.m} n {t.n} k {t.k} stages {t.stages} group {t.group} specialised {t.specialised}")
+
+
+if __name__ == "__main__":
+    main()
