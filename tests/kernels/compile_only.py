@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from titanlite.kernels.device import all_gather_matmul, matmul_reduce_scatter
+from titanlite.kernels.device import launch as launch_module
 from titanlite.kernels.device.channel import COUNTERS
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -49,6 +50,7 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
         peers=[slots] * ranks,
         capacity=capacity,
         begin=lambda n_bytes: capacity,
+        descriptors={},
     )
 
 
@@ -62,18 +64,23 @@ def compiling(rank: int = 1, ranks: int = 4) -> Iterator[dict[str, triton.compil
 
     def compile_instead(self, grid):
         def call(*args, **kwargs):
-            compiled[self.fn.__name__] = self.warmup(*args, grid=grid, **kwargs)
+            compiled[self.fn.__name__] = kernel = self.warmup(*args, grid=grid, **kwargs)
+            return kernel
 
         return call
 
     JITFunction.__getitem__ = compile_instead
     driver.set_active(_Driver())
+    launch_module._compiled.clear()
+    for stem in stems:
+        stem._plans.clear()
     channel = fake_channel(rank, ranks)
     for stem in stems:
         stem.channel, stem.multiprocessors = (lambda group: channel), (lambda device: 132)
     try:
         yield compiled
     finally:
+        launch_module._compiled.clear()
         JITFunction.__getitem__ = launch
         driver._active = None  # found anew at the next use
         for stem, (channel_of, multiprocessors) in zip(stems, before, strict=True):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.kernels.collectives import named_group
+
 
 class Lowered(NamedTuple):
     """How one operator ran.
@@ -39,40 +41,57 @@ _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
 
 def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
-    from titanlite.kernels.all_gather_matmul import check, definition
+    from titanlite.kernels import all_gather_matmul as stem
 
     biases, scale, scale_of, other_scales, _ = rest
-    check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
-    reason = no_peer_access(group)
-    if reason is None:
-        from titanlite.kernels.device import all_gather_matmul as device
-
-        ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
-        reason = device.obstacle(shard, others, dim, size, ranks, form, scale_of)
+    call = _call(group, shard, *others, *biases, scale, *other_scales), dim, size, form, scale_of
+    known = _verdicts.get(call)
+    if known is None:
+        stem.check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+        reason = no_peer_access(group)
         if reason is None:
-            lowered[Lowered("all_gather_matmul", _shapes(shard, *others))] += 1
-            return device.all_gather_matmul(shard, others, dim, size, group, form, *rest)
-    lowered[Lowered("all_gather_matmul", _shapes(shard, *others), reason)] += 1
-    return definition(shard, others, dim, size, group, form, *rest)
+            from titanlite.kernels.device.all_gather_matmul import obstacle
+
+            reason = obstacle(shard, others, dim, size, named_group(group).size, form, scale_of)
+        known = _verdicts[call] = Lowered("all_gather_matmul", _shapes(shard, *others), reason)
+    lowered[known] += 1
+    if known.reason:
+        return stem.definition(shard, others, dim, size, group, form, *rest)
+    from titanlite.kernels.device import all_gather_matmul as device
+
+    return device.all_gather_matmul(shard, others, dim, size, group, form, *rest)
 
 
 def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *rest: Any) -> Tensor:
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
-    from titanlite.kernels.matmul_reduce_scatter import check, definition
+    from titanlite.kernels import matmul_reduce_scatter as stem
 
     bias, left_scales, right_scales, _ = rest
-    check(lefts, rights, dim, group, bias, left_scales, right_scales)
-    reason = no_peer_access(group)
-    if reason is None:
-        from titanlite.kernels.device import matmul_reduce_scatter as device
-
-        ranks = dist.distributed_c10d._resolve_process_group(group).size()  # type: ignore[arg-type]
-        reason = device.obstacle(lefts, rights, dim, ranks)
+    call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts)
+    known = _verdicts.get(call)
+    if known is None:
+        stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)
+        reason = no_peer_access(group)
         if reason is None:
-            lowered[Lowered("matmul_reduce_scatter", _shapes(*lefts, *rights))] += 1
-            return device.matmul_reduce_scatter(lefts, rights, dim, group, *rest)
-    lowered[Lowered("matmul_reduce_scatter", _shapes(*lefts, *rights), reason)] += 1
-    return definition(lefts, rights, dim, group, *rest)
+            from titanlite.kernels.device.matmul_reduce_scatter import obstacle
+
+            reason = obstacle(lefts, rights, dim, named_group(group).size)
+        known = _verdicts[call] = Lowered("matmul_reduce_scatter", _shapes(*lefts, *rights), reason)
+    lowered[known] += 1
+    if known.reason:
+        return stem.definition(lefts, rights, dim, group, *rest)
+    from titanlite.kernels.device import matmul_reduce_scatter as device
+
+    return device.matmul_reduce_scatter(lefts, rights, dim, group, *rest)
+
+
+_verdicts: dict[object, Lowered] = {}
+"""Calls that have been checked, by everything that the check looks at."""
+
+
+def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return (process_group, *(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors))
 
 
 def set_deadline(seconds: float) -> None:

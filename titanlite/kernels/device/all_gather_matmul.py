@@ -11,6 +11,7 @@ the gathered one, a tile walks through it rank by rank, its own first.
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
-from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, channel, multiprocessors
+from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
+from titanlite.kernels.device.launch import launch
 from titanlite.kernels.device.protocol import signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import descriptor, gather_matmul, peer_descriptors
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -377,106 +379,197 @@ def all_gather_matmul(
     """
     to = channel(group)
     dim %= shard.ndim
-    at = layout(list(shard.shape), dim, size, to.ranks, form)
-    left, itemsize = form.startswith("left"), shard.dtype.itemsize
-    other = others[0]
-    Y = other.shape[1] if left else math.prod(other.shape[:-1])
-    dtype = out_dtype_of(shard.dtype, out_dtype)
-    M, N = (at.X, Y) if left else (Y, at.X)
-    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K)
-    BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
+    other, shape = others[0], tuple(shard.shape)
+    key = (shape, shard.dtype, other.shape, other.stride(), other.dtype, dim, size, group, form)
+    key = (*key, len(biases), scale_of if scale is not None else None, len(other_scales), out_dtype, choice)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(to, shard, other, dim, size, form, scale, scale_of, out_dtype, choice)
+    at, pick = plan.at, plan.pick
 
     # Everything is allocated before the first launch.
     shard = shard.contiguous()
-    by_columns = at.wait in (COLS, CONTRACTED_COLS)
-    padded = [at.whole.outer, at.whole.chunk * to.ranks, at.whole.inner]
-    gathered = shard.new_empty(padded)
-    g = gathered.view(-1, at.columns * (to.ranks if by_columns else 1))
-    shapes = out_shapes([*shard.shape[:dim], size, *shard.shape[dim + 1 :]], others, form)
-    out = shard.new_empty(shapes[0], dtype=dtype)
+    gathered = shard.new_empty(plan.gathered)
+    g = gathered.view(plan.matrix)
+    out = shard.new_empty(plan.out, dtype=plan.out_dtype)
     o, o_k_major = _other(other, form, shard.dtype in FLOAT8)
-    words = at.columns * itemsize // 8
-    scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
-    moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
-    scale_whole = shard.new_empty(g.shape[0], dtype=torch.float32) if moves_scale else scale
-    row_bytes = at.columns * itemsize
-    special = (
-        pick.specialised
-        and form == "left"
-        and at.wait == ROWS
-        and at.whole.even
-        and at.segment % BX == 0
-        and itemsize == dtype.itemsize == 2
-        and Y * itemsize % 16 == 0
-    )
-    slot_bytes = to.begin(scale_bytes + 4 * at.rows + row_bytes)
+    moves_scale = plan.moves_scale
+    scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
+    row_bytes = at.columns * shard.dtype.itemsize
+    slot_bytes = to.begin(plan.slot_bytes)
     slot_rows = -(-slot_bytes // row_bytes)
-    if special:
+    if plan.specialised:
         slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
-    assert to.slots is not None and to.peer_slots is not None  # noqa: S101, PT018
 
-    own = at.whole.length(to.rank)
-    length = own * at.whole.inner * itemsize // 8
-    own_segment = max(1, own * at.whole.inner // at.columns) if not by_columns else at.rows
-    block = min(2048, triton.next_power_of_2(max(1, length)))
-    lanes = triton.next_power_of_2(to.ranks)
-    shared = (to.counters, to.epoch, to.deadline, to.failure)
-    words_of_shard = shard.view(-1).view(torch.int64) if length else shard.new_empty(1, dtype=torch.int64)
-    _publish[(min(PUBLISHERS, max(1, at.whole.outer * triton.cdiv(length, block))),)](
-        words_of_shard, to.slots, g.view(torch.int64), scale, scale_whole, slot_bytes,
-        at.whole.outer, length, at.whole.chunk * at.whole.inner * itemsize // 8,
-        at.whole.chunk * to.ranks * at.whole.inner * itemsize // 8, scale_bytes,
-        shard.numel() // at.columns if moves_scale else 0, 0 if scale_of == "shard" else 1,
-        own_segment, at.segment, at.segment * to.ranks,
-        to.flags, to.peer_flags, *shared,
-        to.rank, RANKS=to.ranks, LANES=lanes, SCALED=moves_scale, BLOCK=block, num_warps=min(8, max(1, block // 64)),
+    g_words = g.view(torch.int64)
+    words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
+    state = (to.counters, to.epoch, to.deadline, to.failure)
+    key = (key, slot_bytes)
+    launch(
+        _publish, key, plan.publishers,
+        (
+            words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
+            at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
+            plan.scales, 0 if scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
+            to.flags, to.peer_flags, *state,
+            to.rank, to.ranks, plan.lanes, moves_scale, plan.block,
+        ),
+        num_warps=min(8, max(1, plan.block // 64)),
     )  # fmt: skip
-
-    if special:
-        gather_matmul[(multiprocessors(to.device),)](
-            descriptor(g, [BX, pick.k]), descriptor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
-            descriptor(out.view(-1, Y), [BX, BY]), biases[0] if biases else None,
-            *peer_descriptors(to, shard.dtype, at.columns, [COPY, COPY]), descriptor(g, [COPY, COPY]), *shared,
-            slot_rows, at.rows, at.segment, Y, at.K, to.rank,
-            RANKS=to.ranks, GROUP=pick.group, BIAS=bool(biases), B_K_MAJOR=o_k_major,
-            BM=BX, BN=BY, BK=pick.k, STAGES=pick.stages, CM=COPY, CN=COPY, HEADER=COUNTERS_HEADER, num_warps=8,
+    bias = biases[0] if biases else None
+    if plan.specialised:
+        N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
+        launch(
+            gather_matmul, key, multiprocessors(to.device),
+            (
+                descriptor(g, (BM, BK)), descriptor(o, (BN, BK) if o_k_major else (BK, BN)),
+                descriptor(out.view(-1, N), (BM, BN)), bias,
+                *peer_descriptors(to, shard.dtype, at.columns, (COPY, COPY)), descriptor(g, (COPY, COPY)), *state,
+                slot_rows, at.rows, at.segment, N, at.K, to.rank,
+                to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK, pick.stages, COPY, COPY, HEADER.value,
+            ),
+            num_warps=8,
         )  # fmt: skip
     else:
-        whole_size = at.whole.size * at.whole.inner // at.columns if not by_columns else 0
-        clipped = at.wait < CONTRACTED_ROWS and (
-            not at.whole.even or (at.segment if not by_columns else at.whole.chunk) % BX
-        )
-        flat_out = out.view(-1, out.shape[-1])
-        tma_store = not clipped and flat_out.shape[1] * dtype.itemsize % 16 == 0
+        left, last = form.startswith("left"), contracts_last(form)
+        BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
+        Y = o.shape[0] if o_k_major else o.shape[1]
+        flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
         copy_words = min(1024, triton.next_power_of_2(words))
         o_scale = other_scales[0] if other_scales else None
-        bias = biases[0] if biases else None
-        _gather_matmul[(multiprocessors(to.device),)](
-            TensorDescriptor.from_tensor(g, [BX, pick.k] if contracts_last(form) else [pick.k, BX]),
-            TensorDescriptor.from_tensor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
-            TensorDescriptor.from_tensor(flat_out, [BX, BY] if left else [BY, BX]) if tma_store else None,
-            out, g.view(torch.int64), scale_whole if moves_scale or scale_of == "row" else None, scale, o_scale, bias,
-            to.peer_slots, slot_bytes, scale_bytes, *shared,
-            at.rows, words, g.shape[1] * itemsize // 8, at.segment, at.segment * to.ranks, whole_size,
-            at.X, Y, at.K, at.whole.chunk,
-            to.rank, RANKS=to.ranks, WAIT=at.wait, G_LEFT=left, G_K_MAJOR=contracts_last(form), O_K_MAJOR=o_k_major,
-            G_SCALE=0 if scale is None else (2 if moves_scale or scale_of == "row" else 1),
-            O_SCALE=0 if o_scale is None else (2 if o_scale.numel() > 1 else 1),
-            MOVE_SCALE=moves_scale, BIAS=bias is not None, TMA_STORE=tma_store,
-            BX=BX, BY=BY, BK=pick.k, GROUP=pick.group, COPIERS=pick.copiers,
-            UNIT=UNIT, COPY_ROWS=min(UNIT, 8192 // copy_words), COPY_WORDS=copy_words,
+        by_row = moves_scale or scale_of == "row"
+        launch(
+            _gather_matmul, key, multiprocessors(to.device),
+            (
+                TensorDescriptor.from_tensor(g, [BX, pick.k] if last else [pick.k, BX]),
+                TensorDescriptor.from_tensor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
+                TensorDescriptor.from_tensor(flat_out, [BX, BY] if left else [BY, BX]) if plan.tma_store else None,
+                out, g_words, scale_whole if by_row else None, scale, o_scale, bias,
+                to.peer_slots, slot_bytes, plan.scale_bytes, *state,
+                at.rows, words, g.shape[1] * shard.dtype.itemsize // 8, at.segment, at.segment * to.ranks, plan.size,
+                at.X, Y, at.K, at.whole.chunk,
+                to.rank, to.ranks, at.wait, left, last, o_k_major,
+                0 if scale is None else 2 if by_row else 1, 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1,
+                moves_scale, bias is not None, plan.tma_store,
+                BX, BY, pick.k, pick.group, pick.copiers, UNIT, min(UNIT, 8192 // copy_words), copy_words,
+            ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
 
     if not at.whole.even:
         gathered = gathered[:, :size].contiguous()
-    gathered = gathered.view(*shard.shape[:dim], size, *shard.shape[dim + 1 :])
-    outs = [out]
-    if len(others) > 1:
-        whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
-        rest = others[1:], biases[1:], other_scales[1:]
-        outs += products(gathered, whole_scale, form, *rest, out_dtype)
-    return [gathered, *outs]
+    gathered = gathered.view(*shape[:dim], size, *shape[dim + 1 :])
+    if len(others) == 1:
+        return [gathered, out]
+    whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
+    rest = others[1:], biases[1:], other_scales[1:]
+    return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on a call's shapes alone.
+
+    Attributes:
+        at: where everything lies.
+        pick: tiles.
+        specialised: whether the kernel of that name takes the call.
+        gathered: shape of G's memory, chunks padded.
+        matrix: the same as [rows, columns].
+        out: shape of the product.
+        out_dtype: its dtype.
+        tma_store: whether all tiles lie within one rank's part and TMA may write them.
+        moves_scale: whether scales travel.
+        scale_bytes: where they lie in a slot.
+        scales: how many this rank has.
+        slot_bytes: needed.
+        length: words of this rank's shard per outer index.
+        slot_stride: words of a full shard per outer index.
+        own_segment: rows of this rank's shard that lie together in G.
+        size: rows of the whole G per outer index.
+        block: words that a thread block of the first kernel copies at once.
+        publishers: thread blocks of the first kernel.
+        lanes: ranks, rounded up to a power of two.
+    """
+
+    at: Layout
+    pick: Tiles
+    specialised: bool
+    gathered: tuple[int, int, int]
+    matrix: tuple[int, int]
+    out: list[int]
+    out_dtype: torch.dtype
+    tma_store: bool
+    moves_scale: bool
+    scale_bytes: int
+    scales: int
+    slot_bytes: int
+    length: int
+    slot_stride: int
+    own_segment: int
+    size: int
+    block: int
+    publishers: int
+    lanes: int
+
+
+_plans: dict[Hashable, Plan] = {}
+
+
+def _plan(
+    to: Channel,
+    shard: Tensor,
+    other: Tensor,
+    dim: int,
+    size: int,
+    form: str,
+    scale: Tensor | None,
+    scale_of: str,
+    out_dtype: torch.dtype | None,
+    choice: Tiles | None,
+) -> Plan:
+    at = layout(list(shard.shape), dim, size, to.ranks, form)
+    left, itemsize = form.startswith("left"), shard.dtype.itemsize
+    dtype = out_dtype_of(shard.dtype, out_dtype)
+    Y = other.shape[1] if left else math.prod(other.shape[:-1])
+    M, N = (at.X, Y) if left else (Y, at.X)
+    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K)
+    BX = pick.m if left else pick.n
+    by_columns = at.wait in (COLS, CONTRACTED_COLS)
+    together = at.whole.chunk if by_columns else at.segment
+    moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
+    whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
+    tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
+    specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store and scale is None
+    specialised = specialised and itemsize == dtype.itemsize == 2
+    own = at.whole.length(to.rank)
+    length = own * at.whole.inner * itemsize // 8
+    block = min(2048, triton.next_power_of_2(max(1, length)))
+    scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
+    full = [*shard.shape[:dim], size, *shard.shape[dim + 1 :]]
+    columns = at.columns * (to.ranks if by_columns else 1)
+    padded = (at.whole.outer, at.whole.chunk * to.ranks, at.whole.inner)
+    return Plan(
+        at=at,
+        pick=pick,
+        specialised=specialised,
+        gathered=padded,
+        matrix=(math.prod(padded) // columns, columns),
+        out=out_shapes(full, [other], form)[0],
+        out_dtype=dtype,
+        tma_store=tma_store,
+        moves_scale=moves_scale,
+        scale_bytes=scale_bytes,
+        scales=shard.numel() // at.columns if moves_scale else 0,
+        slot_bytes=scale_bytes + 4 * at.rows + at.columns * itemsize,
+        length=length,
+        slot_stride=at.whole.chunk * at.whole.inner * itemsize // 8,
+        own_segment=at.rows if by_columns else max(1, own * at.whole.inner // at.columns),
+        size=0 if by_columns else at.whole.size * at.whole.inner // at.columns,
+        block=block,
+        publishers=min(PUBLISHERS, max(1, at.whole.outer * triton.cdiv(length, block))),
+        lanes=triton.next_power_of_2(to.ranks),
+    )
 
 
 def contracts_last(form: str) -> bool:

@@ -60,6 +60,7 @@ class Channel:
     peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
     capacity: int = 0
+    descriptors: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
     stream: torch.cuda.Stream | None = None
     _kept: list[object] = field(default_factory=list)  # captured graphs may still use outgrown slots
 
@@ -105,6 +106,7 @@ class Channel:
         torch.cuda.synchronize(self.device)  # nobody may still write into the slots that go
         dist.barrier(self.process_group)
         self.peers, self.peer_slots, self.slots = [], None, None
+        self.descriptors.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
         self.slots = symmetric_memory.empty(2 * self.capacity, dtype=torch.uint8, device=self.device)
         handle = symmetric_memory.rendezvous(self.slots, self.name)

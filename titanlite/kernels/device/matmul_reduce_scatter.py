@@ -7,6 +7,8 @@ on some of the multiprocessors only, so that whatever the peers still have to ru
 """
 
 import math
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titanlite.kernels.device.channel import MAX_RANKS, channel, multiprocessors
+from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
+from titanlite.kernels.device.launch import launch
 from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
 from titanlite.kernels.device.specialised import descriptor, matmul_push, peer_descriptors
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, out_dtype_of, product_shape
-from titanlite.kernels.shapes import split
+from titanlite.kernels.shapes import Split, split
 
 MAX_PAIRS = 3
 """Products that one launch sums."""
@@ -129,20 +132,26 @@ def _matmul_push(
             at = parity * slot_rows + rank * staged_rows + row
             if owner == 0:
                 d0.store([at, col], out)
-            elif owner == 1:
+            if owner == 1:
                 d1.store([at, col], out)
-            elif owner == 2:
-                d2.store([at, col], out)
-            elif owner == 3:
-                d3.store([at, col], out)
-            elif owner == 4:
-                d4.store([at, col], out)
-            elif owner == 5:
-                d5.store([at, col], out)
-            elif owner == 6:
-                d6.store([at, col], out)
-            else:
-                d7.store([at, col], out)
+            if RANKS > 2:  # noqa: SIM102  # known when compiling
+                if owner == 2:
+                    d2.store([at, col], out)
+            if RANKS > 3:  # noqa: SIM102  # known when compiling
+                if owner == 3:
+                    d3.store([at, col], out)
+            if RANKS > 4:  # noqa: SIM102  # known when compiling
+                if owner == 4:
+                    d4.store([at, col], out)
+            if RANKS > 5:  # noqa: SIM102  # known when compiling
+                if owner == 5:
+                    d5.store([at, col], out)
+            if RANKS > 6:  # noqa: SIM102  # known when compiling
+                if owner == 6:
+                    d6.store([at, col], out)
+            if RANKS > 7:  # noqa: SIM102  # known when compiling
+                if owner == 7:
+                    d7.store([at, col], out)
         else:
             address = tl.load(peer_slots + owner) + parity.to(tl.int64) * slot_bytes
             staged = tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
@@ -240,6 +249,130 @@ def matmul_reduce_scatter(
         choice: tiles; those of the tuning table if None.
     """
     to = channel(group)
+    operands = tuple((x.shape, x.stride(), x.dtype) for pair in zip(lefts, rights, strict=True) for x in pair)
+    scaled = left_scales[0].numel() > 1 if left_scales else None, right_scales[0].numel() > 1 if left_scales else None
+    key = (operands, dim, group, bias is not None, scaled, out_dtype, choice)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plans[key] = _plan(to, lefts, rights, dim, out_dtype, choice)
+    pick, whole = plan.pick, plan.whole
+
+    # Everything is allocated before the first launch.
+    float8 = lefts[0].dtype.itemsize == 1
+    a, a_k_major = _matrices([left.flatten(0, -2) for left in lefts], float8)
+    b, b_k_major = _matrices([right.t() for right in rights], float8)
+    out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
+    row_bytes = plan.staged_cols * plan.out_dtype.itemsize
+    capacity = to.begin(plan.slot_bytes)
+    slot_rows = -(-capacity // row_bytes)
+    slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
+
+    key = (key, slot_bytes)
+    M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
+    if plan.specialised:
+        launch(
+            matmul_push, key, multiprocessors(to.device),
+            (
+                descriptor(a[0], (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
+                descriptor(b[0], (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
+                *peer_descriptors(to, plan.out_dtype, plan.staged_cols, box), to.epoch,
+                slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
+                to.ranks, a_k_major, b_k_major, pick.m, pick.n, pick.k, pick.stages,
+            ),
+            num_warps=8,
+        )  # fmt: skip
+    else:
+        staging: list[TensorDescriptor | None] = [None] * MAX_RANKS
+        if plan.tma_store:
+            rows = 2 * to.capacity // row_bytes
+            for peer, slots in enumerate(to.peers):
+                matrix = slots[: rows * row_bytes].view(plan.out_dtype).view(rows, plan.staged_cols)
+                staging[peer] = TensorDescriptor.from_tensor(matrix, list(box))
+        pairs: list[TensorDescriptor] = []
+        Ks: list[int] = []
+        scales: list[Tensor | None] = []
+        for i in range(MAX_PAIRS):
+            at = min(i, len(lefts) - 1)  # what is not there is not read
+            pairs.append(TensorDescriptor.from_tensor(a[at], [pick.m, pick.k] if a_k_major else [pick.k, pick.m]))
+            pairs.append(TensorDescriptor.from_tensor(b[at], [pick.n, pick.k] if b_k_major else [pick.k, pick.n]))
+            Ks.append(lefts[at].shape[-1])
+            scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
+        launch(
+            _matmul_push, key, multiprocessors(to.device),
+            (
+                *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.epoch,
+                M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
+                to.rank, to.ranks, plan.by_cols, len(lefts), a_k_major, b_k_major,
+                _kind(left_scales), _kind(right_scales), plan.tma_store, pick.m, pick.n, pick.k,
+            ),
+            num_warps=pick.warps, num_stages=pick.stages,
+        )  # fmt: skip
+    launch(
+        _reduce, key, REDUCERS,
+        (
+            to.slots, slot_bytes, out, bias,
+            plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, max(1, plan.out[-1]),
+            to.flags, to.peer_flags, to.counters, to.epoch, to.deadline, to.failure,
+            to.rank, to.ranks, plan.lanes, not whole.even, bias is not None, 4096,
+        ),
+        num_warps=16,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What depends on a call's shapes alone.
+
+    Attributes:
+        pick: tiles.
+        whole: the scattered dim.
+        specialised: whether the kernel of that name takes the call.
+        by_cols: whether the last dim is scattered.
+        M, N: of the product.
+        out: shape of this rank's part.
+        out_dtype: its dtype.
+        n: its elements.
+        tma_store: whether all tiles lie within one owner's part and TMA may write them.
+        segment: rows (columns if `by_cols`) that one owner has together.
+        size: of the scattered dim, in rows or columns.
+        staged_rows, staged_cols: what one rank pushes to one owner.
+        slot_bytes: needed.
+        own_segment, padded_segment: elements that this rank has together, and how far apart they are staged.
+        lanes: ranks, rounded up to a power of two.
+    """
+
+    pick: Tiles
+    whole: Split
+    specialised: bool
+    by_cols: bool
+    M: int
+    N: int
+    out: list[int]
+    out_dtype: torch.dtype
+    n: int
+    tma_store: bool
+    segment: int
+    size: int
+    staged_rows: int
+    staged_cols: int
+    slot_bytes: int
+    own_segment: int
+    padded_segment: int
+    lanes: int
+
+
+_plans: dict[Hashable, Plan] = {}
+
+
+def _plan(
+    to: Channel,
+    lefts: list[Tensor],
+    rights: list[Tensor],
+    dim: int,
+    out_dtype: torch.dtype | None,
+    choice: Tiles | None,
+) -> Plan:
     shape = product_shape(lefts[0].shape, rights[0].shape)
     dim %= len(shape)
     M, N, itemsize = math.prod(shape[:-1]), shape[-1], lefts[0].dtype.itemsize
@@ -248,87 +381,35 @@ def matmul_reduce_scatter(
     by_cols = dim == len(shape) - 1
     K = sum(left.shape[-1] for left in lefts)
     pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K)
-
-    # Everything is allocated before the first launch.
-    a, a_k_major = _matrices([left.flatten(0, -2) for left in lefts], itemsize == 1)
-    b, b_k_major = _matrices([right.t() for right in rights], itemsize == 1)
     segment = whole.chunk if by_cols else whole.chunk * whole.inner // N
     staged_rows, staged_cols = (M, segment) if by_cols else (whole.outer * segment, N)
-    own = whole.length(to.rank)
-    mine = list(shape)
-    mine[dim] = own
-    out = lefts[0].new_empty(mine, dtype=dtype)
     row_bytes = staged_cols * dtype.itemsize
-    capacity = to.begin(to.ranks * staged_rows * row_bytes + row_bytes)
-    assert to.slots is not None and to.peer_slots is not None  # noqa: S101, PT018
+    # A tile that reaches beyond its owner's part would write into what another rank has pushed.
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
-    tma_store = row_bytes % 16 == 0 and whole_tiles  # a tile beyond its part would write into another rank's
-    slot_rows = -(-capacity // row_bytes)
-    slot_bytes = slot_rows * row_bytes if tma_store else capacity
-
-    special = (
-        pick.specialised
-        and len(lefts) == 1
-        and itemsize == dtype.itemsize == 2
-        and not by_cols
-        and whole.even
-        and tma_store
-    )
-    if special:
-        matmul_push[(multiprocessors(to.device),)](
-            descriptor(a[0], [pick.m, pick.k] if a_k_major else [pick.k, pick.m]),
-            descriptor(b[0], [pick.n, pick.k] if b_k_major else [pick.k, pick.n]),
-            *peer_descriptors(to, dtype, staged_cols, [pick.m, pick.n]), to.epoch,
-            slot_rows, staged_rows, segment, N, K, to.rank,
-            RANKS=to.ranks, A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major,
-            BM=pick.m, BN=pick.n, BK=pick.k, STAGES=pick.stages, num_warps=8,
-        )  # fmt: skip
-    else:
-        box = [pick.m, pick.n]
-        if tma_store:
-            rows = 2 * to.capacity // row_bytes
-            staging = [
-                TensorDescriptor.from_tensor(slots[: rows * row_bytes].view(dtype).view(rows, staged_cols), box)
-                for slots in to.peers
-            ]
-            staging += [staging[0]] * (MAX_RANKS - len(staging))
-        else:
-            staging = [None] * MAX_RANKS
-        a_box, b_box = (
-            [size, pick.k] if k_major else [pick.k, size]
-            for size, k_major in ((pick.m, a_k_major), (pick.n, b_k_major))
-        )
-        pairs = [
-            descriptor
-            for i in range(MAX_PAIRS)
-            for descriptor in (
-                TensorDescriptor.from_tensor(a[min(i, len(a) - 1)], a_box),
-                TensorDescriptor.from_tensor(b[min(i, len(b) - 1)], b_box),
-            )
-        ]
-        Ks = [lefts[min(i, len(lefts) - 1)].shape[-1] for i in range(MAX_PAIRS)]
-        scales = [
-            scale
-            for i in range(MAX_PAIRS)
-            for scale in ((left_scales[i], right_scales[i]) if i < len(left_scales) else (None, None))
-        ]
-        _matmul_push[(multiprocessors(to.device),)](
-            *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.epoch,
-            M, N, *Ks, segment, whole.size if by_cols else whole.size * whole.inner // N, whole.outer,
-            staged_rows, staged_cols, slot_rows,
-            to.rank, RANKS=to.ranks, BY_COLS=by_cols, PAIRS=len(lefts), A_K_MAJOR=a_k_major, B_K_MAJOR=b_k_major,
-            L_SCALE=_kind(left_scales), R_SCALE=_kind(right_scales), TMA_STORE=tma_store,
-            BM=pick.m, BN=pick.n, BK=pick.k, num_warps=pick.warps, num_stages=pick.stages,
-        )  # fmt: skip
+    tma_store = row_bytes % 16 == 0 and whole_tiles and whole.even
+    specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
+    own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
-    _reduce[(REDUCERS,)](
-        to.slots, slot_bytes, out, bias,
-        out.numel(), max(1, own * inner), whole.chunk * inner, staged_rows * staged_cols, max(1, mine[-1]),
-        to.flags, to.peer_flags, to.counters, to.epoch, to.deadline, to.failure,
-        to.rank, RANKS=to.ranks, LANES=triton.next_power_of_2(to.ranks), PADDED=not whole.even, BIAS=bias is not None,
-        BLOCK=4096, num_warps=16,
-    )  # fmt: skip
-    return out
+    return Plan(
+        pick=pick,
+        whole=whole,
+        specialised=specialised and itemsize == dtype.itemsize == 2,
+        by_cols=by_cols,
+        M=M,
+        N=N,
+        out=[*shape[:dim], own, *shape[dim + 1 :]],
+        out_dtype=dtype,
+        n=math.prod(shape) // max(1, shape[dim]) * own,
+        tma_store=tma_store,
+        segment=segment,
+        size=whole.size if by_cols else whole.size * whole.inner // N,
+        staged_rows=staged_rows,
+        staged_cols=staged_cols,
+        slot_bytes=to.ranks * staged_rows * row_bytes + row_bytes,
+        own_segment=max(1, own * inner),
+        padded_segment=whole.chunk * inner,
+        lanes=triton.next_power_of_2(to.ranks),
+    )
 
 
 def _kind(scales: list[Tensor]) -> int:

@@ -1,12 +1,15 @@
 """The matmul inside both collective matmuls, with its warps specialised: one loads, two groups of four multiply.
 
-The loading warp runs ahead, over the end of a tile into the next, so that neither the wait for rows from a peer nor the
-store of a finished tile stops the tensor cores. In the all-gather a third role, one warp of each thread block, pulls the
-peers' rows through a small ring in shared memory: TMA moves the bytes both ways, and no multiprocessor is given up.
+The loading warp runs ahead, over the end of a tile into the next, so that neither the wait for rows from a peer nor
+the store of a finished tile stops the tensor cores. In the all-gather a third role, one warp of each thread block,
+pulls the peers' rows through a small ring in shared memory: TMA moves the bytes both ways, and no multiprocessor is
+given up.
 
-Written in Gluon, Triton's lower layer, because Triton itself specialises no warps on Hopper. It takes the common shapes:
-rows in whole tiles, 16-bit operands. The kernels of the two stems take the others.
+Written in Gluon, Triton's lower layer, because Triton itself specialises no warps on Hopper. It takes the common
+shapes: rows in whole tiles, 16-bit operands. The kernels of the two stems take the others.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -212,20 +215,26 @@ def _fetch(
     mbarrier.expect(bar, p0.block_type.nbytes)
     if source == 0:
         tma.async_copy_global_to_shared(p0, [row, col], bar, buf)
-    elif source == 1:
+    if source == 1:
         tma.async_copy_global_to_shared(p1, [row, col], bar, buf)
-    elif source == 2:
-        tma.async_copy_global_to_shared(p2, [row, col], bar, buf)
-    elif source == 3:
-        tma.async_copy_global_to_shared(p3, [row, col], bar, buf)
-    elif source == 4:
-        tma.async_copy_global_to_shared(p4, [row, col], bar, buf)
-    elif source == 5:
-        tma.async_copy_global_to_shared(p5, [row, col], bar, buf)
-    elif source == 6:
-        tma.async_copy_global_to_shared(p6, [row, col], bar, buf)
-    else:
-        tma.async_copy_global_to_shared(p7, [row, col], bar, buf)
+    if RANKS > 2:  # noqa: SIM102  # known when compiling
+        if source == 2:
+            tma.async_copy_global_to_shared(p2, [row, col], bar, buf)
+    if RANKS > 3:  # noqa: SIM102  # known when compiling
+        if source == 3:
+            tma.async_copy_global_to_shared(p3, [row, col], bar, buf)
+    if RANKS > 4:  # noqa: SIM102  # known when compiling
+        if source == 4:
+            tma.async_copy_global_to_shared(p4, [row, col], bar, buf)
+    if RANKS > 5:  # noqa: SIM102  # known when compiling
+        if source == 5:
+            tma.async_copy_global_to_shared(p5, [row, col], bar, buf)
+    if RANKS > 6:  # noqa: SIM102  # known when compiling
+        if source == 6:
+            tma.async_copy_global_to_shared(p6, [row, col], bar, buf)
+    if RANKS > 7:  # noqa: SIM102  # known when compiling
+        if source == 7:
+            tma.async_copy_global_to_shared(p7, [row, col], bar, buf)
 
 
 @gluon.jit
@@ -356,20 +365,26 @@ def _push_multiply(
         at = first_row + row
         if owner == 0:
             tma.async_copy_shared_to_global(d0, [at, col], c_buf)
-        elif owner == 1:
+        if owner == 1:
             tma.async_copy_shared_to_global(d1, [at, col], c_buf)
-        elif owner == 2:
-            tma.async_copy_shared_to_global(d2, [at, col], c_buf)
-        elif owner == 3:
-            tma.async_copy_shared_to_global(d3, [at, col], c_buf)
-        elif owner == 4:
-            tma.async_copy_shared_to_global(d4, [at, col], c_buf)
-        elif owner == 5:
-            tma.async_copy_shared_to_global(d5, [at, col], c_buf)
-        elif owner == 6:
-            tma.async_copy_shared_to_global(d6, [at, col], c_buf)
-        else:
-            tma.async_copy_shared_to_global(d7, [at, col], c_buf)
+        if RANKS > 2:  # noqa: SIM102  # known when compiling
+            if owner == 2:
+                tma.async_copy_shared_to_global(d2, [at, col], c_buf)
+        if RANKS > 3:  # noqa: SIM102  # known when compiling
+            if owner == 3:
+                tma.async_copy_shared_to_global(d3, [at, col], c_buf)
+        if RANKS > 4:  # noqa: SIM102  # known when compiling
+            if owner == 4:
+                tma.async_copy_shared_to_global(d4, [at, col], c_buf)
+        if RANKS > 5:  # noqa: SIM102  # known when compiling
+            if owner == 5:
+                tma.async_copy_shared_to_global(d5, [at, col], c_buf)
+        if RANKS > 6:  # noqa: SIM102  # known when compiling
+            if owner == 6:
+                tma.async_copy_shared_to_global(d6, [at, col], c_buf)
+        if RANKS > 7:  # noqa: SIM102  # known when compiling
+            if owner == 7:
+                tma.async_copy_shared_to_global(d7, [at, col], c_buf)
     _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written to the owners before this kernel ends
 
 
@@ -428,16 +443,28 @@ def matmul_push(
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def descriptor(matrix: Tensor, box: list[int]) -> TensorDescriptor:
+@cache
+def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
+
+
+def descriptor(matrix: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """A TMA descriptor of a row-major matrix of 16-bit floats, for blocks of the shape `box`."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, _DTYPES[matrix.dtype])
-    return TensorDescriptor.from_tensor(matrix, box, layout)
+    made = object.__new__(TensorDescriptor)  # without its checks: `obstacle` has made them
+    made.base, made.shape, made.strides = matrix, matrix.shape, matrix.stride()
+    made.block_shape, made.layout, made.padding = list(box), _layout(box, matrix.dtype), "zero"
+    return made
 
 
-def peer_descriptors(to: Channel, dtype: torch.dtype, columns: int, box: list[int]) -> list[TensorDescriptor]:
-    """Descriptors of all ranks' two slots as one matrix each, filled up to `MAX_RANKS`."""
-    rows = 2 * to.capacity // (columns * dtype.itemsize)
-    found = [
-        descriptor(slots[: rows * columns * dtype.itemsize].view(dtype).view(rows, columns), box) for slots in to.peers
-    ]
-    return found + [found[0]] * (MAX_RANKS - len(found))
+def peer_descriptors(
+    to: Channel, dtype: torch.dtype, columns: int, box: tuple[int, int]
+) -> list[TensorDescriptor | None]:
+    """Descriptors of all ranks' two slots as one matrix each, and None up to `MAX_RANKS`."""
+    key = (dtype, columns, box)
+    found = to.descriptors.get(key)
+    if found is None:
+        rows = 2 * to.capacity // (columns * dtype.itemsize)
+        matrices = [slots[: rows * columns * dtype.itemsize].view(dtype).view(rows, columns) for slots in to.peers]
+        found = [descriptor(matrix, box) for matrix in matrices] + [None] * (MAX_RANKS - to.ranks)
+        to.descriptors[key] = found
+    return found
