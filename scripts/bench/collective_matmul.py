@@ -224,8 +224,11 @@ class Operands:
 
 def candidates(case: Case, itemsize: int) -> list[Tiles]:
     k = 128 // itemsize
-    found = [Tiles(128, n, k, 8, stages, group) for n, stages in ((256, 3), (128, 4), (128, 5)) for group in (2, 4, 8, 16)]
-    found += [Tiles(m, n, k, 8, stages, 8, 48, False) for m, n, stages in ((128, 256, 3), (128, 128, 4))]
+    found = []
+    for n, stages in ((256, 3), (128, 4)):
+        for group in (4, 8, 16) if case.gathers else (8,):
+            for copy_rows in (32,) if n == 256 or not case.gathers else (32, 64, 128):
+                found.append(Tiles(128, n, k, 8, stages, group, copy_rows=copy_rows))
     return found
 
 
@@ -279,7 +282,7 @@ def tune(x: Operands, say: Callable[..., None]) -> None:
         times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, 8))
     for tiles, ms in sorted(times.items(), key=lambda item: item[1])[:4]:
         t = tiles
-        say(f"      {ms:.3f}  m {t.m} n {t.n} k {t.k} stages {t.stages} group {t.group} specialised {t.specialised}")
+        say(f"      {ms:.3f}  m {t.m} n {t.n} k {t.k} stages {t.stages} group {t.group} copy_rows {t.copy_rows}")
 
 
 if __name__ == "__main__":

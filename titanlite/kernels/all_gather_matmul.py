@@ -239,8 +239,8 @@ def _backward(ctx, grads):
         own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))
         d_shard = own if d_shard is None else d_shard + own
     d_others = [
-        None if grad is None or not needed else _grad_of_other(gathered, grad, form)
-        for grad, needed in zip(grads, ctx.needs_input_grad[1], strict=True)
+        None if grad is None or not needed else _grad_of_other(gathered, grad, other, form)
+        for grad, other, needed in zip(grads, others, ctx.needs_input_grad[1], strict=True)
     ]
     d_biases = []
     if ctx.bias_dtypes:
@@ -261,13 +261,24 @@ def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, T
     return (other.t(), grad) if form == "right" else (grad.t(), other)
 
 
-def _grad_of_other(gathered: Tensor, grad: Tensor, form: str) -> Tensor:
+def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> Tensor:
     """One product's gradient with respect to its other operand."""
     if form == "left":
-        return gathered.flatten(0, -2).t() @ grad.flatten(0, -2)
+        return gradient_of_right(gathered, grad, other)
     if form == "left_t":
-        return gathered @ grad
+        return gradient_of_right(gathered.t(), grad, other)
     return grad @ (gathered.t() if form == "right" else gathered)
+
+
+def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
+    """Gradient of `right` in `left @ right`, lying in memory as `right` does.
+
+    A weight [N, K] is passed as its transpose; a gradient of other strides would cost a copy for each weight.
+    """
+    left, grad = left.flatten(0, -2), grad.flatten(0, -2)
+    if right.stride(0) == 1:
+        return (grad.t() @ left).t()
+    return left.t() @ grad
 
 
 _operator.register_autograd(_backward, setup_context=_save)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
-from titanlite.kernels.all_gather_matmul import all_gather_matmul
+from titanlite.kernels.all_gather_matmul import all_gather_matmul, gradient_of_right
 from titanlite.kernels.collectives import named_group, scatter_dim
 from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
 from titanlite.kernels.shapes import split
@@ -156,9 +156,9 @@ def _backward(ctx, grad: Tensor):
     d_lefts: list[Tensor | None] = [None] * ctx.n
     for i, d_left in zip(wanted, products, strict=True):
         d_lefts[i] = d_left
-    flat = gathered.flatten(0, -2)
     d_rights = [
-        left.flatten(0, -2).t() @ flat if needed else None for left, needed in zip(lefts, needs_right, strict=True)
+        gradient_of_right(left, gathered, right) if needed else None
+        for left, right, needed in zip(lefts, rights, needs_right, strict=True)
     ]
     d_bias = None
     if ctx.bias_dtype is not None:  # a bias that is added to one rank's rows still sees the gradient of those alone

@@ -36,8 +36,8 @@ ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
 HEADER = tl.constexpr(COUNTERS_HEADER)
 UNIT = 128
 """Rows of a shard whose arrival is counted together."""
-COPY = 64
-"""Rows and columns of what the specialised kernel copies at once: 8 KiB."""
+COPY_COLUMNS = 64
+"""Of what the specialised kernel copies at once: 128 bytes, the width that TMA swizzles."""
 PUBLISHERS = 264
 """Thread blocks of the first kernel."""
 
@@ -418,15 +418,16 @@ def all_gather_matmul(
     )  # fmt: skip
     bias = biases[0] if biases else None
     if plan.specialised:
+        copied = (pick.copy_rows, COPY_COLUMNS)
         N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
         launch(
             gather_matmul, key, multiprocessors(to.device),
             (
                 descriptor(g, (BM, BK)), descriptor(o, (BN, BK) if o_k_major else (BK, BN)),
                 descriptor(out.view(-1, N), (BM, BN)), bias,
-                *peer_descriptors(to, shard.dtype, at.columns, (COPY, COPY)), descriptor(g, (COPY, COPY)), *state,
+                *peer_descriptors(to, shard.dtype, at.columns, copied), descriptor(g, copied), *state,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
-                to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK, pick.stages, COPY, COPY, HEADER.value,
+                to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK, pick.stages, *copied, HEADER.value,
             ),
             num_warps=8,
         )  # fmt: skip

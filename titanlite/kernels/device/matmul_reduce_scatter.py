@@ -1,9 +1,8 @@
-"""Matmul → reduce-scatter in two launches: push tiles to their owners while multiplying, then add them.
+"""Matmul → reduce-scatter in three launches: push tiles to their owners while multiplying, meet the peers, add.
 
 `_matmul_push` is a persistent matmul whose tiles go to the staging slot of the rank that owns them, through TMA stores
 that drain while the next tile is computed; owners take turns, so that all links are busy. It waits for nobody.
-`_reduce` signals, waits for the peers, and adds what all ranks have pushed here, in float32 and in rank order. It runs
-on some of the multiprocessors only, so that whatever the peers still have to run finds room.
+`_exchange`, one thread block, signals and waits for the peers. `_reduce` adds what all ranks have pushed here.
 """
 
 import math
@@ -26,8 +25,8 @@ from titanlite.kernels.shapes import Split, split
 
 MAX_PAIRS = 3
 """Products that one launch sums."""
-REDUCERS = 96
-"""Thread blocks that wait and add: enough for memory speed, and a quarter of an H200 stays free for what peers run."""
+REDUCE_BLOCK = 4096
+"""Elements that a thread block adds."""
 
 
 @triton.jit
@@ -161,39 +160,39 @@ def _matmul_push(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _reduce(
-    slots, slot_bytes, out, bias,
-    n, own_segment, segment, staged, bias_cols,
-    flags, peer_flags, counters, epoch_word, deadline, failure,
-    rank, RANKS: tl.constexpr, LANES: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+def _exchange(
+    flags, peer_flags, epoch_word, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Signal, wait, and add what the ranks have pushed.
+    """Tell the peers that this rank has pushed, and wait until they have. One thread block."""
+    epoch = tl.load(epoch_word)
+    signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES)
+    tl.store(epoch_word, epoch + 1)
+
+
+@triton.jit
+def _reduce(
+    slots, slot_bytes, epoch_word, out, bias, n, own_segment, segment, staged, bias_cols,
+    RANKS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add what the ranks have pushed, in float32 and in rank order.
 
     n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
     groups of `segment` elements of which `own_segment` count.
     """
-    epoch = tl.load(epoch_word)
-    if tl.program_id(0) == 0:
-        signal_peers(peer_flags, epoch, rank, RANKS, LANES)
-    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES)
-    parts = (slots + (epoch & 1).to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
-    for i in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        at = i.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < n
-        source = at
-        if PADDED:
-            source = (at // own_segment) * segment + at % own_segment
-        total = tl.zeros([BLOCK], tl.float32)
-        for r in tl.static_range(RANKS):
-            total += tl.load(parts + r * staged + source, mask=inside).to(tl.float32)
-        if BIAS:
-            total += tl.load(bias + at % bias_cols, mask=inside).to(tl.float32)
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
-    tl.debug_barrier()
-    finished = tl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
-    if finished == tl.num_programs(0) - 1:
-        tl.store(counters + 2, 0)
-        tl.store(epoch_word, epoch + 1)
+    parity = (tl.load(epoch_word) - 1) & 1
+    parts = (slots + parity.to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    source = at
+    if PADDED:
+        source = (at // own_segment) * segment + at % own_segment
+    total = tl.zeros([BLOCK], tl.float32)
+    for r in tl.static_range(RANKS):
+        total += tl.load(parts + r * staged + source, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + at % bias_cols, mask=inside).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) -> str | None:
@@ -308,15 +307,20 @@ def matmul_reduce_scatter(
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
     launch(
-        _reduce, key, REDUCERS,
-        (
-            to.slots, slot_bytes, out, bias,
-            plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, max(1, plan.out[-1]),
-            to.flags, to.peer_flags, to.counters, to.epoch, to.deadline, to.failure,
-            to.rank, to.ranks, plan.lanes, not whole.even, bias is not None, 4096,
-        ),
-        num_warps=16,
+        _exchange, key, 1,
+        (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, to.rank, to.ranks, plan.lanes),
+        num_warps=1,
     )  # fmt: skip
+    if plan.n:
+        launch(
+            _reduce, key, triton.cdiv(plan.n, REDUCE_BLOCK),
+            (
+                to.slots, slot_bytes, to.epoch, out, bias,
+                plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, plan.out[-1],
+                to.ranks, not whole.even, bias is not None, REDUCE_BLOCK,
+            ),
+            num_warps=8,
+        )  # fmt: skip
     return out
 
 

@@ -243,34 +243,49 @@ def _gather_pull(
     rank, rows, segment, col_blocks,
     RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr, HEADER: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of the peers' slots into G, two at a time, and count them."""
+    """Copy blocks of the peers' slots into G through a ring of four buffers, three on their way, and count them."""
     copies = (rows // CM) * col_blocks * (RANKS - 1)
     units = rows // BM
-    t = gl.atomic_add(counters + 4, 1, sem="relaxed", scope="gpu")
-    i = 0
-    if t < copies:
-        _fetch(
-            t, p0, p1, p2, p3, p4, p5, p6, p7, slot_row, rank, col_blocks, bars.index(0), ring.index(0), RANKS, CM, CN
-        )
-    while t < copies:
-        following = gl.atomic_add(counters + 4, 1, sem="relaxed", scope="gpu")
-        here = i % 2
-        if following < copies:
+    draw = counters + 4
+    t0 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
+    t1 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
+    t2 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
+    for j in gl.static_range(3):
+        t = t0 if j == 0 else (t1 if j == 1 else t2)
+        if t < copies:
             _fetch(
-                following, p0, p1, p2, p3, p4, p5, p6, p7, slot_row, rank, col_blocks,
-                bars.index(1 - here), ring.index(1 - here), RANKS, CM, CN,
+                t, p0, p1, p2, p3, p4, p5, p6, p7, slot_row, rank, col_blocks,
+                bars.index(j), ring.index(j), RANKS, CM, CN,
             )  # fmt: skip
-        mbarrier.wait(bars.index(here), (i // 2) & 1)
-        source = (rank + 1 + t % (RANKS - 1)) % RANKS
-        block = t // (RANKS - 1)
+    i = 0
+    stored = counters  # the count that the copy before this one adds to
+    while t0 < copies:
+        mbarrier.wait(bars.index(i % 4), (i // 4) & 1)
+        source = (rank + 1 + t0 % (RANKS - 1)) % RANKS
+        block = t0 // (RANKS - 1)
         row = (block // col_blocks) * CM
         to = (row // segment) * segment * RANKS + source * segment + row % segment
-        tma.async_copy_shared_to_global(w_desc, [to, (block % col_blocks) * CN], ring.index(here))
-        _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read: only then may others be told
+        tma.async_copy_shared_to_global(w_desc, [to, (block % col_blocks) * CN], ring.index(i % 4))
+        # The copy before is written, not only read: now others may be told, and its buffer filled again.
+        _do("cp.async.bulk.wait_group 1; mov.u32 $0, 0;")
         gl.thread_barrier()
-        gl.atomic_add(counters + HEADER + source * units + row // BM, 1, sem="release", scope="gpu")
-        t = following
+        if i > 0:
+            gl.atomic_add(stored, 1, sem="release", scope="gpu")
+        stored = counters + HEADER + source * units + row // BM
+        t3 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
+        if t3 < copies:
+            _fetch(
+                t3, p0, p1, p2, p3, p4, p5, p6, p7, slot_row, rank, col_blocks,
+                bars.index((i + 3) % 4), ring.index((i + 3) % 4), RANKS, CM, CN,
+            )  # fmt: skip
+        t0 = t1
+        t1 = t2
+        t2 = t3
         i += 1
+    if i > 0:
+        _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+        gl.thread_barrier()
+        gl.atomic_add(stored, 1, sem="release", scope="gpu")
 
 
 @gluon.jit(do_not_specialize=["rank"])
@@ -287,14 +302,14 @@ def gather_matmul(
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
     b_bufs = gl.allocate_shared_memory(o_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], o_desc.layout)
     c_buf = gl.allocate_shared_memory(c_desc.dtype, [BM, BN], c_desc.layout)
-    ring = gl.allocate_shared_memory(w_desc.dtype, [2, CM, CN], w_desc.layout)
+    ring = gl.allocate_shared_memory(w_desc.dtype, [4, CM, CN], w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(4):
         mbarrier.init(bars.index(i), count=1)
     col_blocks = gl.cdiv(K, CN)
     segments = rows // segment

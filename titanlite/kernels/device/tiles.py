@@ -15,6 +15,7 @@ class Tiles:
         stages: steps of k on their way at once.
         group: blocks of rows that share a pass over all columns, for the cache's sake.
         copiers: thread blocks that copy first (all-gather only).
+        copy_rows: rows of 128 bytes that the specialised kernel copies at once.
         specialised: take the kernel whose warps are specialised (`specialised`), where the shape allows it.
     """
 
@@ -25,6 +26,7 @@ class Tiles:
     stages: int = 3
     group: int = 8
     copiers: int = 48
+    copy_rows: int = 32
     specialised: bool = True
 
 
