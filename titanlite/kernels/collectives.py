@@ -123,7 +123,7 @@ def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
     dtype = rows.dtype
     if dtype.itemsize == 1:  # gloo and older NCCL move float8 as bytes only
         rows = rows.contiguous().view(torch.uint8)
-    return all_gather(rows, group)[:size].view(dtype).movedim(0, dim).contiguous()
+    return _compact(all_gather(rows, group)[:size].view(dtype).movedim(0, dim))
 
 
 def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -143,4 +143,9 @@ def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
     if size < chunk * group.size:
         rows = torch.cat((rows, rows.new_zeros((chunk * group.size - size, *rows.shape[1:]))))
     mine = reduce_scatter(rows, group)[: max(0, min(chunk, size - group.rank * chunk))]
-    return mine.movedim(0, dim).contiguous()
+    return _compact(mine.movedim(0, dim))
+
+
+def _compact(x: Tensor) -> Tensor:
+    """Contiguous, and with the strides of a new tensor: `contiguous()` keeps any stride of a dim of length 0 or 1."""
+    return x.flatten().view(x.shape)
