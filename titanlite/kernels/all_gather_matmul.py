@@ -229,6 +229,14 @@ def _backward(ctx, grads):
         )
     gathered, *others = ctx.saved_tensors
     grad_gathered, *grads = grads
+    d_biases = []
+    if ctx.bias_dtypes:
+        d_biases = [
+            None if grad is None else grad.flatten(0, -2).sum(0).to(dtype)
+            for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
+        ]
+    # Operands of a matmul have one dtype; that of the products may have been another.
+    grads = [None if grad is None else grad.to(other.dtype) for grad, other in zip(grads, others, strict=True)]
     pairs = [(grad, other) for grad, other in zip(grads, others, strict=True) if grad is not None]
     d_shard, form = None, ctx.form
     if ctx.needs_input_grad[0] and pairs:
@@ -242,12 +250,6 @@ def _backward(ctx, grads):
         None if grad is None or not needed else _grad_of_other(gathered, grad, other, form)
         for grad, other, needed in zip(grads, others, ctx.needs_input_grad[1], strict=True)
     ]
-    d_biases = []
-    if ctx.bias_dtypes:
-        d_biases = [
-            None if grad is None else grad.flatten(0, -2).sum(0).to(dtype)
-            for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
-        ]
     return d_shard, d_others, None, None, None, None, d_biases, None, None, [], None
 
 

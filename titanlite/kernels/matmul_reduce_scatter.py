@@ -152,7 +152,8 @@ def _backward(ctx, grad: Tensor):
     lefts, rights = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
     needs_left, needs_right = ctx.needs_input_grad[:2]
     wanted = [i for i in range(ctx.n) if needs_left[i]]
-    gathered, *products = all_gather_matmul(grad, [rights[i].t() for i in wanted], ctx.dim, ctx.size, ctx.group)
+    narrow = grad.to(lefts[0].dtype)  # operands of a matmul have one dtype; that of the sum may have been another
+    gathered, *products = all_gather_matmul(narrow, [rights[i].t() for i in wanted], ctx.dim, ctx.size, ctx.group)
     d_lefts: list[Tensor | None] = [None] * ctx.n
     for i, d_left in zip(wanted, products, strict=True):
         d_lefts[i] = d_left
