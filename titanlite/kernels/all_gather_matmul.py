@@ -57,10 +57,10 @@ def all_gather_matmul(
         size: length of that dim of G. Rank r holds its rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉.
         group: name of the process group.
         form: which operand G is, see above.
-        biases: [N] each, added before the product is rounded.
+        biases: [N] each, of any dtype, added before the product is rounded.
         scale: float8 only, float32: the value of one unit of G's bytes: [], or [..., 1] by row.
         scale_of: what of G has a scale of its own: "tensor", "shard" or "row". By row, and split along the rows'
-            elements, the scales are those of whole rows and equal on all ranks.
+            elements, the scales are those of whole rows and equal on all ranks; by shard it cannot be split so.
         other_scales: float8 only, float32: [] each, or [1, N] for the "left" forms and […, 1] for the "right" ones.
         out_dtype: of the products: `shard`'s by default, and bfloat16 for float8.
 
@@ -180,6 +180,14 @@ def check(
     for name, given in (("biases", biases), ("other_scales", other_scales)):
         if given and len(given) != len(others):
             raise ValueError(f"{op}: {len(given)} {name} for {len(others)} products; want one each")
+    products = out_shapes([*shard.shape[:dim], size, *shard.shape[dim + 1 :]], others, form)
+    for i, (bias, shape) in enumerate(zip(biases, products, strict=False)):
+        if list(bias.shape) != shape[-1:]:
+            raise ValueError(f"{op}: biases[{i}] of shape {list(bias.shape)}; want {shape[-1:]}")
+    for i, (other_scale, other) in enumerate(zip(other_scales, others, strict=False)):
+        rows = other.shape[1] if form.startswith("left") else math.prod(other.shape[:-1])
+        if other_scale.numel() not in (1, rows):
+            raise ValueError(f"{op}: other_scales[{i}] has {other_scale.numel()} numbers; want one, or {rows}")
     if scale_of not in SCALES:
         raise ValueError(f"{op}: scale_of {scale_of!r}; want one of {', '.join(SCALES)}")
     if (shard.dtype in FLOAT8) != (scale is not None) or (scale is not None) != bool(other_scales):
@@ -193,6 +201,8 @@ def check(
             raise ValueError(
                 f"{op}: scales by {scale_of} along the contracted dim of the form {form!r}; want one scale"
             )
+        if scale_of == "shard" and dim == shard.ndim - 1:
+            raise ValueError(f"{op}: scales by shard of a tensor split along the contracted dim; want one scale")
 
 
 _operator = torch.library.custom_op("titanlite::all_gather_matmul", definition, mutates_args=())

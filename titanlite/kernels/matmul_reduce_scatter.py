@@ -39,7 +39,7 @@ def matmul_reduce_scatter(
         dim: of the sum, along which it is scattered; may be the last, N. Rank r keeps rows r·⌈size/ranks⌉ up to
             (r+1)·⌈size/ranks⌉.
         group: name of the process group.
-        bias: [N] or, if N is scattered, this rank's part of it; added once, after the sum over the ranks.
+        bias: [N] or, if N is scattered, this rank's part of it; any dtype; added once, after the sum over the ranks.
         left_scales: float8 only, float32: [] or […, 1] each.
         right_scales: float8 only, float32: [] or [1, N] each.
         out_dtype: of the result: `lefts`' by default, and bfloat16 for float8.
@@ -78,7 +78,7 @@ def definition(
         parts = [product(left, right, None, ls, rs, torch.float32) for left, right, ls, rs in operands]
         total = torch.stack(parts).sum(0).to(dtype)
     out = scatter_dim(total, dim % total.ndim, named_group(group))
-    return out if bias is None else out + bias
+    return out if bias is None else (out + bias).to(dtype)
 
 
 def check(
@@ -111,6 +111,10 @@ def check(
     for name, scales in (("left_scales", left_scales), ("right_scales", right_scales)):
         if scales and len(scales) != len(lefts):
             raise ValueError(f"{op}: {len(scales)} {name} for {len(lefts)} products; want one each")
+    for name, scales, rows in (("left", left_scales, math.prod(first.shape[:-1])), ("right", right_scales, N)):
+        for i, scale in enumerate(scales):
+            if scale.numel() not in (1, rows):
+                raise ValueError(f"{op}: {name}_scales[{i}] has {scale.numel()} numbers; want one, or {rows}")
     own = out_shape(lefts, rights, dim, group)[-1]
     if bias is not None and list(bias.shape) != [own]:
         raise ValueError(f"{op}: a bias of shape {list(bias.shape)}; want [{own}]")

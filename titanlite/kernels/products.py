@@ -24,12 +24,12 @@ def product(
     right_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`left @ right + bias`, accumulated in float32 and rounded once.
+    """`left @ right + bias`, accumulated in float32 (float64's in float64) and rounded once.
 
     Args:
         left: […, K].
         right: [K, N].
-        bias: [N].
+        bias: [N], any dtype.
         left_scale: float8 only: [] or […, 1] float32.
         right_scale: float8 only: [] or [1, N] float32.
         out_dtype: of the result; the operands' (bfloat16 for float8) if None.
@@ -43,11 +43,12 @@ def product(
     if left_scale is not None and right_scale is not None:
         out = _scaled(left, right, left_scale, right_scale, torch.float32 if bias is not None else dtype)
         return (out if bias is None else (out + bias).to(dtype)).view(shape)
-    if bias is not None and dtype == left.dtype:
+    if bias is not None and bias.dtype == dtype == left.dtype:
         return torch.addmm(bias, left, right).view(shape)
-    if dtype == left.dtype:
+    if bias is None and dtype == left.dtype:
         return (left @ right).view(shape)
-    wide = left.float() @ right.float()
+    accumulated = torch.promote_types(left.dtype, torch.float32)
+    wide = left.to(accumulated) @ right.to(accumulated)
     return (wide if bias is None else wide + bias).to(dtype).view(shape)
 
 
@@ -57,10 +58,11 @@ def _scaled(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor
     left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
     if not left.is_cuda:
         return (left.float() * left_scale @ (right.float() * right_scale)).to(dtype)
-    if left_scale.numel() > 1 or right_scale.numel() > 1:
+    left, right = left.contiguous(), right if right.stride(0) == 1 else right.t().contiguous().t()
+    if left_scale.numel() == right_scale.numel() == 1:
+        return torch._scaled_mm(left, right, left_scale.view(()), right_scale.view(()), out_dtype=dtype)
+    if dtype == torch.bfloat16:
         left_scale, right_scale = left_scale.expand(M, 1).contiguous(), right_scale.expand(1, N).contiguous()
-        dtype, wanted = torch.bfloat16, dtype  # cuBLAS scales rows for no other result
-    else:
-        left_scale, right_scale, wanted = left_scale.view(()), right_scale.view(()), dtype
-    right = right if right.stride(0) == 1 else right.t().contiguous().t()
-    return torch._scaled_mm(left.contiguous(), right, left_scale, right_scale, out_dtype=dtype).to(wanted)
+        return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype)
+    one = left_scale.new_ones(())  # cuBLAS scales rows of a bfloat16 result only
+    return (torch._scaled_mm(left, right, one, one, out_dtype=torch.float32) * left_scale * right_scale).to(dtype)
