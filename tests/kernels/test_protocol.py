@@ -1,0 +1,168 @@
+"""Every interleaving of the signals and copies by which ranks share memory, in a model of `titanlite/kernels/device`.
+
+Each rank's stream runs its operators one after the other; between ranks, steps come in any order. An operator of epoch
+e takes slot e mod 2 of the memory, whatever its kind:
+
+    all-gather      write own slot; signal all; wait for all; read each peer's slot
+    reduce-scatter  push a part into each peer's slot; signal all; wait for all; read own slot
+
+A signal from one rank to another is a count that only grows, to e + 1; to wait is to see e + 1 from every rank. Nothing
+else keeps a rank from overwriting what a peer has yet to read, so the model looks at every state that can be reached.
+
+A step happens at once here, and takes time on a GPU. Nothing is lost by that: if a write may overlap a read there, both
+orders of the two are among the interleavings here, and one of them reads the wrong number. Nor by the fixed order in
+which an operator visits its peers, as each visit may be as early or as late as any.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+ALL_GATHER, REDUCE_SCATTER = "A", "R"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The rules, which faults change."""
+
+    slots: int = 2
+    counts_kinds_apart: bool = False
+    waits: bool = True
+    waits_for_last_epoch: bool = False
+    signals_first: bool = False
+    signals_one_peer: bool = False
+
+
+class Step(NamedTuple):
+    """One step of a stream.
+
+    Attributes:
+        does: "write", "signal", "wait" or "read".
+        rank: whose memory or flag it is.
+        slot: of that memory.
+        parts: of that slot: one for each rank.
+        value: what a write leaves and a read wants, or the epoch that is signalled and waited for.
+    """
+
+    does: str
+    rank: int
+    slot: int = 0
+    parts: tuple[int, ...] = ()
+    value: tuple[str, int] | int = 0
+
+
+def stream(operators: str, me: int, ranks: int, protocol: Protocol) -> list[Step]:
+    """The steps of one rank."""
+    everyone = tuple(range(ranks))
+    peers = [(me + i) % ranks for i in range(1, ranks)]
+    steps: list[Step] = []
+    for epoch, kind in enumerate(operators):
+        count = operators[:epoch].count(kind) if protocol.counts_kinds_apart else epoch
+        slot, value = count % protocol.slots, (kind, epoch)
+        if kind == ALL_GATHER:
+            writes = [Step("write", me, slot, everyone, value)]
+            reads = [Step("read", peer, slot, everyone, value) for peer in peers]
+        else:
+            writes = [Step("write", peer, slot, (me,), value) for peer in (*peers, me)]
+            reads = [Step("read", me, slot, everyone, value)]
+        told = [peers[0], me] if protocol.signals_one_peer else [*peers, me]
+        signals = [Step("signal", rank, value=epoch + 1) for rank in told]
+        steps += signals + writes if protocol.signals_first else writes + signals
+        if protocol.waits:
+            steps.append(Step("wait", me, value=epoch if protocol.waits_for_last_epoch else epoch + 1))
+        steps += reads
+    return steps
+
+
+def first_fault(operators: Sequence[str], protocol: Protocol) -> str | None:
+    """Search all interleavings of the ranks' streams for a read of a wrong number or a wait without end.
+
+    Args:
+        operators: each rank's, a letter each.
+        protocol: the rules.
+
+    Returns:
+        The fault in words, or None.
+    """
+    ranks = len(operators)
+    streams = [stream(ops, me, ranks, protocol) for me, ops in enumerate(operators)]
+    # How far a rank is says what it has signalled: signalled[rank][steps done][to].
+    signalled = []
+    for steps in streams:
+        counts = [[0] * ranks]
+        for step in steps:
+            counts.append(list(counts[-1]))
+            if step.does == "signal":
+                counts[-1][step.rank] = int(step.value)  # type: ignore[arg-type]
+        signalled.append(counts)
+
+    def cells(step: Step) -> list[int]:
+        return [(step.rank * protocol.slots + step.slot) * ranks + part for part in step.parts]
+
+    touched = [[cells(step) for step in steps] for steps in streams]
+    start = ((0,) * ranks, (None,) * (ranks * protocol.slots * ranks))
+    seen, left = {start}, [start]
+    while left:
+        done, memory = left.pop()
+        stuck = True
+        for me in range(ranks):
+            at = done[me]
+            if at == len(streams[me]):
+                continue
+            step, after = streams[me][at], memory
+            if step.does == "wait":
+                if any(signalled[rank][done[rank]][me] < step.value for rank in range(ranks)):
+                    continue
+            elif step.does == "write":
+                written = list(memory)
+                for cell in touched[me][at]:
+                    written[cell] = step.value
+                after = tuple(written)
+            elif step.does == "read":
+                found = {memory[cell] for cell in touched[me][at]}
+                if found != {step.value}:
+                    return f"rank {me} reads {found} of rank {step.rank}, wants {step.value}"
+            stuck = False
+            state = ((*done[:me], at + 1, *done[me + 1 :]), after)
+            if state not in seen:
+                seen.add(state)
+                left.append(state)
+        if stuck and any(at < len(steps) for at, steps in zip(done, streams, strict=True)):
+            return f"nobody can go on after {done} steps"
+    return None
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 4), (2, 6), (3, 3), (3, 5), (4, 3)])
+def test_no_interleaving_reads_a_wrong_number_or_waits_forever(ranks: int, length: int):
+    for operators in map("".join, product("AR", repeat=length)):  # shorter ones are how these begin
+        assert first_fault([operators] * ranks, Protocol()) is None, operators
+
+
+@pytest.mark.parametrize("operators", ["AAA", "AAR", "ARA", "ARR", "RAA", "RAR", "RRA", "RRR"])
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (Protocol(slots=1), "reads"),
+        (Protocol(waits=False), "reads"),
+        (Protocol(waits_for_last_epoch=True), "reads"),
+        (Protocol(signals_first=True), "reads"),
+        (Protocol(signals_one_peer=True), "nobody can go on"),
+    ],
+    ids=["one-slot", "no-wait", "wait-for-last-epoch", "signal-first", "signal-one-peer"],
+)
+def test_faults_are_found(fault: Protocol, found: str, operators: str):
+    assert found in (first_fault([operators] * 3, fault) or "")
+
+
+def test_slots_must_be_counted_over_both_kinds():
+    apart = Protocol(counts_kinds_apart=True)
+    assert first_fault(["AAA"] * 2, apart) is None
+    assert "reads" in (first_fault(["AR"] * 2, apart) or "")
+
+
+def test_ranks_must_agree_on_the_order():
+    assert "reads" in (first_fault(["AR", "RA"], Protocol()) or "")
+    assert "nobody can go on" in (first_fault(["AA", "A"], Protocol()) or "")
