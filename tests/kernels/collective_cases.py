@@ -311,44 +311,48 @@ class Ranks(NamedTuple):
     me: int
 
 
-def groups(world: int) -> dict[str, Ranks]:
-    """The groups that a case runs in: the whole world, two groups at once, and three ranks of four.
+def partitions(world: int) -> dict[str, list[tuple[int, ...]]]:
+    """The groups that a case runs in: the whole world, two groups at once, and three ranks of four."""
+    several = {"2-and-2": [(0, 2), (1, 3)], "3-of-4": [(0, 1, 3)]} if world >= 4 else {}
+    return {f"all-{world}": [tuple(range(world))], **several}
 
-    Every rank makes all of them, in this order. Those that this rank is no part of are left out.
-    """
-    partitions = {f"all-{world}": [tuple(range(world))]}
-    if world >= 4:
-        partitions |= {"2-and-2": [(0, 2), (1, 3)], "3-of-4": [(0, 1, 3)]}
-    mine: dict[str, Ranks] = {}
-    for name, parts in partitions.items():
-        for ranks in parts:
-            group = dist.group.WORLD if len(ranks) == world else dist.new_group(list(ranks))
-            if dist.get_rank() in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                mine[name] = Ranks(group.group_name, ranks, ranks.index(dist.get_rank()))
-    return mine
+
+def groups(world: int) -> dict[str, Ranks]:
+    """Those groups that this rank is in; all ranks must call this together."""
+    return {name: own for name, parts in partitions(world).items() for own in own_groups(parts)}
+
+
+def own_groups(parts: list[tuple[int, ...]]) -> list[Ranks]:
+    """New groups of those ranks, which every rank makes in this order, without those that this rank is not in."""
+    found: list[Ranks] = []
+    for ranks in parts:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            found.append(Ranks(group.group_name, ranks, ranks.index(dist.get_rank())))
+    return found
 
 
 class Numbers:
-    """Seeded operands. The same seed makes the same numbers on every rank and device."""
+    """Seeded operands. The same seed makes the same numbers on every rank."""
 
     def __init__(self, seed: str, device: str, terms: int | None, memory: str = "contiguous"):
-        self._rng = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+        self._rng = torch.Generator(device).manual_seed(zlib.crc32(seed.encode()))
         self._device, self._memory, self._exact = device, memory, terms is not None
         # Of `terms` products of two numbers that are not 0 with probability p, the sum has variance terms·p² = 36.
         self._probability = min(0.5, 6 / math.sqrt(terms)) if terms else 0.0
 
     def operand(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         """Normal numbers, or the signs and zeros of an exact case."""
-        numbers = torch.randn(shape, generator=self._rng, dtype=F64)
+        numbers = torch.randn(shape, generator=self._rng, dtype=F64, device=self._device)
         if self._exact:
-            numbers = numbers.sign() * (torch.rand(shape, generator=self._rng) < self._probability)
-        return placed(numbers.to(dtype).to(self._device), self._memory)
+            numbers = numbers.sign() * (torch.rand(shape, generator=self._rng, device=self._device) < self._probability)
+        return placed(numbers.to(dtype), self._memory)
 
     def scale(self, shape: list[int]) -> Tensor:
         """Scales in [0.5, 2), or 1 and 2."""
-        numbers = 2 ** (2 * torch.rand(shape, generator=self._rng) - 1)
-        return (numbers.floor() + 1 if self._exact else numbers).to(self._device)
+        numbers = 2 ** (2 * torch.rand(shape, generator=self._rng, device=self._device) - 1)
+        return numbers.floor() + 1 if self._exact else numbers
 
 
 def placed(x: Tensor, memory: str) -> Tensor:
@@ -422,7 +426,7 @@ def check_case(case: Case, device: str, group: Ranks, *, before: Callable[[], ob
         case: what to run.
         device: "cpu" or "cuda".
         group: where.
-        before: called ahead of each run of an operator.
+        before: called ahead of each run of an operator, and of its backward.
     """
     check = _check_gather if isinstance(case, Gather) else _check_scatter
     return [f"{kind}: {text}" for kind in ("exact", "normal") for text in check(case, device, group, kind, before)]
@@ -434,12 +438,11 @@ def _check_gather(case: Gather, device: str, group: Ranks, kind: str, before: Ca
     size = sizes(case.whole, device)[case.dim]
 
     def run(given: Given) -> list[Tensor]:
-        before()
         return run_gather(case, given, size, group.name)
 
     truths = gather_truths(case, every, range(len(every)))
     wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me]
-    problems, outs = _run_twice(run, mine) if kind == "normal" else _run_beside_fake(run, mine)
+    problems, outs = (_run_twice if kind == "normal" else _run_beside_fake)(run, mine, before)
     shards = [given.operands[0].double() for given in every]
     problems += _compare("gathered", outs[0], torch.cat(shards, case.dim), 0, case.dtype)
     if kind == "normal":
@@ -449,7 +452,7 @@ def _check_gather(case: Gather, device: str, group: Ranks, kind: str, before: Ca
     for i, (out, truth) in enumerate(zip(outs[1:], wanted[1:], strict=True)):
         allowed = roundings.product(truth, magnitudes[i + 1], K) if kind == "normal" else 0
         problems += _compare(f"product {i}", out, truth, allowed, roundings.out_dtype)
-    return problems + _check_gradients(case, every, group.me, kind, run, truths)
+    return problems + _check_gradients(case, every, group.me, kind, run, truths, before)
 
 
 def _check_scatter(case: Scatter, device: str, group: Ranks, kind: str, before: Callable[[], object]) -> list[str]:
@@ -457,13 +460,12 @@ def _check_scatter(case: Scatter, device: str, group: Ranks, kind: str, before: 
     mine = every[group.me]
 
     def run(given: Given) -> list[Tensor]:
-        before()
         return [run_scatter(case, given, group.name)]
 
     truths = scatter_truths(case, every)
     wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me][0]
     fused = _fused()
-    problems, outs = _run_twice(run, mine) if kind == "normal" else _run_beside_fake(run, mine)
+    problems, outs = (_run_twice if kind == "normal" else _run_beside_fake)(run, mine, before)
     fused = _fused() - fused
     roundings, allowed = Roundings(case), 0
     if kind == "normal":
@@ -475,7 +477,7 @@ def _check_scatter(case: Scatter, device: str, group: Ranks, kind: str, before: 
         bias = mine.operands[-1].double() if case.bias else None
         allowed = roundings.reduced(parts, errors, bias, once=bool(fused))
     problems += _compare("sum", outs[0], wanted, allowed, roundings.out_dtype)
-    return problems + _check_gradients(case, every, group.me, kind, run, truths)
+    return problems + _check_gradients(case, every, group.me, kind, run, truths, before)
 
 
 def _fused() -> int:
@@ -483,15 +485,22 @@ def _fused() -> int:
     return sum(n for how, n in lowered.items() if how.reason is None)
 
 
-def _run_twice(run: Callable[[Given], list[Tensor]], given: Given) -> tuple[list[str], list[Tensor]]:
+Run = Callable[[Given], list[Tensor]]
+
+
+def _run_twice(run: Run, given: Given, before: Callable[[], object]) -> tuple[list[str], list[Tensor]]:
     """The results, which must be those of a second run to the bit."""
-    outs, again = run(given), run(given)
+    before()
+    outs = run(given)
+    before()
+    again = run(given)
     pairs = enumerate(zip(outs, again, strict=True))
     return [f"result {i}: two runs differ" for i, (a, b) in pairs if not torch.equal(_bytes(a), _bytes(b))], outs
 
 
-def _run_beside_fake(run: Callable[[Given], list[Tensor]], given: Given) -> tuple[list[str], list[Tensor]]:
+def _run_beside_fake(run: Run, given: Given, before: Callable[[], object]) -> tuple[list[str], list[Tensor]]:
     """The results, which must be what the fake says, and lie as new tensors do."""
+    before()
     outs, problems = run(given), []
     with FakeTensorMode() as mode:
         fakes = run(Given(*([mode.from_tensor(t) for t in ts] for ts in (given.operands, given.scales))))
@@ -529,12 +538,16 @@ def _compare(name: str, got: Tensor, truth: Tensor, allowed: Tensor | float, dty
 Truths = Callable[..., list[list[Tensor]]]
 
 
-def _check_gradients(case: Case, every: list[Given], me: int, kind: str, run, truths: Truths) -> list[str]:
+def _check_gradients(
+    case: Case, every: list[Given], me: int, kind: str, run: Run, truths: Truths, before: Callable[[], object]
+) -> list[str]:
     """Every operand's gradient, against that of all ranks' results at once in float64."""
     if case.dtype in FLOAT8 or not (kind == "exact" or case.dtype == F64):
         return []
     leaves = [t.detach().requires_grad_() for t in every[me].operands]
+    before()
     outs = run(Given(leaves))
+    before()
     got = torch.autograd.grad(outs, leaves, every[me].grads, allow_unused=True, materialize_grads=True)
     true_leaves = [[t.double().requires_grad_() for t in given.operands] for given in every]
     true_outs = truths(*(t for ts in true_leaves for t in ts))
@@ -701,3 +714,26 @@ def scatter_truths(case: Scatter, every: list[Given]) -> Truths:
         return [[chunk + o[-1] if case.bias else chunk] for chunk, o in zip(chunks, of, strict=True)]
 
     return truths
+
+
+class Prepared(NamedTuple):
+    """A call with exact operands, and what it must return."""
+
+    given: Given
+    call: Callable[[Given], list[Tensor]]
+    wanted: list[Tensor]
+
+
+def prepared(case: Case, device: str, group: Ranks, round: int) -> Prepared:
+    """A round of a case; each has other numbers."""
+    ranks = range(len(group.ranks))
+    if isinstance(case, Gather):
+        every = [gather_given(case, device, group, r, "exact", round) for r in ranks]
+        truths, size = gather_truths(case, every, ranks), sizes(case.whole, device)[case.dim]
+        call = lambda given: run_gather(case, given, size, group.name)  # noqa: E731
+    else:
+        every = [scatter_given(case, device, group, r, "exact", round) for r in ranks]
+        truths = scatter_truths(case, every)
+        call = lambda given: [run_scatter(case, given, group.name)]  # noqa: E731
+    wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me]
+    return Prepared(every[group.me], call, wanted)

@@ -1,0 +1,22 @@
+"""The collective matmuls on all GPUs of this machine; and the program that tests them, on none."""
+
+import pytest
+import torch
+
+from tests.kernels.collective_gpu import run
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1600)
+def test_on_gpus():
+    world = min(torch.cuda.device_count(), 8)
+    if world < 2:
+        pytest.skip("needs two CUDA devices")
+    failed = [result for result in run(world) if result.problems]
+    assert not failed, "\n".join(map(str, failed))
+
+
+def test_over_gloo():
+    results = run(2, "cpu", only="out of step", timeout_s=60)
+    names = ["operators out of step all-2", "network out of step all-2"]
+    assert [(result.name, result.problems) for result in results] == [(name, []) for name in names]
