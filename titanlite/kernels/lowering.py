@@ -44,7 +44,7 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
     from titanlite.kernels import all_gather_matmul as stem
 
     biases, scale, scale_of, other_scales, _ = rest
-    call = _call(group, shard, *others, *biases, scale, *other_scales), dim, size, form, scale_of
+    call = _call(group, shard, *others, *biases, scale, *other_scales), len(others), dim, size, form, scale_of
     known = _verdicts.get(call)
     if known is None:
         stem.check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)

@@ -340,22 +340,13 @@ def obstacle(
         return f"chunks of {at.whole.chunk} of the contracted dim; the kernels want a multiple of {128 // itemsize}"
     if at.wait == CONTRACTED_COLS and scale_of == "shard":
         return "a scale for each shard of the contracted dim"
-    other = others[0]
-    Y = other.shape[-1] if form.startswith("left") else math.prod(other.shape[:-1])
     if shard.dtype in FLOAT8 and form not in ("left", "right_t"):
         return f"float8 in the form {form!r}; Hopper multiplies float8 along rows only"
-    k_major = _k_major(other, form)
-    if (at.K if k_major or shard.dtype in FLOAT8 else Y) * itemsize % 16:
-        return "rows of the other operand are not a multiple of 16 bytes"
+    if at.K * itemsize % 16:
+        return f"{at.K} contracted, {at.K * itemsize} bytes; the kernels want a multiple of 16"
     if ranks * -(-at.rows // UNIT) > COUNTERS - COUNTERS_HEADER:
         return f"{at.rows} rows of a shard; the kernels count up to {(COUNTERS - COUNTERS_HEADER) // ranks * UNIT}"
     return None
-
-
-def _k_major(other: Tensor, form: str) -> bool:
-    """Whether the other operand is contiguous along the contracted dim."""
-    flat = other.t() if form.startswith("left") else other
-    return flat.stride(-1) == 1 and (flat.ndim > 2 or flat.stride(0) >= flat.shape[1] or flat.shape[0] == 1)
 
 
 def all_gather_matmul(

@@ -207,14 +207,11 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
     shape = product_shape(left.shape, rights[0].shape)
     if not math.prod(shape):
         return "nothing to multiply"
-    M, N = math.prod(shape[:-1]), shape[-1]
-    itemsize = left.dtype.itemsize
-    for a, b in zip(lefts, rights, strict=True):
-        K = a.shape[-1]
-        if K * itemsize % 16 or (M * itemsize % 16 and not _k_major(a.flatten(0, -2))):
-            return f"a left operand of {M} × {K}; the kernels want rows of a multiple of 16 bytes"
-        if N * itemsize % 16 and not _k_major(b.t()) and itemsize > 1:
-            return f"a right operand of {K} × {N}; the kernels want rows of a multiple of 16 bytes"
+    for a in lefts:
+        if a.shape[-1] * a.dtype.itemsize % 16:
+            return (
+                f"{a.shape[-1]} contracted, {a.shape[-1] * a.dtype.itemsize} bytes; the kernels want a multiple of 16"
+            )
     return None
 
 

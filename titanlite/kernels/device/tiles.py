@@ -1,6 +1,13 @@
-"""How a collective matmul is cut up, by shape."""
+"""How a collective matmul is cut up, by shape: a table of measured shapes, and a rule for all others.
 
+`tiles.toml` holds what `scripts/bench/collective_matmul.py --tune` found best. It is part of the package, so that
+nobody tunes at run time and all ranks choose alike.
+"""
+
+import tomllib
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 
 @dataclass(frozen=True)
@@ -13,9 +20,9 @@ class Tiles:
         k: of the contracted dim, in one step.
         warps: per thread block.
         stages: steps of k on their way at once.
-        group: blocks of rows that share a pass over all columns, for the cache's sake.
-        copiers: thread blocks that copy first (all-gather only).
-        copy_rows: rows of 128 bytes that the specialised kernel copies at once.
+        group: blocks of rows that share a pass over all columns, for the cache's sake (all-gather only).
+        copiers: thread blocks that copy first (all-gather, not specialised).
+        copy_rows: rows of 128 bytes that one copy takes (all-gather, specialised).
         specialised: take the kernel whose warps are specialised (`specialised`), where the shape allows it.
     """
 
@@ -30,6 +37,7 @@ class Tiles:
     specialised: bool = True
 
 
+@cache
 def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
     """The tiles for a product of `[M, K] @ [K, N]`.
 
@@ -41,4 +49,28 @@ def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
         N: its columns.
         K: contracted.
     """
-    return Tiles(n=256 if N > 128 else 128, k=128 // itemsize)
+    known = _table().get((op, itemsize, ranks, M, N, K))
+    if known is not None:
+        return known
+    k = 128 // itemsize
+    # Where the gather is the longer half, narrow tiles leave room for larger copies, and end sooner after the last one.
+    flops, moved = 2 * M * N * K, (ranks - 1) / ranks * M * K * itemsize
+    gather_bound = op == "all_gather_matmul" and moved / LINK > flops * itemsize / 2 / MATMUL
+    if N <= 128 or gather_bound:
+        return Tiles(n=128, k=k, stages=4, copy_rows=64)
+    return Tiles(k=k)
+
+
+LINK = 340e9
+"""Bytes per second to and from all peers of an H200 together (`docs/performance.md`)."""
+MATMUL = 700e12
+"""FLOP per second of a large bf16 matmul on an H200."""
+
+
+@cache
+def _table() -> dict[tuple[str, int, int, int, int, int], Tiles]:
+    rows = tomllib.loads(files(__package__).joinpath("tiles.toml").read_text())["tiles"]
+    shape = ("op", "itemsize", "ranks", "M", "N", "K")
+    return {
+        tuple(row[key] for key in shape): Tiles(**{key: row[key] for key in row if key not in shape}) for row in rows
+    }

@@ -1,0 +1,136 @@
+"""The collective matmuls under load: torchrun --nproc-per-node 8 -m tests.kernels.soak [--ops 10000]
+
+Operators of random kind and shape in random order, the same on all ranks, while each rank is delayed at random and NCCL
+gathers and scatters on a stream of its own. Every result is compared, bit for bit, with the operator's first, which has
+been held against the definition. Now and then a captured graph of several operators is replayed in between.
+"""
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.kernels import all_gather_matmul as gather
+from titanlite.kernels import matmul_reduce_scatter as scatter
+from titanlite.kernels.device.channel import set_deadline
+from titanlite.kernels.lowering import lowered
+
+BF16, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]]:
+    """Fused calls, each beside its definition, on random operands of shapes that all ranks draw alike."""
+    shapes, ranks = random.Random(n), group.size()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=BF16)
+
+    made = []
+    for _ in range(n):
+        M, K, N = ranks * shapes.choice((128, 200, 512, 1024)), 16 * shapes.randint(8, 64), 8 * shapes.randint(8, 128)
+        turned = shapes.random() < 0.5
+        weight = normal(N, K).t() if turned else normal(K, N)
+        kind = shapes.choice(("gather", "scatter", "batch", "sum", "right", "float8"))
+        none = ("left", [], None, "tensor", [], None)
+        if kind == "gather":
+            args = (normal(M // ranks, K), [weight], 0, M, group.group_name, *none)
+        elif kind == "batch":
+            args = (normal(2, M // ranks, K), [weight], 1, M, group.group_name, *none)
+        elif kind == "right":
+            args = (normal(128, N), [normal(72, 128 * ranks)], 0, 128 * ranks, group.group_name, "right", *none[1:])
+        elif kind == "float8":
+            shard, scale = normal(M // ranks, K).to(FLOAT8), torch.rand(M // ranks, 1, device="cuda") + 0.5
+            weight = normal(N, K).to(FLOAT8).t()
+            scales = [torch.rand(1, N, device="cuda") + 0.5]
+            args = (shard, [weight], 0, M, group.group_name, "left", [], scale, "row", scales, BF16)
+        else:
+            lefts, rights = [normal(M, K)], [weight]
+            if kind == "sum":
+                lefts, rights = [*lefts, normal(M, 64)], [*rights, normal(N, 64).t() if turned else normal(64, N)]
+            args = (lefts, rights, 0, group.group_name, None, [], [], None)
+        if kind in ("scatter", "sum"):
+            made.append((_one(torch.ops.titanlite.matmul_reduce_scatter, args), _one(scatter.definition, args)))
+        else:
+            made.append((_list(torch.ops.titanlite.all_gather_matmul, args), _list(gather.definition, args)))
+    return made
+
+
+def _one(op: Callable[..., Tensor], args: tuple) -> Callable[[], list[Tensor]]:
+    return lambda: [op(*args)]
+
+
+def _list(op: Callable[..., list[Tensor]], args: tuple) -> Callable[[], list[Tensor]]:
+    return lambda: op(*args)
+
+
+def differ(got: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    """Whether any bit differs, left on the GPU."""
+    pairs = zip(got, wanted, strict=True)
+    return torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", type=int, default=10_000)
+    parser.add_argument("--kinds", type=int, default=24)
+    args = parser.parse_args()
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank), timeout=timedelta(seconds=60))
+    set_deadline(30)
+    torch.manual_seed(rank)
+    group, network = dist.new_group(), dist.new_group()
+    assert group is not None
+    ops = operators(group, args.kinds)
+    wanted = []
+    for i, (fused, definition) in enumerate(ops):
+        wanted.append(fused())
+        for got, truth in zip(wanted[-1], definition(), strict=True):
+            error = (got.float() - truth.float()).norm() / truth.float().norm()
+            # Each side rounds to bfloat16, 2⁻⁹, the definition's reduction once more for each rank.
+            assert error < 2**-9 * (1 + dist.get_world_size()), (i, error)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [fused() for fused, _ in ops[:4]]
+
+    own, together = random.Random(f"rank {rank}"), random.Random("all")
+    side = torch.cuda.Stream()
+    small, large = torch.ones(1 << 20, device="cuda"), torch.empty(dist.get_world_size() << 20, device="cuda")
+    wrong, replays, start = torch.zeros((), dtype=torch.int64, device="cuda"), 0, time.monotonic()
+    for number in range(args.ops):
+        if own.random() < 0.05:
+            torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
+        if number % 4 == 0:
+            with torch.cuda.stream(side):
+                dist.all_gather_into_tensor(large, small, group=network)
+                dist.reduce_scatter_tensor(small, large, group=network)
+                small.fill_(1)
+        i = together.randrange(len(ops))
+        if together.random() < 0.02:
+            graph.replay()
+            replays += 1
+            wrong += sum(differ(got, expected) for got, expected in zip(captured, wanted, strict=False))
+        wrong += differ(ops[i][0](), wanted[i])
+        if number % 500 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    dist.all_reduce(wrong)
+    if rank == 0:
+        fused = sum(count for call, count in lowered.items() if call.reason is None)
+        reasons = {call.reason for call in lowered if call.reason}
+        seconds = time.monotonic() - start
+        print(f"{args.ops} operators and {replays} replays in {seconds:.0f} s, {fused} calls fused, plain: {reasons}")
+        print(f"{wrong.item()} results with a wrong bit")
+    os._exit(int(wrong.item() > 0))
+
+
+if __name__ == "__main__":
+    main()
