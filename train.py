@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from titanlite.checkpoint.resume import step_to_resume
 from titanlite.commands.validate import checked_run
-from titanlite.config.write import to_toml
 from titanlite.exit_code import exit_code
 from titanlite.run_folder import RunFolder
 
@@ -18,8 +18,11 @@ from titanlite.run_folder import RunFolder
 def main() -> None:
     """Check everything, claim the run's folder, train."""
     run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    folder = RunFolder(Path(run.config.job.dump_folder) / run.config.job.name)
-    notices = folder.claim(run.config, to_toml(run.config)) if os.environ.get("RANK", "0") == "0" else []
+    folder, notices = RunFolder(Path(run.config.job.dump_folder) / run.config.job.name), []
+    if os.environ.get("RANK", "0") == "0":
+        notices = folder.claim(run.config)
+        if run.config.checkpoint.enable:
+            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
 
     from titanlite.training.train import train  # torch is imported here, not before
 

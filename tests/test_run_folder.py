@@ -32,7 +32,8 @@ def change(config: Config, key: str, value: object) -> Config:
 
 def claim(path: Path, config: Config) -> list[str]:
     folder = RunFolder(path)
-    notices = folder.claim(config, toml(config))
+    notices = folder.claim(config)
+    folder.record(toml(config))
     folder.release()
     return notices
 
@@ -43,6 +44,14 @@ def test_a_new_folder_and_the_same_run_again(tmp_path: Path) -> None:
     assert (path / "config.toml").read_text() == toml(Config())
     assert claim(path, Config()) == []
     assert sorted(p.name for p in path.iterdir()) == ["config.toml", "lock"]
+
+
+def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
+    claim(tmp_path, Config())
+    folder = RunFolder(tmp_path)
+    assert folder.claim(change(Config(), "optimizer.lr", 1e-3)) == ["optimizer.lr: 0.0003 → 0.001"]
+    folder.release()
+    assert (tmp_path / "config.toml").read_text() == toml(Config())
 
 
 IDENTITY = [
@@ -129,7 +138,7 @@ HOLDER = """
 import os, sys, time
 from titanlite.config.schema import Config
 from titanlite.run_folder import RunFolder
-RunFolder(sys.argv[1]).claim(Config(), "")  # the object may be dropped: the lock is the process's
+RunFolder(sys.argv[1]).claim(Config())  # the object may be dropped: the lock is the process's
 assert "torch" not in sys.modules
 child = os.fork() if sys.argv[2] == "fork" else 0
 if not child:

@@ -42,12 +42,11 @@ class RunFolder:
         self.profile = self.path / "profile"
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 
-    def claim(self, config: Config, config_toml: str) -> list[str]:
-        """Create the folder or check that it is this run's, lock it, and write `config.toml`. On one process.
+    def claim(self, config: Config) -> list[str]:
+        """Create the folder or check that it is this run's, and lock it. On one process.
 
         Args:
             config: the resolved config.
-            config_toml: the same as TOML text.
 
         Returns:
             What the user should be told: keys that changed since the run was last started, a file system without locks.
@@ -62,7 +61,6 @@ class RunFolder:
             try:
                 notices += self._compare(config)
                 self._check_new(config)
-                _replace(self.config, config_toml)
             except BaseException:
                 self.release()
                 raise
@@ -75,6 +73,14 @@ class RunFolder:
             )
             raise ConfigError(describe(str(self.path), [problem])) from None
         return notices
+
+    def record(self, config_toml: str) -> None:
+        """Write `config.toml`; call once it is certain that the claimed run trains with it.
+
+        Args:
+            config_toml: the resolved config as TOML text.
+        """
+        _replace(self.config, config_toml)
 
     def release(self) -> None:
         """Drop the lock before the process ends. Without a lock, nothing."""

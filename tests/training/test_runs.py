@@ -3,12 +3,15 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.training.launched import Desk, Ended, wait_for_step
+from tests.training.launched import REPOSITORY, Desk, Ended, wait_for_step
 from titanlite.observe.metrics import MetricsFile, StepRow
+from titanlite.training import loop
 from titanlite.training.report import Outcome, Report
 
 LAYOUTS = {"1": (1, ()), "FSDP 2": (2, ()), "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",))}
@@ -86,12 +89,53 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     for refused in (missing, behind, never):
         assert "Traceback" not in refused.output
     assert run.checkpoints() == [2, 4, 5]
-    assert "nothing to do: 5 steps were asked for, 5 are done" in desk.run("asked", 1, *flags).output
+    config = (run.folder / "config.toml").read_text()
+    assert 'resume = "auto"' in config  # those that were refused left no trace
+    nothing = desk.run("asked", 1, *flags, "--optimizer.lr=7e-4")
+    assert "nothing to do: 5 steps were asked for, 5 are done" in nothing.output
+    assert "optimizer.lr: 0.002 → 0.0007" in nothing.output
+    assert (run.folder / "config.toml").read_text() == config
+    desk.run("asked", 1, "--job.stop_after=6", "--optimizer.lr=7e-4")
+    assert "lr = 0.0007" in (run.folder / "config.toml").read_text()
 
 
-def test_a_missing_step_is_said_by_every_rank_alike(desk: Desk) -> None:
-    run = desk.run("asked on two", 2, "--checkpoint.resume=7", ends=2)
-    assert run.output.count("a complete checkpoint in") == 2
+def test_a_missing_step_is_refused_before_torch_is_imported(desk: Desk) -> None:
+    code = (
+        "import sys, train; from titanlite.exit_code import exit_code; "
+        "code = exit_code(train.main); print(*sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *desk.flags("not there", "--checkpoint.resume=7")]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2, ended.stderr
+    assert "checkpoint.resume = 7\n    want: a complete checkpoint in" in ended.stderr.replace("\n  ", "\n")
+    assert "torch" not in ended.stdout.split()
+
+
+def test_a_start_that_fails_says_so_in_status_and_log(desk: Desk) -> None:
+    run = desk.run("fails", 2, "--job.stop_after=2")
+    config = (run.folder / "config.toml").read_text()
+    for shard in (run.folder / "checkpoints" / "step-00000002").glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    again = desk.run("fails", 2, "--optimizer.lr=7e-4", ends=2)
+    assert (again.status["state"], again.status["step"]) == ("failed", 2)
+    assert again.status["error"]["type"] == "CheckpointError"
+    assert "no older one is whole" in again.status["error"]["message"]
+    for rank in (0, 1):
+        log = (run.folder / "logs" / f"rank{rank}.log").read_text()
+        assert "failed: " in log
+        assert "no older one is whole" in log
+        assert "Traceback" not in log
+    assert (run.folder / "config.toml").read_text() == config
+
+
+def test_the_log_of_a_rank_ends_with_the_bug_that_ended_it(desk: Desk) -> None:
+    def plant() -> None:
+        loop.learning_rate = lambda step, config: 1 / (2 - step)
+
+    job = desk.start("bug", 1, plant=plant)
+    assert job.wait() == [1]
+    last = (desk.folder / "runs" / "bug" / "logs" / "rank0.log").read_text().splitlines()[-1]
+    assert last == "ZeroDivisionError: division by zero"
 
 
 def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:

@@ -1,11 +1,8 @@
 """The checkpoints of a run: save one, choose which to resume from, load it.
 
 A checkpoint holds tensors (`store.py`) and one `state.json` with everything else; it is published whole or not at all
-(`publish.py`). The rules of resuming are chosen so that no work is lost in silence:
-
-- `auto` takes the newest complete checkpoint, a step number exactly that one, `never` demands that there is none;
-- a damaged checkpoint stops the run and names the next older good one, it is not skipped;
-- resuming behind newer checkpoints is refused, for a later `auto` would take the abandoned branch.
+(`publish.py`). Which one a run goes on from is said by `resume.py`; a damaged one stops the run and names the next
+older good one, it is not skipped.
 
 Every method is collective: all ranks call it, all ranks return the same or raise the same.
 """
@@ -21,6 +18,7 @@ from torch import Tensor
 import titanlite
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
+from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
 from titanlite.errors import CheckpointError, Problem, describe
 
@@ -86,8 +84,7 @@ class Checkpoints:
             The step to load; None for a fresh start.
 
         Raises:
-            CheckpointError: the named step is not there, newer ones exist, there are some in spite of `never`, or a
-                folder is only part of a checkpoint.
+            CheckpointError: as `step_to_resume` says.
         """
         return on_rank_0(lambda: self._choose(resume))
 
@@ -129,32 +126,7 @@ class Checkpoints:
 
     def _choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         publish.remove_stale(self.root)
-        steps = publish.complete_steps(self.root)
-        if parts := publish.partial_folders(self.root):
-            want = f"complete checkpoints only: one without {publish.MANIFEST} was copied in part or tampered with"
-            fix = "copy it again, or move it away"
-            raise CheckpointError(describe(str(self.root), [Problem(p, "incomplete", want, fix) for p in parts]))
-        if resume == "auto":
-            return steps[-1] if steps else None
-        if resume == "never":
-            if steps:
-                fix = 'choose another job.name, or set checkpoint.resume = "auto"'
-                raise self._resume_error(f'"never", and there are {_list(steps)}', "a folder without checkpoints", fix)
-            return None
-        if resume not in steps:
-            want = f"one of {_list(steps)}" if steps else f"a complete checkpoint in {self.root}; there is none"
-            raise self._resume_error(str(resume), want, 'name one that is there, or set checkpoint.resume = "auto"')
-        if newer := [step for step in steps if step > resume]:
-            want = f"the newest, {newer[-1]}: a later start would take up the abandoned branch ({_list(newer)}) again"
-            fix = (
-                f"move the newer ones away or delete them; or choose another job.name and copy "
-                f"{publish.step_folder(self.root, resume).name} into its checkpoints folder"
-            )
-            raise self._resume_error(str(resume), want, fix)
-        return resume
-
-    def _resume_error(self, saw: str, want: str, fix: str) -> CheckpointError:
-        return CheckpointError(describe(str(self.root), [Problem("checkpoint.resume", saw, want, fix)]))
+        return step_to_resume(self.root, resume)
 
     def _verify(self, step: int) -> None:
         """Verify on all ranks; if the checkpoint is damaged, look for the one to go back to."""
@@ -191,7 +163,3 @@ def _read_state(folder: Path, step: int) -> dict[str, Any]:
     else:
         return saved
     raise CheckpointError(describe(str(folder), [problem]))
-
-
-def _list(steps: list[int]) -> str:
-    return ", ".join(str(step) for step in steps)

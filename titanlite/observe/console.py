@@ -11,11 +11,13 @@ host, and step lines to global rank 0, so eight ranks do not say everything eigh
 
 import statistics
 import sys
+import traceback
 from collections import deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from titanlite.errors import TitanliteError
 from titanlite.observe.metrics import StepRow, ValidationRow
 from titanlite.observe.redact import redact
 
@@ -78,6 +80,11 @@ class Console:
         self._log(text)
         if self._on_terminal:
             self._show(self._whose() + text, style="yellow")
+
+    def failed(self, error: BaseException) -> None:
+        """Note in the log file what ended this rank; the terminal is told when the process ends."""
+        bug = [] if isinstance(error, TitanliteError) else traceback.format_exception(error)
+        self._log(redact(f"failed: {''.join(bug).rstrip() or error}"))
 
     def close(self) -> None:
         """Leave the terminal and the log file in order."""

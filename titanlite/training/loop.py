@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.config.schema import Config
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
@@ -23,6 +24,11 @@ from titanlite.training.stop import StopSignals
 
 # A collective that hangs ends the run with NCCL's or gloo's own message first, which names it.
 WATCHDOG_GRACE_S = 60
+
+
+def last_step(config: Config) -> int:
+    """The step after which a run ends, if no signal ends it before."""
+    return min(config.training.steps, config.job.stop_after or config.training.steps)
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Loop:
             The last step taken.
         """
         run, config, report = self.run, self.run.config, self.report
-        last = min(config.training.steps, config.job.stop_after or config.training.steps)
+        last = last_step(config)
         in_flight: deque[InFlight] = deque()
         stopping, step = False, start
         if start >= last:

@@ -6,9 +6,11 @@ from contextlib import ExitStack, suppress
 import torch.distributed as dist
 
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
+from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
+from titanlite.config.write import to_toml
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, Problem, describe
@@ -22,7 +24,7 @@ from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.process_group import check_launcher, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
-from titanlite.training.loop import WATCHDOG_GRACE_S, Loop
+from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
 from titanlite.training.report import Report
 from titanlite.training.state import restore
 from titanlite.training.stop import StopSignals
@@ -53,82 +55,103 @@ def train(
         rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         console = Console(rank, local_rank, config.training.steps, folder.logs)
         cleanup.callback(console.close)
-        check_launcher()
         for notice in notices:
             console.notice(notice)
-        shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
-        held_out = None
-        if config.validation.enable:
-            held_out = prepare(config.validation.source, config.data, sizes.vocab_size, progress=local_rank == 0)
-
-        device = start_process_group(config.comm)
-        # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
-        cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
-        _check_same(shards.fingerprint)
-        cleanup.enter_context(fastest_attention())
-        run = build(config, sizes, save_list, float8, device)
-        checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
-        start, state = restore(run, checkpoints, console)
-        samples = int(state["samples"])
-        if state.get("corpus", shards.fingerprint) != shards.fingerprint:
-            console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
-
-        per_step = config.training.global_batch_size or config.training.local_batch_size * run.mesh.dp_size
-        placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
-        placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
-        seq_len, seed = config.training.seq_len, config.training.seed
-        batches = TrainBatches(shards, seq_len=seq_len, seed=seed, position=samples, **placed)
-        cleanup.callback(batches.close)
-        validation = None
-        if held_out is not None:
-            validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
-
-        status, metrics = _open(folder, start)
-        cleanup.callback(lambda: metrics.close() if metrics else None)
-        wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
-        cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
-        report = Report(
-            config, sizes, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
-        )
-        limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
-        watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
-        profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
-        # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
-        stop = cleanup.enter_context(StopSignals())
-        loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
+        saved = complete_steps(folder.checkpoints)
+        status = Status(folder.status, saved[-1] if saved else 0) if rank == 0 else None
         try:
-            if validation is not None and state.get("validation_due"):
-                loop.validate(start)
-            last = loop.train(start)
-        except BaseException as error:
+            _train(config, sizes, save_list, float8, folder, console, status, cleanup)
+        except BaseException as error:  # said before the cleanup, which may hang on what failed
             peer = peer_failure()
-            with suppress(OSError):  # of a full disk, which may be the error itself
-                if status:
-                    status.failed(peer or error)
+            for say in (console.failed, status.failed) if status else (console.failed,):
+                with suppress(OSError):  # of a full disk, which may be the error itself
+                    say(peer or error)
             if peer:
                 raise peer from error
             raise
-        if last >= config.training.steps:
-            if status:
-                status.finished(last)
-            return
-        at_limit = 0 < config.job.stop_after <= last
-        ended_by = stop.received or ("job.stop_after" if at_limit else "a signal to another rank")
-        console.notice(f"stopped by {ended_by} after step {last}")
+
+
+def _train(
+    config: Config,
+    sizes: ModelRecipe,
+    save_list: SaveList,
+    float8: Float8Recipe | None,
+    folder: RunFolder,
+    console: Console,
+    status: Status | None,
+    cleanup: ExitStack,
+) -> None:
+    """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
+    rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    check_launcher()
+    shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
+    held_out = None
+    if config.validation.enable:
+        held_out = prepare(config.validation.source, config.data, sizes.vocab_size, progress=local_rank == 0)
+
+    device = start_process_group(config.comm)
+    # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
+    cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
+    _check_same(shards.fingerprint)
+    cleanup.enter_context(fastest_attention())
+    run = build(config, sizes, save_list, float8, device)
+    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
+    start, state = restore(run, checkpoints, console)
+    samples = int(state["samples"])
+    if state.get("corpus", shards.fingerprint) != shards.fingerprint:
+        console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
+
+    per_step = config.training.global_batch_size or config.training.local_batch_size * run.mesh.dp_size
+    placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
+    placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
+    seq_len, seed = config.training.seq_len, config.training.seed
+    batches = TrainBatches(shards, seq_len=seq_len, seed=seed, position=samples, **placed)
+    cleanup.callback(batches.close)
+    validation = None
+    if held_out is not None:
+        validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
+
+    metrics = _open(folder, config, start)
+    cleanup.callback(lambda: metrics.close() if metrics else None)
+    if status:
+        status.progress(start)
+    wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
+    cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
+    report = Report(
+        config, sizes, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
+    )
+    limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
+    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
+    profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
+    # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
+    stop = cleanup.enter_context(StopSignals())
+    loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
+    if validation is not None and state.get("validation_due"):
+        loop.validate(start)
+    last = loop.train(start)
+    if last >= config.training.steps:
         if status:
-            status.stopped(last, ended_by)
+            status.finished(last)
+        return
+    at_limit = 0 < config.job.stop_after <= last
+    ended_by = stop.received or ("job.stop_after" if at_limit else "a signal to another rank")
+    console.notice(f"stopped by {ended_by} after step {last}")
+    if status:
+        status.stopped(last, ended_by)
 
 
-def _open(folder: RunFolder, start: int) -> tuple[Status, MetricsFile] | tuple[None, None]:
+def _open(folder: RunFolder, config: Config, start: int) -> MetricsFile | None:
     """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
-    opened: list[tuple[Status, MetricsFile]] = []
+    opened: list[MetricsFile] = []
 
-    def open_both() -> None:
-        metrics = MetricsFile(folder.metrics, start)
-        opened.append((Status(folder.status, start), metrics))
+    def open_all() -> None:
+        opened.append(MetricsFile(folder.metrics, start))
+        # A start that has nothing to train leaves the config that the run was trained with.
+        if start < last_step(config) or not folder.config.exists():
+            folder.record(to_toml(config))
 
-    on_rank_0(open_both)
-    return opened[0] if opened else (None, None)
+    on_rank_0(open_all)
+    return opened[0] if opened else None
 
 
 def _check_same(corpus: str) -> None:
