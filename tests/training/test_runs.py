@@ -11,6 +11,7 @@ import pytest
 
 from tests.training.launched import REPOSITORY, Desk, Ended, wait_for_step
 from titanlite.observe.metrics import MetricsFile, StepRow
+from titanlite.observe.profiler import Profiler
 from titanlite.training import loop
 from titanlite.training.report import Outcome, Report
 
@@ -201,6 +202,31 @@ def test_a_rank_that_hangs_is_given_up_after_the_limit_of_a_step(desk: Desk) -> 
     assert job.wait(30) == [1, 1], job.output()
     assert "Timed out waiting 2000ms" in job.output().partition("--- rank 1")[0]
     assert Ended(desk.folder / "runs" / "hangs", "").status["state"] == "failed"
+
+
+def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk: Desk) -> None:
+    slow_s = 1.0
+
+    def plant() -> None:
+        write, validate = Profiler._write, loop.Loop.validate
+
+        def late(self: Profiler, trace: object) -> None:
+            time.sleep(slow_s)
+            write(self, trace)
+
+        def slow(self: loop.Loop, step: int) -> None:
+            time.sleep(slow_s)
+            validate(self, step)
+
+        Profiler._write, loop.Loop.validate = late, slow
+
+    window = ("--profiling.enable=true", "--profiling.start_step=5", "--profiling.steps=3")
+    validate = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=1")
+    run = desk.run("traced", 2, *window, *validate, "--job.stop_after=12", plant=plant)
+    assert max(row["seconds"] for row in run.steps) < slow_s
+    head = (run.folder / "profile" / "kernels.txt").read_text().splitlines()[0]
+    assert head.startswith("3 steps, wall time per step ")
+    assert float(head.split()[-2]) < 1e3 * slow_s / 3  # without the validation after step 4
 
 
 def test_wandb_offline(desk: Desk) -> None:

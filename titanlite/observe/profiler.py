@@ -12,6 +12,7 @@ import gzip
 import json
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -39,11 +40,11 @@ class Profiler:
         """
         self._folder, self._rank, self._device, self._console = folder, rank, device, console
         self._start_step, self._last_step = config.start_step, config.start_step + config.steps - 1
-        self._on = config.enable and rank == 0
+        self._in_reach = config.enable and config.start_step >= first_step
+        self._on = self._in_reach and rank == 0
         self._trace: profile | None = None
         self._step = first_step - 1
-        if self._on and config.start_step < first_step:
-            self._on = False
+        if config.enable and rank == 0 and not self._in_reach:
             console.warning(
                 f"profiling.start_step = {config.start_step} is before step {first_step}, where training begins: "
                 f"no trace; give a step from {first_step} on"
@@ -62,6 +63,12 @@ class Profiler:
         elif self._trace is not None:
             with contextlib.suppress(RuntimeError):  # of a device that failed: the error under way matters more
                 self._trace.stop()
+
+    def edge(self, step: int) -> Literal["begin", "end"] | None:
+        """Say whether reporting `step` begins or writes the trace, which takes time; the same on every rank."""
+        if self._in_reach and step == self._start_step - 1:
+            return "begin"
+        return "end" if self._in_reach and step == self._last_step else None
 
     def step(self, step: int) -> None:
         """Report that `step` is done. Starts the trace after the step before the window, writes it after the last."""

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
@@ -67,23 +68,27 @@ class Loop:
             micro_batches, lr = self.batches.next(), learning_rate(step, config)
             result = train_step(run, micro_batches, lr, self.stop.received is not None)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
-            self.profiler.step(step)
 
             validate = step % config.validation.freq == 0 or step == config.training.steps
             validate &= self.validation is not None
             save = config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == last)
+            trace = self.profiler.edge(step)
             # Steps are read one step late, but before anything that relies on them. All ranks read the same numbers.
-            while len(in_flight) > (0 if validate or save or stopping or step in (start + 1, last) else 1):
+            while len(in_flight) > (0 if validate or save or trace or stopping or step in (start + 1, last) else 1):
                 outcome = in_flight.popleft().read()
                 stopping |= outcome.stop_asked
                 report.step(outcome)
+            if trace != "begin":
+                self._profile(step)
             if step == start + 1:
                 complete_receipt(run, self.folder, report.console)
             if validate and not stopping:
                 self.validate(step)
             if save or (stopping and config.checkpoint.enable):
                 self._save(step, validation_due=validate and stopping)
-            if validate or save or step == start + 1:
+            if trace == "begin":  # after what is not of a step
+                self._profile(step)
+            if validate or save or trace or step == start + 1:
                 self._limit(config.comm.train_timeout_seconds)
                 report.restart_clock()
             if stopping:
@@ -103,6 +108,15 @@ class Loop:
         for batch in batches:
             self.watchdog.progress(step, "validation")  # it may take longer than any one batch is allowed to
             yield batch
+
+    def _profile(self, step: int) -> None:
+        """Tell the profiler. Rank 0 alone begins and writes the trace; the others wait here, not in their next step."""
+        if self.profiler.edge(step) is None:
+            self.profiler.step(step)
+            return
+        self.watchdog.progress(step, "profile")
+        self._limit(self.run.config.comm.init_timeout_seconds)
+        on_rank_0(lambda: self.profiler.step(step))
 
     def _save(self, step: int, validation_due: bool) -> None:
         """Publish a checkpoint; `validation_due` if a signal came between this step and its validation."""
