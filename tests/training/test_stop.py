@@ -66,6 +66,15 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert rest.content(10) == undisturbed.content(10)
 
 
+def test_a_validation_that_was_due_is_logged_once_however_often_the_run_goes_on(desk: Desk) -> None:
+    desk.run("due", 1, *VALIDATE, plant=at_step(3, kill(signal.SIGTERM)))
+    for _ in range(2):  # neither gets as far as a checkpoint of its own
+        job = desk.start("due", 1, *VALIDATE, plant=at_step(1, kill(signal.SIGKILL)))
+        assert job.wait() == [-signal.SIGKILL]
+    run = desk.run("due", 1, *VALIDATE, "--job.stop_after=5")
+    assert [row["step"] for row in run.rows if "validation_loss" in row] == [4]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
     run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))

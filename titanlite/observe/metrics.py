@@ -57,12 +57,13 @@ class ValidationRow:
 class MetricsFile:
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
-    def __init__(self, path: Path, resume_step: int) -> None:
+    def __init__(self, path: Path, resume_step: int, validates_again: bool = False) -> None:
         """Open the file, drop what will be trained again, and go to its end.
 
         Args:
             path: the file; created, with its folder, if it does not exist.
             resume_step: last step whose rows are kept; 0 for a fresh start.
+            validates_again: drop the validation of that step too.
 
         Raises:
             RunError: a line before the last one is not a JSON object.
@@ -70,6 +71,8 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
+            if validates_again:
+                kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             if text != path.read_text():
                 beside = path.with_name(path.name + ".tmp")

@@ -124,6 +124,7 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         self.report.sync()
         state = {"samples": self.batches.position, "corpus": self.corpus, "validation_due": validation_due}
+        state["skipped_in_a_row"] = self.report.skipped_in_a_row
         path = self.checkpoints.save(step, tensors_of(self.run), state)
         self.report.console.notice(f"saved {path}")
 

@@ -127,7 +127,7 @@ class Report:
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
         console.notice(f"MFU counts against {self._peak / 1e12:,.1f} TFLOP/s: {how}")
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -194,15 +194,15 @@ class Report:
 
     def _check_finite(self, outcome: Outcome) -> None:
         if not outcome.skipped:
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
             return
-        self._skipped_in_a_row += 1
+        self.skipped_in_a_row += 1
         first = self._samples_before + (outcome.step - self._start - 1) * self._batch
         seen = (
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
             f"{first + self._batch - 1} of the data order"
         )
-        if self.config.training.on_nonfinite == "skip" and self._skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+        if self.config.training.on_nonfinite == "skip" and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
             self.console.warning(f"{seen}; not finite, so the update was left out")
             return
         source = "the loss" if not math.isfinite(outcome.loss) else "a gradient"

@@ -111,7 +111,8 @@ def _train(
     if held_out is not None:
         validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
 
-    metrics = _open(folder, config, start)
+    validates_first = validation is not None and bool(state.get("validation_due"))
+    metrics = _open(folder, config, start, validates_first)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     if status:
         status.progress(start)
@@ -120,13 +121,14 @@ def _train(
     report = Report(
         config, sizes, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
     )
+    report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
     watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop = cleanup.enter_context(StopSignals())
     loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
-    if validation is not None and state.get("validation_due"):
+    if validates_first:
         loop.validate(start)
     last = loop.train(start)
     if last >= config.training.steps:
@@ -140,12 +142,12 @@ def _train(
         status.stopped(last, ended_by)
 
 
-def _open(folder: RunFolder, config: Config, start: int) -> MetricsFile | None:
+def _open(folder: RunFolder, config: Config, start: int, validates_first: bool) -> MetricsFile | None:
     """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
     opened: list[MetricsFile] = []
 
     def open_all() -> None:
-        opened.append(MetricsFile(folder.metrics, start))
+        opened.append(MetricsFile(folder.metrics, start, validates_again=validates_first))
         # A start that has nothing to train leaves the config that the run was trained with.
         if start < last_step(config) or not folder.config.exists():
             folder.record(to_toml(config))
