@@ -133,7 +133,7 @@ def test_numbers_out_of_range(key: str) -> None:
         (
             {"profiling__enable": True, "profiling__start_step": 9_999},
             None,
-            ["step 10001 is after training.steps = 10000", "start_step = 9998, steps = 3"],
+            ["step 10001 is after training.steps = 10000", "fix:  start_step = 9998"],
         ),
         ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
@@ -215,6 +215,35 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
         "  line 6  lr_scheduler.warmup_steps = 20",
         "  line 8  parallelism.tensor_parallel_degree = 3",
     ]
+
+
+def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[lr_scheduler]\nwarmup_steps = 20\n[job]\nstop_after = 30\n"
+        "[profiling]\nenable = true\nstart_step = 10\nsteps = 9\n"
+    )
+    flags = ["--config", str(path), "--training.steps", "6"]
+    config, origin = parse_with_origin(flags, "train.py")
+    with pytest.raises(ConfigError) as caught:
+        check(config, LLAMA_8B, None, origin)
+    said = str(caught.value)
+    assert "line 2  lr_scheduler.warmup_steps = 20\n      want: at most training.steps = 6\n" in said
+    fixes = [f.split(" (")[0].split() for f in re.findall(r"fix:  (--.*)", said)]
+    assert len(fixes) == 4
+    pasted = [word for fix in fixes for word in fix]
+    check(*parse_with_origin([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
+
+
+def test_without_a_model_the_rest_is_checked() -> None:
+    values = {"training__steps": 0, "parallelism__tensor_parallel_degree": 3, "training__global_batch_size": 7}
+    with pytest.raises(ConfigError) as caught:
+        check(changed(Config(), **values), None, 6)
+    said = str(caught.value)
+    assert "training.steps = 0" in said
+    assert "a divisor of seq_len × local_batch_size = 2048" in said
+    assert "training.global_batch_size = 7" in said
+    assert "model." not in said
 
 
 def test_a_value_of_a_base_file_is_reported_there() -> None:

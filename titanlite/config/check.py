@@ -52,12 +52,13 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
 }
 
 
-def check(config: Config, model: ModelRecipe, world_size: int | None, origin: Origin | None = None) -> None:
+def check(config: Config, model: ModelRecipe | None, world_size: int | None, origin: Origin | None = None) -> None:
     """Check a config against itself, its model and the number of processes.
 
     Args:
         config: the resolved config.
-        model: its dimensions, with the overrides of `[model]` applied.
+        model: its dimensions, with the overrides of `[model]` applied; None if they are not known, then what depends on
+            them is not checked.
         world_size: number of processes; None if it is not known, then what depends on it is not checked.
         origin: where each key was given, for the line numbers of the message.
 
@@ -66,16 +67,49 @@ def check(config: Config, model: ModelRecipe, world_size: int | None, origin: Or
     """
     problems = Problems(origin or Origin("config"))
     _check_ranges(config, problems)
-    _check_model(model, problems)
-    batch, mesh = config.training, config.parallelism
-    counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size, batch.seq_len, batch.local_batch_size)
-    degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
-    if min(counts + degrees) >= 1:  # else they are out of range, and reported
+    counts: tuple[int, ...] = ()
+    if model is not None:
+        _check_model(model, problems)
+        counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
+    if _can_divide(config) and min(counts, default=1) >= 1:  # else they are out of range, and reported
         _check_mesh(config, model, world_size, problems)
         _check_batch(config, world_size, problems)
     _check_steps(config, problems)
     _check_features(config, problems)
     problems.raise_all()
+
+
+def sequences_per_step(config: Config, world_size: int | None) -> int | None:
+    """Give the sequences of one optimizer step over all ranks.
+
+    Args:
+        config: the resolved config, which may be impossible.
+        world_size: number of processes; None if it is not known, then what is said holds for the fewest.
+
+    Returns:
+        Their number; None if a number that it follows from is out of range.
+    """
+    if not _can_divide(config):
+        return None
+    asked = config.training.global_batch_size
+    return config.training.local_batch_size * _data_ranks(config, world_size) if asked is None else asked
+
+
+def _can_divide(config: Config) -> bool:
+    """Whether all that is divided by is in range."""
+    batch, mesh = config.training, config.parallelism
+    degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
+    return min(batch.seq_len, batch.local_batch_size, *degrees) >= 1
+
+
+def _data_ranks(config: Config, world: int | None) -> int:
+    """Data-parallel ranks; the fewest that there can be if the number of processes is not known."""
+    p = config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+    if world is not None:
+        return max(1, world // p.tensor_parallel_degree)
+    return p.data_parallel_replicate_degree
 
 
 def _check_ranges(config: Config, problems: Problems) -> None:
@@ -118,7 +152,7 @@ def _check_model(model: ModelRecipe, problems: Problems) -> None:
         problems.add("model.ffn_dim", str(model.ffn_dim), "a multiple of 128", fix)
 
 
-def _check_mesh(config: Config, model: ModelRecipe, world: int | None, problems: Problems) -> None:
+def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, problems: Problems) -> None:
     """The degrees multiply to the number of processes, and every sharded width can be split."""
     p = config.parallelism
     replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
@@ -129,13 +163,15 @@ def _check_mesh(config: Config, model: ModelRecipe, world: int | None, problems:
         problems.add(section + "data_parallel_replicate_degree", str(replicate), f"a divisor of {ranks}", fix)
         any_number = True  # what is left for the others cannot be said
     tokens = config.training.seq_len * config.training.local_batch_size
-    split = {
-        f"model.n_heads = {model.n_heads}": model.n_heads,
-        f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,
-        f"model.ffn_dim / 128 = {model.ffn_dim // 128}": model.ffn_dim // 128,
-        f"model.vocab_size = {model.vocab_size}": model.vocab_size,
-        f"seq_len × local_batch_size = {tokens}": tokens,
-    }
+    split: dict[str, int] = {}
+    if model is not None:
+        split = {
+            f"model.n_heads = {model.n_heads}": model.n_heads,
+            f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,
+            f"model.ffn_dim / 128 = {model.ffn_dim // 128}": model.ffn_dim // 128,
+            f"model.vocab_size = {model.vocab_size}": model.vocab_size,
+        }
+    split[f"seq_len × local_batch_size = {tokens}"] = tokens
     if world is not None and not any_number:
         split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
     bad = [name for name, size in split.items() if size % tensor]
@@ -157,13 +193,7 @@ def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
     asked, local = config.training.global_batch_size, config.training.local_batch_size
     if asked is None or asked < 1:
         return  # one micro-step, or out of range
-    p = config.parallelism
-    if p.data_parallel_shard_degree != -1:
-        n_data = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-    elif world is not None:
-        n_data = max(1, world // p.tensor_parallel_degree)
-    else:
-        n_data = p.data_parallel_replicate_degree  # of any number of processes
+    n_data = _data_ranks(config, world)
     unit = local * n_data
     if asked % unit:
         near = [n for n in (asked // unit * unit, -(-asked // unit) * unit) if n]
@@ -180,18 +210,24 @@ def _check_steps(config: Config, problems: Problems) -> None:
     limit = f"at most training.steps = {steps}"
     warmup, decay_ratio = schedule.warmup_steps, schedule.decay_ratio or 0.0
     if warmup > steps:
-        problems.add("lr_scheduler.warmup_steps", str(warmup), limit, f"warmup_steps = {steps // 10}")
+        fix = f"warmup_steps = {steps // 10}"
+        problems.add("lr_scheduler.warmup_steps", str(warmup), limit, fix, against="training.steps")
     elif 0 < decay_ratio <= 1 and warmup + round(decay_ratio * steps) > steps:  # any other ratio is out of range
         want = f"at most {(steps - warmup) / steps:.3g}: warm-up takes {warmup} of {steps} steps"
         fix = "leave decay_ratio out: decay then starts when warm-up ends"
         problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     if config.job.stop_after > steps:
-        problems.add("job.stop_after", str(config.job.stop_after), limit, "stop_after = 0 (do not stop early)")
+        fix = "stop_after = 0 (do not stop early)"
+        problems.add("job.stop_after", str(config.job.stop_after), limit, fix, against="training.steps")
     last = profiling.start_step + profiling.steps - 1
     if profiling.enable and last > steps:
         want = f"a trace within the run: step {last} is after training.steps = {steps}"
-        fix = f"start_step = {max(1, steps - profiling.steps + 1)}, steps = {min(profiling.steps, steps)}"
-        problems.add("profiling.start_step", str(profiling.start_step), want, fix)
+        first = max(1, steps - profiling.steps + 1)
+        if profiling.start_step > first:
+            fix = f"start_step = {first}"
+            problems.add("profiling.start_step", str(profiling.start_step), want, fix, against="training.steps")
+        if profiling.steps > steps:
+            problems.add("profiling.steps", str(profiling.steps), want, f"steps = {steps}", against="training.steps")
 
 
 def _check_features(config: Config, problems: Problems) -> None:

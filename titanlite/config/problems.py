@@ -48,18 +48,20 @@ class Problems:
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, where: str, saw: str, want: str, fix: str, at: Place | None = None) -> None:
+    def add(self, where: str, saw: str, want: str, fix: str, at: Place | None = None, against: str = "") -> None:
         """Add one problem.
 
         Args:
             where: dotted key.
             saw: the value as the user would write it; "" if there is none to show.
             want: what is legal there.
-            fix: the one change that makes it legal; what reads `key = value` is written as a flag if one gave the key.
+            fix: the one change that makes it legal; what reads `key = value` is written as a flag if one gave the key,
+                or the one that it is held against.
             at: its place, where that is not the place of `where`.
+            against: dotted key that it is held against.
         """
         place, line = at or self.origin.of(where), f"{where.rpartition('.')[2]} = "
-        if place == COMMAND_LINE and fix.startswith(line):
+        if COMMAND_LINE in (place, self.origin.of(against)) and fix.startswith(line):
             fix = f"--{where} {fix.removeprefix(line)}"
         self._found.append((place, Problem(where, saw, want, fix, place.line)))
 
