@@ -114,6 +114,43 @@ def test_problems_of_recipes_checks_and_data_come_together(tmp_path: Path) -> No
         assert part in str(caught.value)
 
 
+def test_an_unknown_flavor_hides_no_other_problem(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = 99999\n'
+        '[data]\nsource = "/no/such/file.txt"\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", str(path)])
+    for part in ('line 2  model.flavor = "9B"', "line 4  optimizer.lr = -1.0", "line 6  lr_scheduler", "/no/such/f"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ([], "at least 257 tokens: 1 sample of training.seq_len = 256, and 1"),
+        (["--world", "2"], "at least 513 tokens: 2 samples"),
+        (["--world", "4", "--parallelism.tensor_parallel_degree", "2"], "at least 513 tokens: 2 samples"),
+        (["--training.global_batch_size", "8"], "at least 2,049 tokens: 8 samples"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["txt", "bin"])
+def test_a_source_too_short_for_one_step_is_refused(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, flags: list[str], want: str
+) -> None:
+    short = tmp_path / f"short.{kind}"
+    short.write_bytes(b"x" * 255 if kind == "txt" else b"x\0" * 256)  # 256 tokens, with the separator
+    argv = ["validate", file, "--data.source", str(short), "--training.seq_len", "256", *flags]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "1 problem\n" in said
+    assert f"data.source = {str(short)!r}, which has 256 tokens" in said
+    assert want in said
+    if not flags:
+        assert main([*argv, "--training.seq_len", "255"]) == 0
+
+
 def test_a_missing_recipe_folder_is_told_once(file: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checked_run(["--config", file, "--job.recipe_dirs", "/no/such/folder", "--float8.recipe", "rowwise"])

@@ -86,12 +86,12 @@ def test_damaged_meta(tmp_path: Path, content: str) -> None:
 
 def test_sample_count(tmp_path: Path) -> None:
     shards = make_shards(tmp_path / "s", np.arange(81))
-    assert sample_count(shards, 16) == 5
-    assert sample_count(shards, 80) == 1
-    with pytest.raises(DataError, match=r"81 tokens\n.*want: at least 82 tokens: 1 samples of training.seq_len = 81"):
-        sample_count(shards, 81)
+    assert sample_count("x", shards.tokens, 16) == 5
+    assert sample_count("x", shards.tokens, 80) == 1
+    with pytest.raises(DataError, match=r"81 tokens\n.*want: at least 82 tokens: 1 sample of training.seq_len = 81"):
+        sample_count("x", shards.tokens, 81)
     with pytest.raises(DataError, match=r"want: at least 97 tokens(.|\n)*training.global_batch_size"):
-        sample_count(shards, 16, at_least=6)
+        sample_count("x", shards.tokens, 16, at_least=6)
 
 
 def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin") -> TokenShards:

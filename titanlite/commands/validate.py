@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from titanlite import recipes
-from titanlite.config.check import check
+from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
@@ -63,10 +63,9 @@ def checked_run(
     dimensions = attempt(lambda: recipes.model_dimensions(config, origin))
     save_list = attempt(lambda: recipes.load("activation_checkpoint", save_name, dirs, origin))
     float8 = None if float8_name == "none" else attempt(lambda: recipes.load("float8", float8_name, dirs, origin))
-    if dimensions is not None:
-        sizes = dimensions
-        attempt(lambda: check(config, sizes, world_size, origin))
-        attempt(lambda: check_inputs(config, sizes.vocab_size))
+    attempt(lambda: check(config, dimensions, world_size, origin))
+    vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
+    attempt(lambda: check_inputs(config, vocab_size, sequences))
     if wrong or dimensions is None or save_list is None:
         raise ConfigError("\n".join(wrong))
     return CheckedRun(config, dimensions, save_list, float8)

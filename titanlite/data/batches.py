@@ -63,7 +63,7 @@ class TrainBatches:
     ) -> None:
         if global_batch_size % (local_batch_size * dp_size):
             raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} x {dp_size=}")
-        self.n_samples = sample_count(shards, seq_len, at_least=global_batch_size)
+        self.n_samples = sample_count(shards.meta.source, shards.tokens, seq_len, at_least=global_batch_size)
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
         self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
@@ -140,7 +140,7 @@ class ValidationBatches:
         dp_size: int,
         device: torch.device,
     ) -> None:
-        available = sample_count(shards, seq_len, key="validation.source")
+        available = sample_count(shards.meta.source, shards.tokens, seq_len, key="validation.source")
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
         self._shards, self._seq_len, self._device = shards, seq_len, device
         per_turn = local_batch_size * dp_size

@@ -18,7 +18,7 @@ import numpy as np
 from titanlite.config.schema import Config, Data
 from titanlite.data.cache import make_once
 from titanlite.data.progress import Progress
-from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards
+from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
 from titanlite.data.sources import Document, Source, Tally, documents, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
@@ -84,54 +84,77 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     return shards
 
 
-def check_inputs(config: Config, vocab_size: int) -> None:
+def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> None:
     """Check in a fraction of a second that there is something to train on, without preparing it.
 
     Every source must match something, the tokenizer must load and fit the model; a source of less than a mebibyte is
-    read, so that a text file that is not UTF-8 is reported now.
+    read, so that a text file that is not UTF-8 is reported now, and one that is too short for a single step.
 
     Args:
         config: the run.
-        vocab_size: of the model.
+        vocab_size: of the model; None if that is not known, then what depends on it is not checked.
+        sequences: that one step of training takes, if they are to be held against the length of the sources.
 
     Raises:
         DataError: with all problems found.
     """
     problems: list[str] = []
-    sources = {"data.source": config.data.source}
+    sources = {"data.source": (config.data.source, sequences)}
     if config.validation.enable:
-        sources["validation.source"] = config.validation.source
-    is_text = False
-    for key, name in sources.items():
+        sources["validation.source"] = config.validation.source, sequences and 1
+    found: dict[str, Source] = {}
+    tokenizer = None
+
+    def attempt(check: Callable[[], object]) -> None:
         try:
-            found = resolve(name, key)
-            is_text = is_text or found.kind != "tokens"
-            _check_source(found, config.data, vocab_size)
+            check()
         except DataError as e:
             problems.append(str(e))
-    try:
-        if is_text:
-            _check_vocabulary(load(config.data.tokenizer), vocab_size)
-    except DataError as e:
-        problems.append(str(e))
+
+    def load_tokenizer() -> None:
+        nonlocal tokenizer
+        tokenizer = load(config.data.tokenizer)
+        if vocab_size is not None:
+            _check_vocabulary(tokenizer, vocab_size)
+
+    def check_source(key: str, at_least: int | None) -> None:
+        tokens = _count_if_small(found[key], config.data, tokenizer, vocab_size)
+        if tokens is not None and at_least is not None:
+            sample_count(found[key].name, tokens, config.training.seq_len, at_least, key)
+
+    for key, (name, _) in sources.items():
+        attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
+    if any(source.kind != "tokens" for source in found.values()):
+        attempt(load_tokenizer)
+    for key in found:
+        attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError("\n".join(problems))
 
 
-def _check_source(source: Source, data: Data, vocab_size: int) -> None:
-    """Read what is small; of token files, look at the sizes of all."""
-    if source.kind == "tokens":
-        dtype = token_dtype(source, vocab_size)
+def _count_if_small(source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None) -> int | None:
+    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it."""
     n_bytes = source.n_bytes()
-    if n_bytes is None or n_bytes > _SMALL_BYTES or any(f.suffix == ".parquet" for f in source.files):
-        return
+    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not any(f.suffix == ".parquet" for f in source.files)
     if source.kind == "tokens":
-        _check_meta(scan(source, dtype, lambda _: None), Path(), data, vocab_size, source.key)
-    else:
-        tally = Tally(source.name, source.key, data.max_bad_records)
+        if vocab_size is None or n_bytes is None:
+            return None
+        dtype = token_dtype(source, vocab_size)
+        if is_small:
+            _check_meta(scan(source, dtype, lambda _: None), Path(), data, vocab_size, source.key)
+        return n_bytes // np.dtype(dtype).itemsize
+    if not is_small:
+        return None
+    tally = Tally(source.name, source.key, data.max_bad_records)
+    if tokenizer is None:  # which is reported
         for _ in documents(source, data.text_key, tally):
             pass
         tally.check()
+        return None
+    tokens = sum(len(ids) for batch in _encoded(source, tokenizer, data, tally) for ids in batch)
+    if not tokens:
+        raise _no_text(source.name, source.key)
+    return tokens
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -146,8 +169,12 @@ def _check_meta(meta: Meta, folder: Path, data: Data, vocab_size: int, key: str)
     Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
     check_ids(meta, folder, vocab_size, key)
     if not meta.tokens:
-        problem = Problem(key, f"{meta.source!r}, which holds no text", "at least one document", "give another source")
-        raise DataError(describe("data", [problem]))
+        raise _no_text(meta.source, key)
+
+
+def _no_text(source: str, key: str) -> DataError:
+    problem = Problem(key, f"{source!r}, which holds no text", "at least one document", "give another source")
+    return DataError(describe("data", [problem]))
 
 
 def _tokenize(
@@ -155,21 +182,11 @@ def _tokenize(
 ) -> Meta:
     """Write the shards of a text source."""
     tally, writer, n_documents = Tally(source.name, source.key, data.max_bad_records), ShardWriter(folder, dtype), 0
-    separator = np.array([tokenizer.separator_id], dtype)
-    for batch in _batches(documents(source, data.text_key, tally)):
-        pieces: list[np.ndarray] = []
-        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-            if (ids == tokenizer.separator_id).any():
-                what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
-                tally.add_bad(document.place, f"holds {what} separates documents")
-            else:
-                pieces += [ids, separator]
-        tally.check()
-        if pieces:
-            writer.write(np.concatenate(pieces))
-        n_documents += len(pieces) // 2
+    for batch in _encoded(source, tokenizer, data, tally):
+        if batch:
+            writer.write(np.concatenate(batch))
+        n_documents += len(batch)
         report(tally.n_bytes)
-    tally.check()
     shards, fingerprint = writer.close()
     return Meta(
         source=source.name,
@@ -183,6 +200,21 @@ def _tokenize(
         bad_records=tuple(tally.bad),
         skipped=tuple(tally.skipped),
     )
+
+
+def _encoded(source: Source, tokenizer: Tokenizer, data: Data, tally: Tally) -> Iterator[list[np.ndarray]]:
+    """The documents of a text source as ids, each with its separator, in batches."""
+    for batch in _batches(documents(source, data.text_key, tally)):
+        good: list[np.ndarray] = []
+        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
+            if (ids == tokenizer.separator_id).any():
+                what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
+                tally.add_bad(document.place, f"holds {what} separates documents")
+            else:
+                good.append(np.append(ids, ids.dtype.type(tokenizer.separator_id)))
+        tally.check()
+        yield good
+    tally.check()
 
 
 def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:

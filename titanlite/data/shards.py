@@ -201,11 +201,12 @@ def token_hash(dtype: str) -> "hashlib.blake2b":
     return hashlib.blake2b(dtype.encode(), digest_size=16)
 
 
-def sample_count(shards: TokenShards, seq_len: int, at_least: int = 1, key: str = "data.source") -> int:
+def sample_count(source: str, tokens: int, seq_len: int, at_least: int = 1, key: str = "data.source") -> int:
     """Samples of a corpus.
 
     Args:
-        shards: the corpus.
+        source: its name, for the message.
+        tokens: of all of it.
         seq_len: tokens per sample (S); a sample reads one more, the last target.
         at_least: samples needed, those of one global batch in training.
         key: the config key of the source, for the message.
@@ -216,10 +217,11 @@ def sample_count(shards: TokenShards, seq_len: int, at_least: int = 1, key: str 
     Raises:
         DataError: there are fewer than `at_least`.
     """
-    n_samples = max(0, shards.tokens - 1) // seq_len
+    n_samples = max(0, tokens - 1) // seq_len
     if n_samples < at_least:
-        saw = f"{shards.meta.source!r}, which has {shards.tokens:,} tokens"
-        want = f"at least {at_least * seq_len + 1:,} tokens: {at_least} samples of training.seq_len = {seq_len}, and 1"
+        saw = f"{source!r}, which has {tokens:,} tokens"
+        samples = f"{at_least} sample{'s' * (at_least > 1)}"
+        want = f"at least {at_least * seq_len + 1:,} tokens: {samples} of training.seq_len = {seq_len}, and 1"
         fix = "give more text, or a smaller training.seq_len" + (
             " or training.global_batch_size" if at_least > 1 else ""
         )
