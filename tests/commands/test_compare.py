@@ -79,6 +79,15 @@ def test_runs_of_one_name_are_told_apart_and_equal_configs_are_said_to_be_equal(
     assert "the configs are the same" in out
 
 
+def test_how_a_run_was_resumed_is_no_difference(tmp_path, capsys):
+    runs = [make_run(tmp_path / name, [5.0]) for name in ("a", "b")]
+    for name, resume in (("a", '"auto"'), ("b", "50")):
+        config = tmp_path / name / "config.toml"
+        config.write_text(f"{config.read_text()}[checkpoint]\nresume = {resume}\n")
+    run([*runs, "--out", str(tmp_path / "p.png")])
+    assert "the configs are the same" in capsys.readouterr().out
+
+
 def test_brackets_in_a_config_are_shown_as_they_are(tmp_path, capsys):
     runs = [make_run(tmp_path / name, [5.0]) for name in ("a", "b")]
     config = tmp_path / "b/config.toml"

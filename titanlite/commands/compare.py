@@ -95,12 +95,12 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
 
 
 def difference(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Find the config keys whose values are not the same in all runs.
+    """Find the config keys whose values are not the same in all runs; how a run was resumed does not change it.
 
     Returns:
         (dotted key, its value in each run as TOML-like text, "-" where it is not set), in the order of the files.
     """
-    keys = dict.fromkeys(key for record in records for key in record.config)
+    keys = dict.fromkeys(key for record in records for key in record.config if key != "checkpoint.resume")
     rows = [(key, [json.dumps(r.config[key]) if key in r.config else "-" for r in records]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
