@@ -8,11 +8,13 @@ import sys
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.training.launched import REPOSITORY, Desk, Ended, wait_for_step
 from titanlite.observe.metrics import MetricsFile, StepRow
 from titanlite.observe.profiler import Profiler
-from titanlite.training import loop
+from titanlite.training import loop, train
 from titanlite.training.report import Outcome, Report
 
 LAYOUTS = {"1": (1, ()), "FSDP 2": (2, ()), "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",))}
@@ -151,6 +153,21 @@ def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
     )
 
 
+@pytest.mark.parametrize("key", ["data.source", "validation.source"])
+def test_other_text_on_another_rank_ends_every_rank(desk: Desk, key: str) -> None:
+    other = desk.folder / "other.txt"
+    other.write_text("another text " * 500)
+
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            prepare = train.prepare
+            named = str(desk.folder / ("train.txt" if key == "data.source" else "held_out.txt"))
+            train.prepare = lambda source, *args, **kw: prepare(str(other) if source == named else source, *args, **kw)
+
+    run = desk.run(f"other {key}", 2, "--validation.enable=true", plant=plant, ends=2)
+    assert run.output.count(f"{key} = other tokens on rank 1 than on rank 0") == 2
+
+
 def test_damaged_metrics_end_every_rank(desk: Desk) -> None:
     run = desk.run("damaged", 2, "--job.stop_after=2")
     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
@@ -185,6 +202,25 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
     ended = Ended(desk.folder / "runs" / "full", "")
     assert ended.status["state"] == "failed"
     assert ended.status["error"]["type"] == "OSError"
+
+
+def test_every_group_has_the_limit_of_its_phase(desk: Desk) -> None:
+    def plant() -> None:
+        take = loop.train_step
+
+        def said(*args: object) -> torch.Tensor:
+            groups = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+            print("limits", sorted({group.options._timeout.total_seconds() for group in groups}), len(groups))
+            return take(*args)
+
+        loop.train_step = said
+
+    limits = ("--comm.init_timeout_seconds=77", "--comm.train_timeout_seconds=55", "--job.stop_after=3")
+    run = desk.run("limits", 2, *limits, "--parallelism.tensor_parallel_degree=2", plant=plant)
+    for said in run.output.split("--- rank ")[1:]:
+        found = [line for line in said.splitlines() if line.startswith("limits")]
+        assert [line.rpartition(" ")[0] for line in found] == ["limits [77.0]", "limits [55.0]", "limits [55.0]"]
+        assert all(int(line.split()[-1]) > 1 for line in found)
 
 
 def test_a_rank_that_hangs_is_given_up_after_the_limit_of_a_step(desk: Desk) -> None:

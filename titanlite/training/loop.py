@@ -62,6 +62,7 @@ class Loop:
         stopping, step = False, start
         if start >= last:
             report.console.notice(f"nothing to do: {last} steps were asked for, {start} are done")
+        self._limit(config.comm.init_timeout_seconds)  # of the mesh's groups too, which were made with torch's own
         report.restart_clock()
         for step in range(start + 1, last + 1):
             self.watchdog.progress(step, "step")

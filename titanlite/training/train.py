@@ -92,7 +92,9 @@ def _train(
     device = start_process_group(config.comm)
     # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
-    _check_same(shards.fingerprint)
+    _check_same("data.source", shards.fingerprint)
+    if held_out is not None:  # ranks that validate on unequal numbers of batches would wait for each other
+        _check_same("validation.source", held_out.fingerprint)
     cleanup.enter_context(fastest_attention())
     run = build(config, sizes, save_list, float8, device)
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
@@ -156,11 +158,11 @@ def _open(folder: RunFolder, config: Config, start: int, validates_first: bool) 
     return opened[0] if opened else None
 
 
-def _check_same(corpus: str) -> None:
+def _check_same(key: str, corpus: str) -> None:
     """Raise if ranks hold different data, as hosts with different files, or Pythons, do."""
     of_ranks = on_all_ranks(lambda: corpus)
     different = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
     if different:
         seen = f"other tokens on rank {different[0]} than on rank 0"
         want, fix = "the same files on every host", "name files of your own; python_stdlib differs between Pythons"
-        raise DataError(describe("data", [Problem("data.source", seen, want, fix)]))
+        raise DataError(describe("data", [Problem(key, seen, want, fix)]))
