@@ -52,8 +52,8 @@ class RunFolder:
             What the user should be told: keys that changed since the run was last started, a file system without locks.
 
         Raises:
-            ConfigError: the folder cannot be written, is in use, is of a different run, or is not new although
-                `checkpoint.resume = "never"`.
+            ConfigError: the folder cannot be written, is in use, is of a different run, is not new although
+                `checkpoint.resume = "never"`, or has checkpoints although `checkpoint.enable` is false.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -149,6 +149,10 @@ class RunFolder:
         ]
 
     def _check_new(self, config: Config) -> None:
+        if not config.checkpoint.enable and _has_content(self.checkpoints):
+            want = "true: without it this start begins anew, and drops the metrics of the run that has checkpoints here"
+            problem = Problem("checkpoint.enable", "false", want, "choose another job.name, or delete the folder")
+            raise ConfigError(describe(str(self.path), [problem]))
         if config.checkpoint.resume != "never":
             return
         used = [p.name for p in (self.checkpoints, self.metrics) if _has_content(p)]

@@ -1,9 +1,11 @@
 """What a launcher must set up is asked for before anything that takes long."""
 
 import pytest
+import torch
 
+from titanlite.config.schema import Comm
 from titanlite.errors import ConfigError
-from titanlite.parallel.process_group import check_launcher
+from titanlite.parallel.process_group import check_launcher, start_process_group
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,13 @@ def test_restarts_need_a_store_of_their_own(
     else:
         with pytest.raises(ConfigError, match=r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
             check_launcher()
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match=r"--nproc-per-node = 8\n.*want: at most 4, (.|\n)*fix:  --nproc-per-node 4"):
+        start_process_group(Comm())

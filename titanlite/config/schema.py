@@ -152,7 +152,7 @@ class Comm:
     init_timeout_seconds: int = 600
     """While a compiler or a disk is at work: start-up and the first step, validation, saving."""
     train_timeout_seconds: int = 120
-    """In every other step."""
+    """In every other step; the whole of it may take a minute longer than that."""
 
 
 @dataclass(frozen=True)

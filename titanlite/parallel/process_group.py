@@ -34,6 +34,9 @@ def start_process_group(config: Comm) -> torch.device:
 
     Returns:
         This process's device.
+
+    Raises:
+        ConfigError: this host has GPUs, but fewer than processes.
     """
     timeout = timedelta(seconds=config.init_timeout_seconds)
     device = torch.device("cpu")
@@ -42,6 +45,11 @@ def start_process_group(config: Comm) -> torch.device:
             # Segments that grow instead of fixed ones: FSDP's buffers of many sizes would leave gaps of gigabytes.
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            gpus, asked = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", str(device.index + 1))
+            want = f"at most {gpus}, the GPUs that this host shows (CUDA_VISIBLE_DEVICES hides others)"
+            problem = Problem("--nproc-per-node", asked, want, f"--nproc-per-node {gpus}")
+            raise ConfigError(describe("torchrun", [problem]))
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:  # torchrun
