@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from titanlite.errors import DataError
 from titanlite.observe.console import Console, duration, step_line
 from titanlite.observe.metrics import StepRow, ValidationRow
 
@@ -135,3 +136,28 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
     assert step_line(ROW, 240, 120) in plain
     assert "\x1b" not in (tmp_path / "rank0.log").read_text()
     assert "\x1b[?25h" in out  # the cursor is shown again
+
+
+def test_a_stream_that_has_not_every_character_ends_no_run(tmp_path):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    console = Console(0, 0, 10, tmp_path, stream)
+    console.notice("measured with a 1024×1024 matmul")
+    console.close()
+    assert stream.buffer.getvalue() == rb"measured with a 1024\xd71024 matmul" + b"\n"
+    assert "1024×1024" in (tmp_path / "rank0.log").read_text(encoding="utf-8")
+
+
+def test_what_ended_a_rank_is_in_its_log_alone(tmp_path):
+    stream = io.StringIO()
+    console = Console(0, 0, 10, tmp_path, stream)
+    console.failed(DataError("data: 1 problem"))
+    try:
+        raise ZeroDivisionError("planted")
+    except ZeroDivisionError as bug:
+        console.failed(bug)
+    console.close()
+    lines = (tmp_path / "rank0.log").read_text().splitlines()
+    assert lines[0].endswith("Z failed: data: 1 problem")
+    assert lines[1].endswith("Z failed: Traceback (most recent call last):")
+    assert lines[-1] == "ZeroDivisionError: planted"
+    assert stream.getvalue() == ""

@@ -230,7 +230,7 @@ class Profiling:
     """A torch profiler trace of a few steps."""
 
     enable: bool = False
-    """Write `profile/rank<r>.json.gz` (open it in Perfetto) and a table of the longest kernels."""
+    """Write `profile/rank0.json.gz` (open it in Perfetto) and a table of the longest kernels."""
     start_step: int = 10
     """First step of the trace."""
     steps: int = 3

@@ -18,11 +18,6 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def sample_at(position: int, n_samples: int, seed: int) -> int:
-    """The sample at one position. See `samples_at`."""
-    return int(samples_at(np.array([position]), n_samples, seed)[0])
-
-
 def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
     """The samples at some positions of training.
 

@@ -3,12 +3,13 @@
     step   120/10000  loss  2.4313  grad   0.513  lr 3.00e-04    9,912 tok/s/gpu  mfu 58.1%  mem  52.3 GiB  …
 
 On a terminal the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above:
-no colours, no boxes, ASCII, one record per line, so that `grep` and `awk` work on it.
+no colours, no boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
 host, and step lines to global rank 0, so eight ranks do not say everything eight times.
 """
 
+import io
 import statistics
 import sys
 import traceback
@@ -43,11 +44,13 @@ class Console:
             stream: the terminal; standard output if not given.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
-        self._file = (log_folder / f"rank{rank}.log").open("a", buffering=1)
+        self._file = (log_folder / f"rank{rank}.log").open("a", buffering=1, encoding="utf-8")
         self._rank = rank
         self._on_terminal = local_rank == 0
         self._total = total_steps
         self._stream = stream or sys.stdout
+        if isinstance(self._stream, io.TextIOWrapper):  # a run must not end because a terminal has no × or →
+            self._stream.reconfigure(errors="backslashreplace")
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._bar: tuple[Progress, TaskID] | None = None
 

@@ -29,7 +29,10 @@ class RunError(TitanliteError):
 
 @dataclass(frozen=True)
 class StepRow:
-    """One logged step. Rates and times are means over the steps since the previous log line, this one included."""
+    """One logged step. Rates and times are means over the steps since the previous log line, this one included.
+
+    If validation, a checkpoint or a trace came in between, they are means over the steps since then.
+    """
 
     step: int  # optimizer steps done
     loss: float  # mean over the targets of this step, all ranks
