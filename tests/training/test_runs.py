@@ -17,7 +17,13 @@ from titanlite.observe.profiler import Profiler
 from titanlite.training import loop, train
 from titanlite.training.report import Outcome, Report
 
-LAYOUTS = {"1": (1, ()), "FSDP 2": (2, ()), "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",))}
+LAYOUTS = {
+    "1": (1, ()),
+    "FSDP 2": (2, ()),
+    "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    # FSDP gathers float8, by scales that follow from the weights that were loaded.
+    "float8": (2, ("--float8.recipe=tensorwise", "--training.mixed_precision_param=bfloat16")),
+}
 
 
 @pytest.fixture(scope="module")
