@@ -192,13 +192,18 @@ def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path: Path, monk
         tmp.mkdir(exist_ok=True)
         dist.barrier()
         mesh = init_device_mesh("cpu", (2,))
-        # 4 MiB sharded + 4 MiB replicated fit even though each rank holds 6 MiB; 8 MiB more do not.
-        state = {"s": distribute_tensor(torch.ones(2**20), mesh, [Shard(0)]), "r": torch.ones(2**20)}
+        # 4 MiB sharded and 4 MiB replicated fit, though each rank holds 6 MiB; half a MiB more would, but not with a
+        # tenth to spare.
+        state = {
+            "s": distribute_tensor(torch.ones(2**20), mesh, [Shard(0)]),
+            "r": distribute_tensor(torch.ones(2**19), mesh, [Replicate()]),
+            "plain": torch.ones(2**19),
+        }
         store.write(tmp, state)
-        more = state | {"t": torch.ones(2**21)}
+        more = state | {"t": torch.ones(2**17)}
         with pytest.raises(CheckpointError) as e:
             store.write(tmp, more)
-        assert "needs 0.0172 GiB" in str(e.value)  # 1.1 * 16 MiB
+        assert "needs 0.00913 GiB" in str(e.value)  # 1.1 * 8.5 MiB
         assert f"0.00879 GiB free at {tmp}" in str(e.value)
 
     run_ranks(body, tmp_path)
