@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,6 +173,21 @@ def test_other_text_on_another_rank_ends_every_rank(desk: Desk, key: str) -> Non
 
     run = desk.run(f"other {key}", 2, "--validation.enable=true", plant=plant, ends=2)
     assert run.output.count(f"{key} = other tokens on rank 1 than on rank 0") == 2
+
+
+def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path: Path) -> None:
+    recipe = tmp_path / "model" / "llama3-mine.toml"
+    recipe.parent.mkdir()
+    recipe.write_text('help = "mine"\nextends = ["llama3-debug"]\n')
+    flags = (f"--job.recipe_dirs={tmp_path}", "--model.flavor=mine")
+    desk.run("recipe", 2, *flags, "--job.stop_after=2")
+    recipe.write_text('help = "still mine"\nextends = ["llama3-debug"]\nrope_theta = 500000.0\n')
+    run = desk.run("recipe", 2, *flags, ends=2)
+    assert run.output.count("model.rope_theta = 500000.0") == 2
+    assert "want: 10000.0" in run.output
+    assert "1 problem\n" in run.output
+    recipe.write_text('help = "mine again"\nextends = ["llama3-debug"]\n')
+    assert desk.run("recipe", 2, *flags, "--job.stop_after=3").status["step"] == 3
 
 
 def test_damaged_metrics_end_every_rank(desk: Desk) -> None:

@@ -19,7 +19,7 @@ from titanlite.training.build import Run
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.schedule import learning_rate
-from titanlite.training.state import tensors_of
+from titanlite.training.state import dimensions_of, tensors_of
 from titanlite.training.step import train_step, validation_loss
 from titanlite.training.stop import StopSignals
 
@@ -126,6 +126,7 @@ class Loop:
         self.report.sync()
         state = {"samples": self.batches.position, "corpus": self.corpus, "validation_due": validation_due}
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
+        state["model"] = dimensions_of(self.run.sizes)
         path = self.checkpoints.save(step, tensors_of(self.run), state)
         self.report.console.notice(f"saved {path}")
 

@@ -1,11 +1,17 @@
 """What a checkpoint holds of a run, and how a run comes back from it."""
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.config.build import show
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.observe.console import Console
 from titanlite.parallel.initialise import local_data
@@ -27,6 +33,15 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     masters = run.optimizer.parameters
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     return {**weights, **run.optimizer.state(), **rng_state()}
+
+
+def dimensions_of(sizes: ModelRecipe) -> dict[str, Any]:
+    """What of a model decides its numbers, as JSON.
+
+    Args:
+        sizes: the model's.
+    """
+    return {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int, dict[str, Any]]:
@@ -51,8 +66,20 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int, 
         return fresh
     tensors = tensors_of(run)
     state, notices = checkpoints.load(step, tensors)
+    _check_dimensions(step_folder(checkpoints.root, step), state.get("model", {}), run.sizes)
     restore_rng(tensors)
     precompute_scales(run.parameters, run.mesh.fsdp)
     for notice in (f"resumed from step {step}", *notices):
         console.notice(notice)
     return step, state
+
+
+def _check_dimensions(folder: Path, saved: dict[str, Any], sizes: ModelRecipe) -> None:
+    """Raise if the recipe of the model has changed in what no tensor shows, as the base of the rotary frequencies."""
+    problems = [
+        Problem(f"model.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), "restore the recipe")
+        for key, value in dimensions_of(sizes).items()
+        if key in saved and saved[key] != value
+    ]
+    if problems:
+        raise CheckpointError(describe(str(folder), problems))
