@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -277,6 +278,8 @@ def test_a_byte_entry_is_refused(tmp_path: Path) -> None:
 def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a": torch.ones(4)})
     good = (folder / ".metadata").read_bytes()
+    (folder.parent / "x").mkdir()
+    shutil.copy(folder / "__0_0.distcp", folder.parent / "x")  # it could be read
 
     def rewrite(change) -> None:
         metadata = pickle.loads(good)
@@ -289,7 +292,11 @@ def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path)
     def hole(metadata) -> None:
         metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([3])
 
-    for change, message in ((elsewhere, r"\.\./x/__0_0"), (hole, "do not make up the tensor")):
+    def transformed(metadata) -> None:
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+
+    refused = ((elsewhere, r"a shard in '\.\./x/__0_0"), (hole, "do not make up"), (transformed, "transformed by"))
+    for change, message in refused:
         rewrite(change)
         with pytest.raises(CheckpointError, match=message):
             store.read(folder, {"a": torch.zeros(4)})
