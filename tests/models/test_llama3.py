@@ -163,6 +163,23 @@ def test_shipped_config_builds(path):
     assert logits.shape == (config.training.seq_len, sizes.vocab_size)
 
 
+@pytest.mark.parametrize("n_layers", [2, 8])
+def test_initial_values_are_normal_and_no_two_parts_are_alike(n_layers):
+    model = Llama3(dataclasses.replace(GQA, n_layers=n_layers), 8)
+    initialise(model, seed=0)
+    drawn = separate_weights(model)
+    assert sum(name.endswith("norm") for name in drawn) == 2 * n_layers + 1
+    for name in [name for name in drawn if name.endswith("norm")]:
+        assert (drawn.pop(name) == 1).all()
+    for name, weight in drawn.items():
+        # What adds to the residual stream is smaller, so that its variance does not grow with depth.
+        std = 0.02 / math.sqrt(2 * n_layers) if name.endswith(("wo", "w2")) else 0.02
+        n = weight.numel()
+        assert abs(weight.mean()) <= 5 * std / math.sqrt(n), name
+        assert abs(weight.std() / std - 1) <= 5 / math.sqrt(2 * n), name
+    assert len({weight.flatten()[:8].sum().item() for weight in drawn.values()}) == len(drawn)
+
+
 def test_initial_loss_is_that_of_a_guess():
     sizes = recipes.load("model", "llama3-debug")
     model = Llama3(sizes, 32)
