@@ -59,6 +59,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert run.status["by"] == "a signal to another rank"
     assert run.checkpoints() == [stopped]
     # Stopped at step 4, where validation is due: saving comes first, and validation when the run goes on.
+    assert [row["step"] for row in run.rows if "validation_loss" in row] == ([4] if stopped > 4 else [])
     rest = desk.run(name, 2, *VALIDATE, "--job.stop_after=10")
     timeless = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
     kept = [[{k: row[k] for k in timeless if k in row} for row in run.rows] for run in (rest, undisturbed)]
