@@ -1,0 +1,72 @@
+"""The numbers of a logged step, from moments that are given instead of measured."""
+
+import io
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanlite import recipes
+from titanlite.config.schema import Config, Metrics, Training
+from titanlite.observe.console import Console
+from titanlite.observe.metrics import MetricsFile, read_metrics
+from titanlite.observe.peak_flops import flops_per_token
+from titanlite.training.report import Moment, Outcome, Report
+
+SIZES = recipes.load("model", "llama3-debug")
+CPU, S, BATCH, WORLD = torch.device("cpu"), 64, 8, 2
+
+
+@dataclass
+class At(Moment):
+    """A moment in seconds after the report's clock was started."""
+
+    seconds: float
+    _event: None = field(default=None, init=False)
+
+    def seconds_since(self, earlier: Moment) -> float:
+        return self.seconds - (earlier.seconds if isinstance(earlier, At) else 0.0)
+
+
+@contextmanager
+def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iterator[Report]:
+    config = Config(training=Training(steps=100, seq_len=S), metrics=Metrics(log_freq=log_freq))
+    console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
+    with closing(console), closing(metrics):
+        yield Report(config, SIZES, CPU, WORLD, samples_before, start, console, metrics, None, None, BATCH)
+
+
+def outcome(step: int, seconds: float, wait: float) -> Outcome:
+    return Outcome(
+        step, lr=1e-3, loss=2.5, grad_norm=0.5, skipped=False, stop_asked=False, data_wait_s=wait, done=At(seconds)
+    )
+
+
+def test_a_row_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
+    # 50 sequences were trained on in 10 steps, of another batch size than now.
+    with report(tmp_path, log_freq=2, samples_before=50, start=10) as logged:
+        for step, seconds, wait in ((11, 5.0, 0.5), (12, 6.0, 0.25), (13, 6.5, 0.0), (14, 7.0, 0.25)):
+            logged.step(outcome(step, seconds, wait))
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in (first, second)] == [12, 14]
+    assert [row["seconds"] for row in (first, second)] == [3.0, 0.5]
+    assert [row["data_wait_seconds"] for row in (first, second)] == [0.375, 0.125]
+    assert [row["tokens"] for row in (first, second)] == [(50 + 2 * BATCH) * S, (50 + 4 * BATCH) * S]
+    rate = BATCH * S / 0.5 / WORLD
+    assert second["tokens_per_second_per_gpu"] == rate
+    assert second["tflops_per_gpu"] == pytest.approx(rate * flops_per_token(SIZES, S) / 1e12)
+    assert second["mfu"] == pytest.approx(rate * flops_per_token(SIZES, S) / logged._peak)
+
+
+def test_the_last_step_is_logged_and_what_was_not_training_does_not_count(tmp_path: Path) -> None:
+    with report(tmp_path, log_freq=7, samples_before=0, start=97) as logged:
+        logged.step(outcome(98, 5.0, 0.5))
+        logged.step(outcome(99, 6.0, 0.5))
+        logged._start_clock(At(9.0))  # as after a checkpoint
+        logged.step(outcome(100, 9.5, 0.125))
+    first, last = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["step"] == 98
+    assert (last["step"], last["seconds"], last["data_wait_seconds"]) == (100, 0.5, 0.125)
