@@ -175,12 +175,12 @@ class Ended:
         """What training did, without what its speed was."""
         return [(row["step"], row["loss"], row["grad_norm"]) for row in self.steps]
 
-    def content(self, step: int) -> dict[str, str]:
-        """Hashes of the shards of a checkpoint's weights and moments: equal if they are, bit for bit."""
+    def content(self, step: int, rng: bool = False) -> dict[str, str]:
+        """Hashes of the shards of a checkpoint's weights and moments, or of its random state: equal bit for bit."""
         folder = self.folder / "checkpoints" / f"step-{step:08d}"
         hashes = {}
         for index, place in read_metadata(folder).storage_data.items():
-            if not index.fqn.startswith("rng/"):
+            if index.fqn.startswith("rng/") == rng:
                 written = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
                 hashes[f"{index.fqn} {tuple(index.offset or ())}"] = hashlib.sha256(written).hexdigest()
         return hashes

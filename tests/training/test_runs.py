@@ -1,6 +1,7 @@
 """Runs that end and go on: the same samples, losses and weights as without the interruption, or a clear refusal."""
 
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +54,17 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
     assert rest.content(20) == whole.content(20)
     assert "resumed from step 10" in rest.output
+
+
+def test_the_random_state_goes_on_where_it_was(desk: Desk) -> None:
+    def plant() -> None:  # ranks are forked from one process, and would begin alike
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(time.monotonic_ns() % 2**32)
+
+    half = desk.run("random", 2, "--job.stop_after=2", plant=plant)
+    rest = desk.run("random", 2, "--job.stop_after=4", plant=plant)
+    assert len(half.content(2, rng=True)) == 2 * 3
+    assert rest.content(4, rng=True) == half.content(2, rng=True)  # nothing that is trained here draws
 
 
 @pytest.mark.parametrize("undisturbed", ["FSDP 2"], indirect=True)
