@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, train
 from titanlite.models.layers import Embedding, Linear, RMSNorm
+from titanlite.models.llama3 import Attention
 from titanlite.parallel.initialise import local_data
 
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
@@ -42,13 +43,15 @@ def test_dtypes(layout, tmp_path):
 
     def body() -> None:
         run = assemble(asked)
-        logits, computed, gradients = set(), {}, set()
+        logits, computed, gradients, tables = set(), {}, set(), set()
         run.model.register_forward_hook(lambda module, args, out: logits.add(out.dtype))
         for name, module in run.model.named_modules():
             if isinstance(module, Linear | RMSNorm | Embedding):
                 module.register_forward_pre_hook(
                     lambda module, args, name=name: computed.update({name: module.weight.dtype})
                 )
+            if isinstance(module, Attention):
+                module.register_forward_pre_hook(lambda module, args: tables.update(t.dtype for t in args[1:]))
         norm = run.optimizer.norm
         run.optimizer.norm = lambda grads: gradients.update(g.dtype for g in grads.values()) or norm(grads)
         with ReducedDtypes() as reduced:
@@ -56,6 +59,7 @@ def test_dtypes(layout, tmp_path):
         assert logits == {torch.bfloat16}
         assert len(computed) == 2 * run.sizes.n_layers * 2 + run.sizes.n_layers + 3  # ffn_norm runs as `add`
         assert set(computed.values()) == {torch.bfloat16}
+        assert tables == {torch.float32}  # rounded, slow frequencies would not tell neighbours apart
         assert {local_data(p).dtype for p in run.parameters} == gradients == {torch.float32}
         assert {moment.dtype for moment in run.optimizer.exp_avg.values()} == {torch.float32}
         # Activations of tensor parallelism are summed in the compute dtype, gradients of parameters in float32.
