@@ -153,7 +153,8 @@ def _backward(ctx, grad: Tensor):
         raise NotImplementedError(
             "matmul_reduce_scatter: float8 operands have no gradient; the caller defines backward's casts"
         )
-    lefts, rights = ctx.saved_tensors[: ctx.n], ctx.saved_tensors[ctx.n :]
+    saved = ctx.saved_tensors  # once: checkpointing gives them once
+    lefts, rights = saved[: ctx.n], saved[ctx.n :]
     needs_left, needs_right = ctx.needs_input_grad[:2]
     wanted = [i for i in range(ctx.n) if needs_left[i]]
     narrow = grad.to(lefts[0].dtype)  # operands of a matmul have one dtype; that of the sum may have been another

@@ -22,9 +22,6 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.models.layers import Linear
 
-# A matmul with its collective in one: kept by a rule for either.
-_FUSED = ("titanlite.all_gather_matmul.default", "titanlite.matmul_reduce_scatter.default")
-
 _CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
         "aten._scaled_dot_product_cudnn_attention.default",
@@ -34,14 +31,19 @@ _CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
     ),
-    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", *_FUSED),
+    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"),
     "communication": (
         "_c10d_functional.all_gather_into_tensor.default",
         "_c10d_functional.reduce_scatter_tensor.default",
-        *_FUSED,
     ),
 }
 """The operations behind each class that a rule can name. What is not listed here is recomputed unless named itself."""
+
+_FUSED = {
+    "titanlite.all_gather_matmul.default": ("communication", "matmul"),
+    "titanlite.matmul_reduce_scatter.default": ("matmul", "communication"),
+}
+"""Operations that are two in one. Rules see both; the whole is kept if one of the two is."""
 
 
 @dataclass
@@ -117,14 +119,14 @@ def _policy(
     save_list: SaveList, rules: frozenset[int], matmuls: tuple[str, ...], use: SaveListUse
 ) -> Callable[..., CheckpointPolicy]:
     """Decide for one operation at a time. Forward and recomputation count separately, so that they agree."""
-    ops = [frozenset(_CLASSES.get(rule.op, (rule.op,))) for rule in save_list.rules]
-    mms = frozenset(_CLASSES["matmul"])
+    ops = [frozenset((rule.op, *_CLASSES.get(rule.op, ()))) for rule in save_list.rules]
+    mms = frozenset((*_CLASSES["matmul"], "matmul"))
     counts: dict[bool, Counter[object]] = {False: Counter(), True: Counter()}
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
-    def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
-        name, count = str(func), counts[ctx.is_recompute]
-        layer = ""
+    def action(name: str, is_view: bool, is_recompute: bool) -> str:
+        """What the first rule that matches says of an operation, or of a part of one, named by its class."""
+        layer, count = "", counts[is_recompute]
         if name in mms:
             layer = matmuls[count["matmul"] % len(matmuls)]
             count["matmul"] += 1
@@ -135,14 +137,19 @@ def _policy(
                 or (rule.module and not any(_is_named(layer, m) for m in rule.module))
             ):
                 continue
-            if not ctx.is_recompute:
+            if not is_recompute:
                 use.matches[i] += 1
             count[i] += 1
             if (count[i] - 1) % rule.every == 0:
-                return actions[rule.action]
-            return actions["recompute" if rule.action == "save" else "save"]
+                return rule.action
+            return "recompute" if rule.action == "save" else "save"
         # A view costs nothing to recompute, and saving it would keep what it views, whatever the rule for that says.
-        return actions["recompute" if func.is_view else save_list.default]
+        return "recompute" if is_view else save_list.default
+
+    def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
+        name = str(func)
+        parts = [action(part, func.is_view, ctx.is_recompute) for part in _FUSED.get(name, (name,))]
+        return actions["save" if "save" in parts else "recompute"]
 
     return decide
 
