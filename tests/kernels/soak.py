@@ -33,7 +33,7 @@ def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[
 
     made = []
     for _ in range(n):
-        M, K, N = ranks * shapes.choice((128, 200, 512, 1024)), 16 * shapes.randint(8, 64), 8 * shapes.randint(8, 128)
+        M, K, N = ranks * shapes.choice((128, 200, 512, 1024)), 16 * shapes.randint(8, 64), 16 * shapes.randint(4, 64)
         turned = shapes.random() < 0.5
         weight = normal(N, K).t() if turned else normal(K, N)
         kind = shapes.choice(("gather", "scatter", "batch", "sum", "right", "float8"))
