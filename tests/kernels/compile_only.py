@@ -44,7 +44,7 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
         counters=torch.zeros(COUNTERS, dtype=torch.int32),
         epoch=torch.zeros(1, dtype=torch.int32),
         deadline=torch.zeros(1, dtype=torch.int64),
-        failure=torch.zeros(3, dtype=torch.int64),
+        failure=torch.zeros(4, dtype=torch.int64),
         slots=slots,
         peer_slots=torch.zeros(ranks, dtype=torch.int64),
         peers=[slots] * ranks,

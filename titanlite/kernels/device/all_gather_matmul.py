@@ -75,7 +75,7 @@ def _publish(
     done = tl.atomic_add(counters + 3, 1, sem="acq_rel", scope="gpu")
     if done == tl.num_programs(0) - 1:
         signal_peers(peer_flags, epoch, rank, RANKS, LANES)
-        wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES)
+        wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 0)
         tl.store(counters + 3, 0)
         tl.store(epoch_word, epoch + 1)
 

@@ -21,6 +21,9 @@ first kernel that have ended, copies drawn."""
 COUNTERS = HEADER + 8192
 """After them, one for each block of rows that arrives."""
 
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
+"""By the number under which a kernel reports a failure."""
+
 _DEADLINE_S = 600.0
 
 
@@ -42,7 +45,7 @@ class Channel:
         counters: [COUNTERS] int32; zero between operators.
         epoch: [1] int32, number of operators so far.
         deadline: [1] int64, nanoseconds.
-        failure: [3] int64 in host memory.
+        failure: [4] int64 in host memory, for a kernel that gives up.
     """
 
     name: str
@@ -73,7 +76,7 @@ class Channel:
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
         self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.deadline = torch.tensor([int(_DEADLINE_S * 1e9)], dtype=torch.int64, device=self.device)
-        self.failure = torch.zeros(3, dtype=torch.int64, pin_memory=True)
+        self.failure = torch.zeros(4, dtype=torch.int64, pin_memory=True)
         torch.cuda.synchronize(self.device)
         dist.barrier(self.process_group)
 
@@ -144,11 +147,11 @@ def set_deadline(seconds: float) -> None:
 def peer_failure() -> PeerError | None:
     """Which peer a kernel of this process waited for in vain, if one did."""
     for found in _channels.values():
-        number, peer, waited = found.failure.tolist()
+        number, peer, waited, op = found.failure.tolist()
         if number:
             whom = f"rank {peer}" if peer >= 0 else "its own copies"
             return PeerError(
-                f"collective matmul number {number} of group {found.name}: rank {found.rank} of {found.ranks} waited "
+                f"{OPERATORS[op]}, call {number} of group {found.name}: rank {found.rank} of {found.ranks} waited "
                 f"{waited / 1e9:.1f} s for {whom}, then gave up\n"
                 "  want: all ranks of the group there within comm.train_timeout_seconds\n"
                 "  fix:  the log of the rank it waited for says why that one stopped or stalled"

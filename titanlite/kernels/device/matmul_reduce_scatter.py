@@ -166,7 +166,7 @@ def _exchange(
     """Tell the peers that this rank has pushed, and wait until they have. One thread block."""
     epoch = tl.load(epoch_word)
     signal_peers(peer_flags, epoch, rank, RANKS, LANES)
-    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES)
+    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
     tl.store(epoch_word, epoch + 1)
 
 

@@ -68,10 +68,11 @@ def nanoseconds():
 
 
 @triton.jit
-def fail(failure, epoch, peer, waited):
-    """Leave {1 + operator's number, peer, nanoseconds} in host memory and stop the GPU's context."""
+def fail(failure, epoch, peer, waited, OP: tl.constexpr):
+    """Leave {1 + number of the operator, peer, nanoseconds, operator} in host memory and stop the GPU's context."""
     tl.store(failure + 1, peer.to(tl.int64))
     tl.store(failure + 2, waited)
+    tl.store(failure + 3, waited * 0 + OP)
     fence_sys()
     tl.store(failure, epoch.to(tl.int64) + 1)
     fence_sys()
@@ -89,8 +90,8 @@ def signal_peers(peer_flags, epoch, rank, RANKS: tl.constexpr, LANES: tl.constex
 
 
 @triton.jit
-def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Wait until every rank has signalled operator `epoch`. `deadline`: pointer to nanoseconds."""
+def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr, OP: tl.constexpr):
+    """Wait until every rank has signalled operator `epoch`. `deadline`: pointer to nanoseconds; `OP`: for the message."""
     lane = tl.arange(0, LANES)
     peer = tl.where(lane < RANKS, lane, rank)
     limit = tl.load(deadline)
@@ -99,7 +100,7 @@ def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, L
     while tl.min(seen - (epoch + 1)) < 0:  # differences, so that the count may wrap
         waited = nanoseconds() - start
         if waited > limit:
-            fail(failure, epoch, tl.max(tl.where(seen - (epoch + 1) < 0, peer, 0)), waited)
+            fail(failure, epoch, tl.max(tl.where(seen - (epoch + 1) < 0, peer, 0)), waited, OP)
         seen = load_acquire_sys(flags + peer)
     tl.debug_barrier()
 
@@ -114,7 +115,7 @@ def wait_for_count(counter, count, epoch, deadline, failure):
         while seen < count:
             waited = nanoseconds() - start
             if waited > limit:
-                fail(failure, epoch, seen - seen - 1, waited)
+                fail(failure, epoch, seen - seen - 1, waited, 0)
             seen = load_acquire_gpu(counter)
     fence_async_proxy()
     tl.debug_barrier()

@@ -59,6 +59,7 @@ def _wait_for_count(counter, count, epoch, deadline, failure):
             if waited > limit:
                 gl.store(failure + 1, waited * 0 - 1)
                 gl.store(failure + 2, waited)
+                gl.store(failure + 3, waited * 0)
                 _do("fence.acq_rel.sys; mov.u32 $0, 0;")
                 gl.store(failure, epoch.to(gl.int64) + 1)
                 _do("fence.acq_rel.sys; trap; mov.u32 $0, 0;")
