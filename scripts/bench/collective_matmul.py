@@ -212,13 +212,12 @@ class Operands:
                 [part[rows] for part in got.chunk(self.ranks) for rows in (slice(0, 128), slice(-128, None))]
             )
         else:
-            own, truth = self.M // self.ranks, None
+            own, truth = self.M // self.ranks, self.part
             for owner in range(self.ranks):
                 mine = torch.cat((a[owner * own :][:128], a[owner * own + own - 128 :][:128])) @ b
                 dist.all_reduce(mine)
                 truth = mine if owner == dist.get_rank() else truth
             got = torch.cat((got[:128], got[-128:]))
-        assert truth is not None
         return ((got.float() - truth).norm() / truth.norm()).item()
 
 
@@ -252,28 +251,33 @@ def main() -> None:
     for model in args.model:
         for dtype in args.dtype:
             say(f"{model} {dtype}, M = {M}, {ranks} ranks")
-            columns = ("matmul", "coll", "seq", "up", "up graph", "eager", "graph", "floor", "ratio", "cpu us", "error")
-            say(f"{'op':9s} {'K':>5s} {'N':>5s} " + " ".join(f"{c:>8s}" for c in columns))
+            columns = ("matmul", "coll", "seq", "up", "up graph", "eager", "graph", "floor", "ratio", "cpu us")
+            say(f"{'op':9s} {'K':>5s} {'N':>5s} " + " ".join(f"{c:>8s}" for c in (*columns, "error")))
             for case in cases(model, ranks):
                 if args.only and case.name not in args.only:
                     continue
                 x = Operands(case, M, ranks, dtype)
-                matmul, collective = attempt(lambda: milliseconds(x.matmul)), milliseconds(x.collective)
-                moved = (ranks - 1) / ranks * M * (case.K * x.a.dtype.itemsize if case.gathers else case.N * 2)
-                floor = max(matmul, moved / LINK * 1e3)
-                nan = float("nan")
                 error = attempt(x.error)
-                row = [matmul, collective, attempt(lambda: milliseconds(x.sequential))]
-                row += [nan, nan] if args.no_upstream else [
-                    attempt(lambda: milliseconds(x.torch_fused)), attempt(lambda: replayed(x.torch_fused))
-                ]  # fmt: skip
-                eager = attempt(lambda: milliseconds(x.titanlite))
-                row += [eager, attempt(lambda: replayed(x.titanlite)), floor, eager / floor]
-                row += [attempt(lambda: host_microseconds(x.titanlite))]
-                say(f"{case.name:9s} {case.K:5d} {case.N:5d} " + " ".join(f"{v:8.3f}" for v in row) + f" {error:8.1e}")
+                figures = " ".join(f"{v:8.3f}" for v in measure(x, upstream=not args.no_upstream))
+                say(f"{case.name:9s} {case.K:5d} {case.N:5d} {figures} {error:8.1e}")
                 if args.tune:
                     tune(x, say)
     dist.destroy_process_group()
+
+
+def measure(x: Operands, upstream: bool) -> list[float]:
+    """One line of the table."""
+    nan, case = float("nan"), x.case
+    matmul = attempt(lambda: milliseconds(x.matmul))
+    row = [matmul, attempt(lambda: milliseconds(x.collective)), attempt(lambda: milliseconds(x.sequential))]
+    if upstream:
+        row += [attempt(lambda: milliseconds(x.torch_fused)), attempt(lambda: replayed(x.torch_fused))]
+    else:
+        row += [nan, nan]
+    eager, graph = attempt(lambda: milliseconds(x.titanlite)), attempt(lambda: replayed(x.titanlite))
+    moved = (x.ranks - 1) / x.ranks * x.M * (case.K * x.a.dtype.itemsize if case.gathers else case.N * 2)
+    floor = max(matmul, moved / LINK * 1e3)
+    return [*row, eager, graph, floor, eager / floor, attempt(lambda: host_microseconds(x.titanlite))]
 
 
 def tune(x: Operands, say: Callable[..., None]) -> None:

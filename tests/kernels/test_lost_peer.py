@@ -1,4 +1,4 @@
-"""A rank that dies or stalls in the middle of a run ends all others within the deadline, with a message that says so."""
+"""A rank that dies or stalls in the middle of a run ends all others within the deadline, with a message."""
 
 import multiprocessing
 import os

@@ -91,7 +91,7 @@ def signal_peers(peer_flags, epoch, rank, RANKS: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr, OP: tl.constexpr):
-    """Wait until every rank has signalled operator `epoch`. `deadline`: pointer to nanoseconds; `OP`: for the message."""
+    """Wait until every rank has signalled operator `epoch`. `deadline`: pointer to nanoseconds."""
     lane = tl.arange(0, LANES)
     peer = tl.where(lane < RANKS, lane, rank)
     limit = tl.load(deadline)
