@@ -1,17 +1,18 @@
 """Launching a kernel for the second time without asking Triton again which one it is.
 
-Triton finds the compiled kernel from every argument's type, alignment and value at each launch, which takes longer than
-all else that an operator does on the host. An operator whose shapes it has seen knows the kernel.
+Triton finds the compiled kernel from every argument's type, alignment and value at each launch, and asks the driver of
+every pointer whether it is one; that takes longer than all else that an operator does on the host. An operator whose
+shapes it has seen knows the kernel, and passes addresses.
 """
 
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
-_compiled: dict[tuple[JITFunction, Hashable], CompiledKernel] = {}
+_compiled: dict[tuple[int, Hashable, Hashable], CompiledKernel] = {}
 
 
 def launch(kernel: JITFunction, key: Hashable, blocks: int, arguments: Sequence[Any], **options: int) -> None:
@@ -24,9 +25,10 @@ def launch(kernel: JITFunction, key: Hashable, blocks: int, arguments: Sequence[
         arguments: all of the kernel's parameters, in order.
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
-    aligned = tuple(a.data_ptr() % 16 == 0 for a in arguments if isinstance(a, torch.Tensor))
-    known = _compiled.get((kernel, (key, aligned)))
+    passed = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
+    unaligned = tuple(i for i, a in enumerate(arguments) if isinstance(a, Tensor) and passed[i] % 16)
+    known = _compiled.get((id(kernel), key, unaligned))
     if known is None:
-        _compiled[kernel, (key, aligned)] = kernel[(blocks,)](*arguments, **options)
+        _compiled[id(kernel), key, unaligned] = kernel[(blocks,)](*arguments, **options)
     else:
-        known[blocks, 1, 1](*arguments)
+        known[blocks, 1, 1](*passed)
