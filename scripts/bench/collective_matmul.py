@@ -224,10 +224,10 @@ class Operands:
 def candidates(case: Case, itemsize: int) -> list[Tiles]:
     k = 128 // itemsize
     found = []
-    for n, stages in ((256, 3), (128, 4)):
+    for n in (256, 128):
         for group in (4, 8, 16) if case.gathers else (8,):
-            for copy_rows in (32,) if n == 256 or not case.gathers else (32, 64, 128):
-                found.append(Tiles(128, n, k, 8, stages, group, copy_rows=copy_rows))
+            for copy_rows in (32, 64) if case.gathers else (32,):
+                found.append(Tiles(128, n, k, 8, 3 if n == 256 else 4, group, copy_rows=copy_rows))
     return found
 
 

@@ -39,7 +39,7 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
         rank=rank,
         ranks=ranks,
         device=torch.device("cpu"),
-        flags=torch.zeros(ranks, dtype=torch.int32),
+        flags=torch.zeros(9 * ranks, dtype=torch.int32),
         peer_flags=torch.zeros(ranks, dtype=torch.int64),
         counters=torch.zeros(COUNTERS, dtype=torch.int32),
         epoch=torch.zeros(1, dtype=torch.int32),
@@ -50,7 +50,7 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
         peers=[slots] * ranks,
         capacity=capacity,
         begin=lambda n_bytes: capacity,
-        descriptors={},
+        blocks={},
     )
 
 

@@ -18,14 +18,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
-from titanlite.kernels.device.launch import launch
+from titanlite.kernels.device.launch import Blocks, launch
 from titanlite.kernels.device.protocol import signal_peers, wait_for_count, wait_for_peers
-from titanlite.kernels.device.specialised import descriptor, gather_matmul, peer_descriptors
+from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, out_dtype_of
 from titanlite.kernels.shapes import Split, split
@@ -392,37 +391,31 @@ def all_gather_matmul(
     if plan.specialised:
         slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
 
-    g_words = g.view(torch.int64)
-    words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
-    state = (to.counters, to.epoch, to.deadline, to.failure)
     key = (key, slot_bytes)
-    launch(
-        _publish, key, plan.publishers,
-        (
-            words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
-            at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
-            plan.scales, 0 if scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
-            to.flags, to.peer_flags, *state,
-            to.rank, to.ranks, plan.lanes, moves_scale, plan.block,
-        ),
-        num_warps=min(8, max(1, plan.block // 64)),
-    )  # fmt: skip
     bias = biases[0] if biases else None
     if plan.specialised:
         copied = (pick.copy_rows, COPY_COLUMNS)
         N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
+        peers, M = peer_blocks(to, shard.dtype, at.columns, copied), at.rows * to.ranks
         launch(
             gather_matmul, key, multiprocessors(to.device),
             (
-                descriptor(g, (BM, BK)), descriptor(o, (BN, BK) if o_k_major else (BK, BN)),
-                descriptor(out.view(-1, N), (BM, BN)), bias,
-                *peer_descriptors(to, shard.dtype, at.columns, copied), descriptor(g, copied), *state,
+                blocks(shard, (at.rows, at.K), at.K, (BM, BK)), blocks(gathered, (M, at.K), at.K, (BM, BK)),
+                blocks(o, o.shape, o.stride(0), (BN, BK) if o_k_major else (BK, BN)),
+                blocks(out, (M, N), N, (BM, PART.value)), bias,
+                blocks(shard, (at.rows, at.K), at.K, copied), peers[to.rank], blocks(gathered, (M, at.K), at.K, copied),
+                *peers,
+                to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
-                to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK, pick.stages, *copied, HEADER.value,
+                to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK,
+                stages(pick, 4 * math.prod(copied) * 2), *copied,
             ),
             num_warps=8,
         )  # fmt: skip
     else:
+        g_words = g.view(torch.int64)
+        words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
+        state = (to.counters, to.epoch, to.deadline, to.failure)
         left, last = form.startswith("left"), contracts_last(form)
         BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
         Y = o.shape[0] if o_k_major else o.shape[1]
@@ -431,11 +424,23 @@ def all_gather_matmul(
         o_scale = other_scales[0] if other_scales else None
         by_row = moves_scale or scale_of == "row"
         launch(
+            _publish, key, plan.publishers,
+            (
+                words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
+                at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
+                plan.scales, 0 if scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
+                to.flags, to.peer_flags, *state,
+                to.rank, to.ranks, plan.lanes, moves_scale, plan.block,
+            ),
+            num_warps=min(8, max(1, plan.block // 64)),
+        )  # fmt: skip
+        launch(
             _gather_matmul, key, multiprocessors(to.device),
             (
-                TensorDescriptor.from_tensor(g, [BX, pick.k] if last else [pick.k, BX]),
-                TensorDescriptor.from_tensor(o, [BY, pick.k] if o_k_major else [pick.k, BY]),
-                TensorDescriptor.from_tensor(flat_out, [BX, BY] if left else [BY, BX]) if plan.tma_store else None,
+                Blocks(g, g.shape, g.stride(0), (BX, pick.k) if last else (pick.k, BX)),
+                Blocks(o, o.shape, o.stride(0), (BY, pick.k) if o_k_major else (pick.k, BY)),
+                Blocks(flat_out, flat_out.shape, flat_out.stride(0), (BX, BY) if left else (BY, BX))
+                if plan.tma_store else None,
                 out, g_words, scale_whole if by_row else None, scale, o_scale, bias,
                 to.peer_slots, slot_bytes, plan.scale_bytes, *state,
                 at.rows, words, g.shape[1] * shard.dtype.itemsize // 8, at.segment, at.segment * to.ranks, plan.size,
@@ -533,7 +538,7 @@ def _plan(
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
     tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store and scale is None
-    specialised = specialised and itemsize == dtype.itemsize == 2
+    specialised = specialised and itemsize == dtype.itemsize == 2 and pick.n < at.K  # stored in parts, one a step
     own = at.whole.length(to.rank)
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))

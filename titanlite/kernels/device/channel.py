@@ -15,9 +15,11 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 MAX_RANKS = 8
-HEADER = 8
+PIECES = 8
+"""Of a shard: each is announced to the peers as soon as it is there."""
+HEADER = 8 + PIECES
 """First words of a channel's local counters: blocks that have begun, tiles drawn, blocks that have ended, those of the
-first kernel that have ended, copies drawn."""
+first kernel that have ended, copies drawn, copies of the own shard drawn; the last PIECES: copies written, by piece."""
 COUNTERS = HEADER + 8192
 """After them, one for each block of rows that arrives."""
 
@@ -40,7 +42,7 @@ class Channel:
         process_group: itself.
         rank: this process's, in the group.
         ranks: their number, 2 to 8.
-        flags: [ranks] int32, written by peers.
+        flags: [ranks · (1 + PIECES)] int32, written by peers: one for each, then each one's pieces.
         peer_flags: [ranks] int64, addresses of all ranks' flags.
         counters: [COUNTERS] int32; zero between operators.
         epoch: [1] int32, number of operators so far.
@@ -63,13 +65,13 @@ class Channel:
     peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
     capacity: int = 0
-    descriptors: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
+    blocks: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
     stream: torch.cuda.Stream | None = None
     _kept: list[object] = field(default_factory=list)  # captured graphs may still use outgrown slots
 
     def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
-        self.flags = symmetric_memory.empty(self.ranks, dtype=torch.int32, device=self.device)
+        self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
         handle = symmetric_memory.rendezvous(self.flags, self.name)
         self.flags.zero_()
         self.peer_flags = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
@@ -109,7 +111,7 @@ class Channel:
         torch.cuda.synchronize(self.device)  # nobody may still write into the slots that go
         dist.barrier(self.process_group)
         self.peers, self.peer_slots, self.slots = [], None, None
-        self.descriptors.clear()
+        self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
         self.slots = symmetric_memory.empty(2 * self.capacity, dtype=torch.uint8, device=self.device)
         handle = symmetric_memory.rendezvous(self.slots, self.name)

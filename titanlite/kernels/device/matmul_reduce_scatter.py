@@ -1,8 +1,8 @@
-"""Matmul → reduce-scatter in three launches: push tiles to their owners while multiplying, meet the peers, add.
+"""Matmul → reduce-scatter in two launches: push tiles to their owners while multiplying, then add.
 
 `_matmul_push` is a persistent matmul whose tiles go to the staging slot of the rank that owns them, through TMA stores
-that drain while the next tile is computed; owners take turns, so that all links are busy. It waits for nobody.
-`_exchange`, one thread block, signals and waits for the peers. `_reduce` adds what all ranks have pushed here.
+that drain while the next tile is computed; owners take turns, so that all links are busy. It waits for nobody, and its
+last block signals the peers. `_reduce` waits for them and adds what all ranks have pushed here.
 """
 
 import math
@@ -13,12 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
-from titanlite.kernels.device.launch import launch
-from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
-from titanlite.kernels.device.specialised import descriptor, matmul_push, peer_descriptors
+from titanlite.kernels.device.launch import Blocks, launch
+from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
+from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, out_dtype_of, product_shape
 from titanlite.kernels.shapes import Split, split
@@ -67,9 +66,9 @@ def _scaled(
 def _matmul_push(
     a0, b0, a1, b1, a2, b2, d0, d1, d2, d3, d4, d5, d6, d7,
     ls0, rs0, ls1, rs1, ls2, rs2, like,
-    peer_slots, slot_bytes, epoch_word,
+    peer_slots, slot_bytes, counters, peer_flags, epoch_word,
     M, N, K0, K1, K2, segment, size, outer, staged_rows, staged_cols, slot_rows,
-    rank, RANKS: tl.constexpr, BY_COLS: tl.constexpr, PAIRS: tl.constexpr,
+    rank, RANKS: tl.constexpr, LANES: tl.constexpr, BY_COLS: tl.constexpr, PAIRS: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, L_SCALE: tl.constexpr, R_SCALE: tl.constexpr,
     TMA_STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -80,7 +79,8 @@ def _matmul_push(
     outer: how many such groups. staged_rows, staged_cols: of one rank's part in a slot; slot_rows: rows from slot to
     slot of the tensors behind d0 … d7.
     """
-    parity = tl.load(epoch_word) & 1
+    epoch = tl.load(epoch_word)
+    parity = epoch & 1
     if BY_COLS:
         per_owner = tl.cdiv(segment, BN)
         groups = tl.cdiv(M, BM)
@@ -158,29 +158,28 @@ def _matmul_push(
             to = (rank * staged_rows + row + rows)[:, None].to(tl.int64) * staged_cols + (col + cols)[None, :]
             tl.store(staged + to, out, mask=(rows < rows_left)[:, None] & (cols < cols_left)[None, :])
 
+    tma_stores_written()
+    tl.debug_barrier()
+    finished = tl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
+    if finished == tl.num_programs(0) - 1:
+        signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+        tl.store(counters + 2, 0)
+        tl.store(epoch_word, epoch + 1)
+
 
 @triton.jit(do_not_specialize=["rank"])
-def _exchange(
-    flags, peer_flags, epoch_word, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """Tell the peers that this rank has pushed, and wait until they have. One thread block."""
-    epoch = tl.load(epoch_word)
-    signal_peers(peer_flags, epoch, rank, RANKS, LANES)
-    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
-    tl.store(epoch_word, epoch + 1)
-
-
-@triton.jit
 def _reduce(
-    slots, slot_bytes, epoch_word, out, bias, n, own_segment, segment, staged, bias_cols,
-    RANKS: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, slot_bytes, flags, epoch_word, deadline, failure, out, bias, n, own_segment, segment, staged, bias_cols,
+    rank, RANKS: tl.constexpr, LANES: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add what the ranks have pushed, in float32 and in rank order.
+    """Wait for the ranks, and add what they have pushed, in float32 and in rank order.
 
     n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
     groups of `segment` elements of which `own_segment` count.
     """
-    parity = (tl.load(epoch_word) - 1) & 1
+    epoch = tl.load(epoch_word) - 1
+    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
+    parity = epoch & 1
     parts = (slots + parity.to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
@@ -269,55 +268,50 @@ def matmul_reduce_scatter(
         launch(
             matmul_push, key, multiprocessors(to.device),
             (
-                descriptor(a[0], (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
-                descriptor(b[0], (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
-                *peer_descriptors(to, plan.out_dtype, plan.staged_cols, box), to.epoch,
+                blocks(a[0], a[0].shape, a[0].stride(0), (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
+                blocks(b[0], b[0].shape, b[0].stride(0), (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
+                *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
+                to.counters, to.peer_flags, to.epoch,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
-                to.ranks, a_k_major, b_k_major, pick.m, pick.n, pick.k, pick.stages,
+                to.ranks, a_k_major, b_k_major, pick.m, pick.n, pick.k, stages(pick),
             ),
             num_warps=8,
         )  # fmt: skip
     else:
-        staging: list[TensorDescriptor | None] = [None] * MAX_RANKS
+        staging: list[Blocks | None] = [None] * MAX_RANKS
         if plan.tma_store:
             rows = 2 * to.capacity // row_bytes
             for peer, slots in enumerate(to.peers):
-                matrix = slots[: rows * row_bytes].view(plan.out_dtype).view(rows, plan.staged_cols)
-                staging[peer] = TensorDescriptor.from_tensor(matrix, list(box))
-        pairs: list[TensorDescriptor] = []
+                memory = slots[: rows * row_bytes].view(plan.out_dtype)
+                staging[peer] = Blocks(memory, (rows, plan.staged_cols), plan.staged_cols, box)
+        pairs: list[Blocks] = []
         Ks: list[int] = []
         scales: list[Tensor | None] = []
         for i in range(MAX_PAIRS):
             at = min(i, len(lefts) - 1)  # what is not there is not read
-            pairs.append(TensorDescriptor.from_tensor(a[at], [pick.m, pick.k] if a_k_major else [pick.k, pick.m]))
-            pairs.append(TensorDescriptor.from_tensor(b[at], [pick.n, pick.k] if b_k_major else [pick.k, pick.n]))
+            for x, n, k_major in ((a[at], pick.m, a_k_major), (b[at], pick.n, b_k_major)):
+                pairs.append(Blocks(x, x.shape, x.stride(0), (n, pick.k) if k_major else (pick.k, n)))
             Ks.append(lefts[at].shape[-1])
             scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
         launch(
             _matmul_push, key, multiprocessors(to.device),
             (
-                *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.epoch,
+                *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
-                to.rank, to.ranks, plan.by_cols, len(lefts), a_k_major, b_k_major,
+                to.rank, to.ranks, plan.lanes, plan.by_cols, len(lefts), a_k_major, b_k_major,
                 _kind(left_scales), _kind(right_scales), plan.tma_store, pick.m, pick.n, pick.k,
             ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
     launch(
-        _exchange, key, 1,
-        (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, to.rank, to.ranks, plan.lanes),
-        num_warps=1,
+        _reduce, key, max(1, triton.cdiv(plan.n, REDUCE_BLOCK)),
+        (
+            to.slots, slot_bytes, to.flags, to.epoch, to.deadline, to.failure, out, bias,
+            plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, plan.out[-1],
+            to.rank, to.ranks, plan.lanes, not whole.even, bias is not None, REDUCE_BLOCK,
+        ),
+        num_warps=8,
     )  # fmt: skip
-    if plan.n:
-        launch(
-            _reduce, key, triton.cdiv(plan.n, REDUCE_BLOCK),
-            (
-                to.slots, slot_bytes, to.epoch, out, bias,
-                plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, plan.out[-1],
-                to.ranks, not whole.even, bias is not None, REDUCE_BLOCK,
-            ),
-            num_warps=8,
-        )  # fmt: skip
     return out
 
 
@@ -389,6 +383,7 @@ def _plan(
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
     tma_store = row_bytes % 16 == 0 and whole_tiles and whole.even
     specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
+    specialised = specialised and pick.n < K  # a tile is stored during as many steps as it has parts
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     return Plan(

@@ -62,6 +62,14 @@ def fence_async_proxy():
 
 
 @triton.jit
+def tma_stores_written():
+    """Wait until what this thread block has stored by TMA is written, at home or with a peer."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def nanoseconds():
     """The GPU's clock."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -1,9 +1,12 @@
 """The matmul inside both collective matmuls, with its warps specialised: one loads, two groups of four multiply.
 
-The loading warp runs ahead, over the end of a tile into the next, so that neither the wait for rows from a peer nor
-the store of a finished tile stops the tensor cores. In the all-gather a third role, one warp of each thread block,
-pulls the peers' rows through a small ring in shared memory: TMA moves the bytes both ways, and no multiprocessor is
-given up.
+The loading warp draws tiles and runs ahead, over the end of a tile into the next, so that a wait for rows from a peer
+does not stop the tensor cores; a finished tile is stored while they work on the next one. In the all-gather a third
+role, one warp of each thread block, publishes this rank's shard and then pulls the peers' through a small ring in
+shared memory: TMA moves the bytes both ways, and no multiprocessor is given up.
+
+Tiles and copies are drawn, not dealt out: a block that gets its multiprocessor late, because another stream's kernel
+has it, finds less left to do and holds nobody up.
 
 Written in Gluon, Triton's lower layer, because Triton itself specialises no warps on Hopper. It takes the common
 shapes: rows in whole tiles, 16-bit operands. The kernels of the two stems take the others.
@@ -22,17 +25,44 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from titanlite.kernels.device.channel import MAX_RANKS, Channel
+from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
+from titanlite.kernels.device.channel import MAX_RANKS, PIECES, Channel
+from titanlite.kernels.device.launch import Blocks
+from titanlite.kernels.device.tiles import Tiles
 
 WORKER_REGISTERS = gl.constexpr(72)
+HEADER = gl.constexpr(COUNTERS_HEADER)
+N_PIECES = gl.constexpr(PIECES)
+OWN_PER_DRAW = gl.constexpr(8)
+"""Copies of the own shard that are drawn and counted together: they are short, unlike those over NVLink."""
+PART = gl.constexpr(64)
+"""Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
 
 
 @gluon.jit
 def _load_acquire(pointer):
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _load_acquire_sys(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _store_relaxed_sys(address, value):
+    gl.inline_asm_elementwise(
+        "st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [address, value],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -48,8 +78,19 @@ def _do(asm: gl.constexpr):
 
 
 @gluon.jit
+def _fail(failure, epoch, peer, waited, OP: gl.constexpr):
+    """As `protocol.fail`."""
+    gl.store(failure + 1, peer.to(gl.int64))
+    gl.store(failure + 2, waited)
+    gl.store(failure + 3, waited * 0 + OP)
+    _do("fence.acq_rel.sys; mov.u32 $0, 0;")
+    gl.store(failure, epoch.to(gl.int64) + 1)
+    _do("fence.acq_rel.sys; trap; mov.u32 $0, 0;")
+
+
+@gluon.jit
 def _wait_for_count(counter, count, epoch, deadline, failure):
-    """As in `protocol`: wait for the copies of this launch; then TMA may load what they stored."""
+    """As `protocol.wait_for_count`: then TMA may load what the copies of this launch have stored."""
     seen = _load_acquire(counter)
     if seen < count:
         limit = gl.load(deadline)
@@ -57,35 +98,165 @@ def _wait_for_count(counter, count, epoch, deadline, failure):
         while seen < count:
             waited = _nanoseconds() - start
             if waited > limit:
-                gl.store(failure + 1, waited * 0 - 1)
-                gl.store(failure + 2, waited)
-                gl.store(failure + 3, waited * 0)
-                _do("fence.acq_rel.sys; mov.u32 $0, 0;")
-                gl.store(failure, epoch.to(gl.int64) + 1)
-                _do("fence.acq_rel.sys; trap; mov.u32 $0, 0;")
+                _fail(failure, epoch, seen * 0 - 1, waited, 0)
             seen = _load_acquire(counter)
     _do("fence.proxy.async.global; mov.u32 $0, 0;")
 
 
 @gluon.jit
-def _multiply(
-    acc, a_bufs, b_bufs, ready, empty, it, steps,
-    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
+def _wait_for_piece(flag, source, epoch, deadline, failure):
+    """Wait until rank `source` has published a piece of its shard; then TMA may load it."""
+    seen = _load_acquire_sys(flag)
+    if seen - (epoch + 1) < 0:  # differences, so that the count may wrap
+        limit = gl.load(deadline)
+        start = _nanoseconds()
+        while seen - (epoch + 1) < 0:
+            waited = _nanoseconds() - start
+            if waited > limit:
+                _fail(failure, epoch, source, waited, 0)
+            seen = _load_acquire_sys(flag)
+    _do("fence.proxy.async.global; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def _signal(peer_flags, word, epoch, RANKS: gl.constexpr):
+    """Store `epoch + 1` in a word of every rank's flags, behind all that this block has seen happen."""
+    _do("fence.acq_rel.sys; mov.u32 $0, 0;")
+    for r in gl.static_range(RANKS):
+        _store_relaxed_sys(gl.load(peer_flags + r) + word * 4, epoch + 1)
+
+
+@gluon.jit
+def _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS: gl.constexpr):
+    """The first RANKS of them; the others are None."""
+    found = (d0, d1)
+    if RANKS > 2:
+        found += (d2,)
+    if RANKS > 3:
+        found += (d3,)
+    if RANKS > 4:
+        found += (d4,)
+    if RANKS > 5:
+        found += (d5,)
+    if RANKS > 6:
+        found += (d6,)
+    if RANKS > 7:
+        found += (d7,)
+    return found
+
+
+# --- multiplying -------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _write_word(buffer, value):
+    """By a role of one warp."""
+    buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _read_word(buffer):
+    """By a role of eight warps."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [8], [0])), axis=0)
+
+
+@gluon.jit
+def _halves(x):
+    """Left and right half of a tile."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _parts(x):
+    """A tile's parts of `PART` columns."""
+    if x.shape[1] == PART:
+        parts = (x,)
+    elif x.shape[1] == 2 * PART:
+        parts = _halves(x)
+    else:
+        left, right = _halves(x)
+        parts = _halves(left) + _halves(right)
+    return parts
+
+
+@gluon.jit
+def _store(
+    part, p: gl.constexpr, tile, dests, c_buf, first_row, x_blocks, y_tiles,
+    BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """One tile: `steps` products from the ring of buffers, starting at its position `it`."""
-    for k in range(steps):
-        slot = it % STAGES
-        mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-        a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
-        b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        # The product before this one is done with its buffers.
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
-        it += 1
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-    return acc, it
+    """Start to store part number p of a tile."""
+    tma.store_wait(pendings=0)
+    c_buf.store(part)
+    fence_async_shared()
+    row = first_row + (tile // y_tiles) % x_blocks * BM
+    column = (tile % y_tiles) * BN + p * PART
+    dest = tile // y_tiles // x_blocks
+    for d in gl.static_range(len(dests)):
+        if dest == d:
+            tma.async_copy_shared_to_global(dests[d], [row, column], c_buf)
+
+
+@gluon.jit
+def _multiply(
+    dests, bias, a_bufs, b_bufs, c_buf, tiles, ready, empty, first_row, x_blocks, y_tiles, steps, N,
+    BIAS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
+    PARTS: gl.constexpr = BN // PART
+    it = 0
+    before = -1
+    out = gl.zeros((BM, BN), c_buf.dtype, layout)
+    mbarrier.wait(ready.index(0), 0)
+    tile = _read_word(tiles.index(0))
+    while tile >= 0:
+        acc = gl.zeros((BM, BN), gl.float32, layout)
+        parts = _parts(out)
+        for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
+            slot = it % STAGES
+            mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+            a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
+            b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
+            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+            if before >= 0:
+                _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            if k > 0:
+                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+            it += 1
+        for _ in range(PARTS, steps):
+            slot = it % STAGES
+            mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+            a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
+            b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            # The product before this one is done with its buffers.
+            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+            it += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        if BIAS:
+            columns = (tile % y_tiles) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        out = acc.to(c_buf.dtype)
+        before = tile
+        mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
+        tile = _read_word(tiles.index(it % STAGES))
+    if before >= 0:
+        parts = _parts(out)
+        for p in gl.static_range(PARTS):
+            _store(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+    _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
+
+
+@gluon.jit
+def _announce(tile, tiles, empty, it, STAGES: gl.constexpr):
+    """Say which tile the next operands are for."""
+    mbarrier.wait(empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+    _write_word(tiles.index(it % STAGES), tile)
 
 
 @gluon.jit
@@ -110,200 +281,248 @@ def _load(
     return it
 
 
+@gluon.jit
+def _end(tiles, ready, empty, it, STAGES: gl.constexpr):
+    """Say that no tile is left."""
+    _announce(-1, tiles, empty, it, STAGES)
+    mbarrier.arrive(ready.index(it % STAGES), count=1)
+
+
+@gluon.jit
+def _leave(counters, used, epoch_word, epoch, peer_flags, rank, SIGNAL: gl.constexpr, RANKS: gl.constexpr):
+    """By a kernel's last block: leave the counters as the next operator wants them."""
+    gl.thread_barrier()
+    finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
+    if finished == gl.num_programs(0) - 1:
+        if SIGNAL:
+            _signal(peer_flags, rank, epoch, RANKS)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+        for start in range(0, used, 256):
+            at = start + gl.arange(0, 256, layout=layout)
+            gl.store(counters + at, gl.zeros([256], gl.int32, layout), mask=at < used)
+        gl.store(epoch_word, epoch + 1)
+
+
 # --- all-gather → matmul -----------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _gather_tile(
-    tile,
-    rank,
-    segments,
-    per_segment,
-    y_tiles,
-    segment,
-    RANKS: gl.constexpr,
-    GROUP: gl.constexpr,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-):
-    """First row and column of a tile, the rank its rows come from, and its first row in that rank's shard."""
-    x_tiles = segments * RANKS * per_segment
-    own = segments * per_segment
-    width = GROUP * y_tiles
-    first = (tile // width) * GROUP
-    in_group = min(x_tiles - first, GROUP)
-    x = first + (tile % width) % in_group
-    n0 = ((tile % width) // in_group) * BN
-    # This rank's own tiles first, then one of each peer in turn, as they arrive.
-    theirs = x - own
-    source = rank
-    at = x
-    if x >= own:
-        source = (rank + 1 + theirs % (RANKS - 1)) % RANKS
-        at = theirs // (RANKS - 1)
-    outer = at // per_segment
-    inner = (at % per_segment) * BM
-    return outer * segment * RANKS + source * segment + inner, n0, source, outer * segment + inner
-
-
-@gluon.jit
-def _gather_multiply(
-    c_desc, a_bufs, b_bufs, c_buf, ready, empty, bias,
-    rank, segments, per_segment, y_tiles, segment, steps, N,
-    RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
-    tiles = segments * RANKS * per_segment * y_tiles
-    it = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m0, n0, _, _ = _gather_tile(tile, rank, segments, per_segment, y_tiles, segment, RANKS, GROUP, BM, BN)
-        acc = gl.zeros((BM, BN), gl.float32, layout)
-        acc, it = _multiply(acc, a_bufs, b_bufs, ready, empty, it, steps, True, B_K_MAJOR, STAGES)
-        if BIAS:
-            columns = n0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-            acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        out = acc.to(c_desc.dtype)
-        tma.store_wait(pendings=0)
-        c_buf.store(out)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [m0, n0], c_buf)
-    tma.store_wait(pendings=0)
-
-
-@gluon.jit
 def _gather_load(
-    g_desc, o_desc, a_bufs, b_bufs, ready, empty, counters, epoch, deadline, failure,
+    s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
     rank, segments, per_segment, y_tiles, segment, steps, count,
     RANKS: gl.constexpr, GROUP: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, HEADER: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    tiles = segments * RANKS * per_segment * y_tiles
     units = segments * per_segment
+    x_tiles = units * RANKS
+    width = GROUP * y_tiles
     it = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m0, n0, source, row = _gather_tile(tile, rank, segments, per_segment, y_tiles, segment, RANKS, GROUP, BM, BN)
-        if source != rank:
-            _wait_for_count(counters + HEADER + source * units + row // BM, count, epoch, deadline, failure)
-        it = _load(g_desc, o_desc, a_bufs, b_bufs, ready, empty, it, steps, m0, n0, True, B_K_MAJOR, BK, STAGES)
+    drawn = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+    while drawn < x_tiles * y_tiles:
+        following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+        first = (drawn // width) * GROUP
+        in_group = min(x_tiles - first, GROUP)
+        x = first + (drawn % width) % in_group
+        y = (drawn % width) // in_group
+        # This rank's own tiles first, then one of each peer in turn, as they arrive.
+        theirs = x - units
+        source = rank
+        unit = x
+        if theirs >= 0:
+            source = (rank + 1 + theirs % (RANKS - 1)) % RANKS
+            unit = theirs // (RANKS - 1)
+        row = (unit // per_segment * RANKS + source) * segment + unit % per_segment * BM
+        if theirs >= 0:
+            _wait_for_count(counters + HEADER + source * units + unit, count, epoch, deadline, failure)
+        _announce(row // BM * y_tiles + y, tiles, empty, it, STAGES)
+        if theirs >= 0:
+            it = _load(
+                g_desc, o_desc, a_bufs, b_bufs, ready, empty, it, steps, row, y * BN, True, B_K_MAJOR, BK, STAGES
+            )
+        else:
+            it = _load(
+                s_desc, o_desc, a_bufs, b_bufs, ready, empty, it, steps, unit * BM, y * BN, True, B_K_MAJOR, BK, STAGES
+            )
+        drawn = following
+    _end(tiles, ready, empty, it, STAGES)
+
+
+@gluon.jit
+def _next(t, draw, PER_DRAW: gl.constexpr):
+    """The copy after number t: copies are drawn by the run."""
+    t += 1
+    if t % PER_DRAW == 0:
+        t = gl.atomic_add(draw, PER_DRAW, sem="relaxed", scope="gpu")
+    return t
 
 
 @gluon.jit
 def _fetch(
-    t,
-    p0,
-    p1,
-    p2,
-    p3,
-    p4,
-    p5,
-    p6,
-    p7,
-    slot_row,
-    rank,
-    col_blocks,
-    bar,
-    buf,
-    RANKS: gl.constexpr,
-    CM: gl.constexpr,
-    CN: gl.constexpr,
-):
-    """Start copy number t: a block of a peer's slot into shared memory."""
-    source = (rank + 1 + t % (RANKS - 1)) % RANKS
-    block = t // (RANKS - 1)
-    row = slot_row + (block // col_blocks) * CM
-    col = (block % col_blocks) * CN
-    mbarrier.expect(bar, p0.block_type.nbytes)
-    if source == 0:
-        tma.async_copy_global_to_shared(p0, [row, col], bar, buf)
-    if source == 1:
-        tma.async_copy_global_to_shared(p1, [row, col], bar, buf)
-    if RANKS > 2:  # noqa: SIM102  # known when compiling
-        if source == 2:
-            tma.async_copy_global_to_shared(p2, [row, col], bar, buf)
-    if RANKS > 3:  # noqa: SIM102  # known when compiling
-        if source == 3:
-            tma.async_copy_global_to_shared(p3, [row, col], bar, buf)
-    if RANKS > 4:  # noqa: SIM102  # known when compiling
-        if source == 4:
-            tma.async_copy_global_to_shared(p4, [row, col], bar, buf)
-    if RANKS > 5:  # noqa: SIM102  # known when compiling
-        if source == 5:
-            tma.async_copy_global_to_shared(p5, [row, col], bar, buf)
-    if RANKS > 6:  # noqa: SIM102  # known when compiling
-        if source == 6:
-            tma.async_copy_global_to_shared(p6, [row, col], bar, buf)
-    if RANKS > 7:  # noqa: SIM102  # known when compiling
-        if source == 7:
-            tma.async_copy_global_to_shared(p7, [row, col], bar, buf)
+    t, i, known, froms, ring, bars, from_row, rank, col_blocks, piece_blocks, flags, epoch, deadline, failure,
+    OWN: gl.constexpr, RANKS: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
+):  # fmt: skip
+    """Start copy number t, as this block's i-th: a block of a shard into shared memory.
+
+    Args:
+        known: bits of the pieces that have been waited for.
+
+    Returns:
+        The same, afterwards.
+    """
+    bar, buf = bars.index(i % 4), ring.index(i % 4)
+    if OWN:
+        mbarrier.expect(bar, froms[0].block_type.nbytes)
+        tma.async_copy_global_to_shared(froms[0], [t // col_blocks * CM, t % col_blocks * CN], bar, buf)
+    else:
+        source = (rank + 1 + t % (RANKS - 1)) % RANKS
+        block = t // (RANKS - 1)
+        word = source * N_PIECES + block // piece_blocks
+        if (known >> word) & 1 == 0:
+            _wait_for_piece(flags + RANKS + word, source, epoch, deadline, failure)
+            known |= gl.to_tensor(1).to(gl.int64) << word
+        mbarrier.expect(bar, froms[0].block_type.nbytes)
+        for r in gl.static_range(RANKS):
+            if source == r:
+                tma.async_copy_global_to_shared(
+                    froms[r], [from_row + block // col_blocks * CM, block % col_blocks * CN], bar, buf
+                )
+    return known
 
 
 @gluon.jit
-def _gather_pull(
-    p0, p1, p2, p3, p4, p5, p6, p7, w_desc, ring, bars, counters, slot_row,
-    rank, rows, segment, col_blocks,
-    RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr, HEADER: gl.constexpr,
+def _stored(
+    t, rank, counters, peer_flags, copies, col_blocks, piece_blocks, units, epoch,
+    OWN: gl.constexpr, RANKS: gl.constexpr, PER_DRAW: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of the peers' slots into G through a ring of four buffers, three on their way, and count them."""
-    copies = (rows // CM) * col_blocks * (RANKS - 1)
-    units = rows // BM
-    draw = counters + 4
-    t0 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
-    t1 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
-    t2 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
+    """Count what has been written, copy number t the last, and tell the peers of a piece that is whole."""
+    if OWN:
+        piece = t // piece_blocks
+        size = min(copies, (piece + 1) * piece_blocks) - piece * piece_blocks
+        n = t % PER_DRAW + 1
+        counted = gl.atomic_add(counters + HEADER - N_PIECES + piece, n, sem="acq_rel", scope="gpu")
+        if counted + n == size:
+            _signal(peer_flags, RANKS + rank * N_PIECES + piece, epoch, RANKS)
+    else:
+        source = (rank + 1 + t % (RANKS - 1)) % RANKS
+        unit = t // (RANKS - 1) // col_blocks * CM // BM
+        gl.atomic_add(counters + HEADER + source * units + unit, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _copies(
+    i, froms, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
+    slot_row, rank, rows, segment, col_blocks,
+    OWN: gl.constexpr, PER_DRAW: gl.constexpr,
+    RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
+):  # fmt: skip
+    """Copy blocks of shards through a ring of four buffers, three on their way, into G, and this rank's to its slot.
+
+    Args:
+        i: copies of this thread block so far.
+
+    Returns:
+        The same, afterwards. All has been written, and counted.
+    """
+    blocks = rows // CM * col_blocks
+    piece_blocks = gl.cdiv(gl.cdiv(blocks, N_PIECES), OWN_PER_DRAW) * OWN_PER_DRAW
+    copies = blocks * (1 if OWN else RANKS - 1)
+    draw = counters + (5 if OWN else 4)
+    known = gl.to_tensor(0).to(gl.int64)
+    t0 = gl.atomic_add(draw, PER_DRAW, sem="relaxed", scope="gpu")
+    t1 = _next(t0, draw, PER_DRAW)
+    t2 = _next(t1, draw, PER_DRAW)
     for j in gl.static_range(3):
         t = t0 if j == 0 else (t1 if j == 1 else t2)
         if t < copies:
-            _fetch(
-                t, p0, p1, p2, p3, p4, p5, p6, p7, slot_row, rank, col_blocks,
-                bars.index(j), ring.index(j), RANKS, CM, CN,
+            known = _fetch(
+                t, i + j, known, froms, ring, bars, slot_row, rank, col_blocks, piece_blocks, flags, epoch, deadline,
+                failure, OWN, RANKS, CM, CN,
             )  # fmt: skip
-    i = 0
-    stored = counters  # the count that the copy before this one adds to
+    before = -1  # number of the copy before
     while t0 < copies:
         mbarrier.wait(bars.index(i % 4), (i // 4) & 1)
-        source = (rank + 1 + t0 % (RANKS - 1)) % RANKS
-        block = t0 // (RANKS - 1)
-        row = (block // col_blocks) * CM
-        to = (row // segment) * segment * RANKS + source * segment + row % segment
-        tma.async_copy_shared_to_global(w_desc, [to, (block % col_blocks) * CN], ring.index(i % 4))
-        # The copy before is written, not only read: now others may be told, and its buffer filled again.
-        _do("cp.async.bulk.wait_group 1; mov.u32 $0, 0;")
+        source = rank if OWN else (rank + 1 + t0 % (RANKS - 1)) % RANKS
+        block = t0 if OWN else t0 // (RANKS - 1)
+        row = block // col_blocks * CM
+        column = block % col_blocks * CN
+        to = (row // segment * RANKS + source) * segment + row % segment
+        tma.async_copy_shared_to_global(w_desc, [to, column], ring.index(i % 4))
+        # The copy before must have been read, so that its buffer may be filled again, and, once a run of copies
+        # is done, written, so that others may be told.
+        if OWN:
+            tma.async_copy_shared_to_global(slot_desc, [slot_row + row, column], ring.index(i % 4))
+            whole = (before >= 0) & (before % PER_DRAW == PER_DRAW - 1)
+            if whole:
+                _do("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
+            else:
+                _do("cp.async.bulk.wait_group.read 2; mov.u32 $0, 0;")
+        else:
+            whole = before >= 0
+            _do("cp.async.bulk.wait_group 1; mov.u32 $0, 0;")
         gl.thread_barrier()
-        if i > 0:
-            gl.atomic_add(stored, 1, sem="release", scope="gpu")
-        stored = counters + HEADER + source * units + row // BM
-        t3 = gl.atomic_add(draw, 1, sem="relaxed", scope="gpu")
+        if whole:
+            _stored(
+                before, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
+                OWN, RANKS, PER_DRAW, BM, CM,
+            )  # fmt: skip
+        before = t0
+        t3 = _next(t2, draw, PER_DRAW)
         if t3 < copies:
-            _fetch(
-                t3, p0, p1, p2, p3, p4, p5, p6, p7, slot_row, rank, col_blocks,
-                bars.index((i + 3) % 4), ring.index((i + 3) % 4), RANKS, CM, CN,
+            known = _fetch(
+                t3, i + 3, known, froms, ring, bars, slot_row, rank, col_blocks, piece_blocks, flags, epoch, deadline,
+                failure, OWN, RANKS, CM, CN,
             )  # fmt: skip
         t0 = t1
         t1 = t2
         t2 = t3
         i += 1
-    if i > 0:
-        _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-        gl.thread_barrier()
-        gl.atomic_add(stored, 1, sem="release", scope="gpu")
+    _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
+    gl.thread_barrier()
+    if before >= 0:
+        _stored(
+            before, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
+            OWN, RANKS, PER_DRAW, BM, CM,
+        )  # fmt: skip
+    return i
+
+
+@gluon.jit
+def _gather_copy(
+    shard_desc, peers, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
+    slot_row, rank, rows, segment, col_blocks,
+    RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
+):  # fmt: skip
+    """Publish all there is before waiting for a peer: no rank then waits for one that waits for it."""
+    i = _copies(
+        gl.to_tensor(0), (shard_desc,), slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
+        failure, slot_row, rank, rows, segment, col_blocks, True, OWN_PER_DRAW, RANKS, BM, CM, CN,
+    )  # fmt: skip
+    _copies(
+        i, peers, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
+        slot_row, rank, rows, segment, col_blocks, False, 1, RANKS, BM, CM, CN,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rank"])
 def gather_matmul(
-    g_desc, o_desc, c_desc, bias, p0, p1, p2, p3, p4, p5, p6, p7, w_desc,
-    counters, epoch_word, deadline, failure,
+    s_desc, g_desc, o_desc, c_desc, bias, shard_desc, slot_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
+    counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    CM: gl.constexpr, CN: gl.constexpr, HEADER: gl.constexpr,
+    CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
-    """As `all_gather_matmul._gather_matmul`, for the form "left" gathered along rows in whole tiles."""
-    epoch = gl.load(epoch_word) - 1
+    """As `all_gather_matmul._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
+
+    s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
+    slot_desc, w_desc and the peers' slots: the shard, its slot and G, in blocks as they are copied.
+    """
+    epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
     b_bufs = gl.allocate_shared_memory(o_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], o_desc.layout)
-    c_buf = gl.allocate_shared_memory(c_desc.dtype, [BM, BN], c_desc.layout)
+    c_buf = gl.allocate_shared_memory(c_desc.dtype, [BM, PART], c_desc.layout)
     ring = gl.allocate_shared_memory(w_desc.dtype, [4, CM, CN], w_desc.layout)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -319,142 +538,98 @@ def gather_matmul(
     steps = gl.cdiv(K, BK)
     gl.warp_specialize(
         [
-            (_gather_multiply, (
-                c_desc, a_bufs, b_bufs, c_buf, ready, empty, bias,
-                rank, segments, per_segment, y_tiles, segment, steps, N,
-                RANKS, GROUP, BIAS, B_K_MAJOR, BM, BN, BK, STAGES,
+            (_multiply, (
+                (c_desc,), bias, a_bufs, b_bufs, c_buf, tiles, ready, empty,
+                0, RANKS * (rows // BM), y_tiles, steps, N,
+                BIAS, True, B_K_MAJOR, BM, BN, STAGES,
             )),
             (_gather_load, (
-                g_desc, o_desc, a_bufs, b_bufs, ready, empty, counters, epoch, deadline, failure,
+                s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
                 rank, segments, per_segment, y_tiles, segment, steps, (BM // CM) * col_blocks,
-                RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES, HEADER,
+                RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES,
             )),
-            (_gather_pull, (
-                p0, p1, p2, p3, p4, p5, p6, p7, w_desc, ring, bars, counters, (epoch & 1) * slot_rows,
-                rank, rows, segment, col_blocks, RANKS, BM, CM, CN, HEADER,
+            (_gather_copy, (
+                shard_desc, _those_of(p0, p1, p2, p3, p4, p5, p6, p7, RANKS), slot_desc, w_desc, ring, bars,
+                counters, flags, peer_flags, epoch, deadline, failure,
+                (epoch & 1) * slot_rows, rank, rows, segment, col_blocks, RANKS, BM, CM, CN,
             )),
         ],
         [1, 1],
         [WORKER_REGISTERS, WORKER_REGISTERS],
     )  # fmt: skip
-    # The last block leaves the counters as the next operator wants them.
-    gl.thread_barrier()
-    finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
-    if finished == gl.num_programs(0) - 1:
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
-        used = HEADER + RANKS * (rows // BM)
-        for start in range(0, used, 256):
-            at = start + gl.arange(0, 256, layout=layout)
-            gl.store(counters + at, gl.zeros([256], gl.int32, layout), mask=at < used)
+    _leave(counters, HEADER + RANKS * (rows // BM), epoch_word, epoch, peer_flags, rank, False, RANKS)
 
 
 # --- matmul → reduce-scatter -------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _push_tile(tile, rank, per_segment, y_tiles, segment, RANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
-    """First row and column of a tile, its owner, and its first row in the owner's part."""
-    owner = (tile // y_tiles + rank + 1) % RANKS
-    group = tile // (y_tiles * RANKS)
-    within = (group % per_segment) * BM
-    outer = group // per_segment
-    return outer * segment * RANKS + owner * segment + within, (tile % y_tiles) * BN, owner, outer * segment + within
-
-
-@gluon.jit
-def _push_multiply(
-    d0, d1, d2, d3, d4, d5, d6, d7, a_bufs, b_bufs, c_buf, ready, empty, first_row,
-    rank, tiles, per_segment, y_tiles, segment, steps,
-    RANKS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
-    it = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, col, owner, row = _push_tile(tile, rank, per_segment, y_tiles, segment, RANKS, BM, BN)
-        acc = gl.zeros((BM, BN), gl.float32, layout)
-        acc, it = _multiply(acc, a_bufs, b_bufs, ready, empty, it, steps, A_K_MAJOR, B_K_MAJOR, STAGES)
-        out = acc.to(d0.dtype)
-        tma.store_wait(pendings=0)
-        c_buf.store(out)
-        fence_async_shared()
-        at = first_row + row
-        if owner == 0:
-            tma.async_copy_shared_to_global(d0, [at, col], c_buf)
-        if owner == 1:
-            tma.async_copy_shared_to_global(d1, [at, col], c_buf)
-        if RANKS > 2:  # noqa: SIM102  # known when compiling
-            if owner == 2:
-                tma.async_copy_shared_to_global(d2, [at, col], c_buf)
-        if RANKS > 3:  # noqa: SIM102  # known when compiling
-            if owner == 3:
-                tma.async_copy_shared_to_global(d3, [at, col], c_buf)
-        if RANKS > 4:  # noqa: SIM102  # known when compiling
-            if owner == 4:
-                tma.async_copy_shared_to_global(d4, [at, col], c_buf)
-        if RANKS > 5:  # noqa: SIM102  # known when compiling
-            if owner == 5:
-                tma.async_copy_shared_to_global(d5, [at, col], c_buf)
-        if RANKS > 6:  # noqa: SIM102  # known when compiling
-            if owner == 6:
-                tma.async_copy_shared_to_global(d6, [at, col], c_buf)
-        if RANKS > 7:  # noqa: SIM102  # known when compiling
-            if owner == 7:
-                tma.async_copy_shared_to_global(d7, [at, col], c_buf)
-    _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written to the owners before this kernel ends
-
-
-@gluon.jit
 def _push_load(
-    a_desc, b_desc, a_bufs, b_bufs, ready, empty, rank, tiles, per_segment, y_tiles, segment, steps,
+    a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters, rank, staged_tiles, per_segment, y_tiles, segment,
+    steps,
     RANKS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     it = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m0, n0, _, _ = _push_tile(tile, rank, per_segment, y_tiles, segment, RANKS, BM, BN)
-        it = _load(a_desc, b_desc, a_bufs, b_bufs, ready, empty, it, steps, m0, n0, A_K_MAJOR, B_K_MAJOR, BK, STAGES)
+    drawn = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+    while drawn < staged_tiles * RANKS * y_tiles:
+        following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+        y = drawn % y_tiles
+        owner = (drawn // y_tiles + rank + 1) % RANKS
+        staged = drawn // (y_tiles * RANKS)
+        row = (staged // per_segment * RANKS + owner) * segment + staged % per_segment * BM
+        _announce((owner * staged_tiles + staged) * y_tiles + y, tiles, empty, it, STAGES)
+        it = _load(
+            a_desc, b_desc, a_bufs, b_bufs, ready, empty, it, steps, row, y * BN, A_K_MAJOR, B_K_MAJOR, BK, STAGES
+        )
+        drawn = following
+    _end(tiles, ready, empty, it, STAGES)
 
 
 @gluon.jit(do_not_specialize=["rank"])
 def matmul_push(
-    a_desc, b_desc, d0, d1, d2, d3, d4, d5, d6, d7, epoch_word,
+    a_desc, b_desc, d0, d1, d2, d3, d4, d5, d6, d7, counters, peer_flags, epoch_word,
     slot_rows, staged_rows, segment, N, K, rank,
     RANKS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_reduce_scatter._matmul_push`, for one product scattered along rows in whole tiles."""
-    parity = gl.load(epoch_word) & 1
+    epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], b_desc.layout)
-    c_buf = gl.allocate_shared_memory(d0.dtype, [BM, BN], d0.layout)
+    c_buf = gl.allocate_shared_memory(d0.dtype, [BM, PART], d0.layout)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    per_segment = segment // BM
+    staged_tiles = staged_rows // BM
     y_tiles = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
-    tiles = (staged_rows // BM) * RANKS * y_tiles
     gl.warp_specialize(
         [
-            (_push_multiply, (
-                d0, d1, d2, d3, d4, d5, d6, d7, a_bufs, b_bufs, c_buf, ready, empty,
-                parity * slot_rows + rank * staged_rows, rank, tiles, per_segment, y_tiles, segment, steps,
-                RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES,
+            (_multiply, (
+                _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, a_bufs, b_bufs, c_buf, tiles, ready, empty,
+                (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N,
+                False, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES,
             )),
             (_push_load, (
-                a_desc, b_desc, a_bufs, b_bufs, ready, empty, rank, tiles, per_segment, y_tiles, segment, steps,
+                a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters,
+                rank, staged_tiles, segment // BM, y_tiles, segment, steps,
                 RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES,
             )),
         ],
         [1],
         [WORKER_REGISTERS],
     )  # fmt: skip
+    _leave(counters, HEADER, epoch_word, epoch, peer_flags, rank, True, RANKS)
 
 
 # --- host --------------------------------------------------------------------------------------------------------
+
+SHARED_MEMORY = 232448
+"""Bytes that a thread block may have on sm_90."""
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -464,23 +639,30 @@ def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
 
 
-def descriptor(matrix: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """A TMA descriptor of a row-major matrix of 16-bit floats, for blocks of the shape `box`."""
-    made = object.__new__(TensorDescriptor)  # without its checks: `obstacle` has made them
-    made.base, made.shape, made.strides = matrix, matrix.shape, matrix.stride()
-    made.block_shape, made.layout, made.padding = list(box), _layout(box, matrix.dtype), "zero"
-    return made
+def stages(pick: Tiles, ring: int = 0) -> int:
+    """How many steps of operands fit into a multiprocessor's shared memory.
+
+    Args:
+        pick: tiles.
+        ring: bytes of the buffers for copies.
+    """
+    words = 2048  # barriers and what warp specialisation keeps there
+    free = SHARED_MEMORY - words - ring - pick.m * PART.value * 2
+    return free // ((pick.m + pick.n) * pick.k * 2)
 
 
-def peer_descriptors(
-    to: Channel, dtype: torch.dtype, columns: int, box: tuple[int, int]
-) -> list[TensorDescriptor | None]:
-    """Descriptors of all ranks' two slots as one matrix each, and None up to `MAX_RANKS`."""
+def blocks(matrix: Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Blocks:
+    """A matrix of 16-bit floats at the beginning of a tensor, seen in blocks of the shape `box`."""
+    return Blocks(matrix, shape, stride, box, _layout(box, matrix.dtype))
+
+
+def peer_blocks(to: Channel, dtype: torch.dtype, columns: int, box: tuple[int, int]) -> list[Blocks | None]:
+    """All ranks' two slots as one matrix each, and None up to `MAX_RANKS`."""
     key = (dtype, columns, box)
-    found = to.descriptors.get(key)
+    found = to.blocks.get(key)
     if found is None:
         rows = 2 * to.capacity // (columns * dtype.itemsize)
-        matrices = [slots[: rows * columns * dtype.itemsize].view(dtype).view(rows, columns) for slots in to.peers]
-        found = [descriptor(matrix, box) for matrix in matrices] + [None] * (MAX_RANKS - to.ranks)
-        to.descriptors[key] = found
+        slots = [slots[: rows * columns * dtype.itemsize].view(dtype) for slots in to.peers]
+        found = [blocks(memory, (rows, columns), columns, box) for memory in slots] + [None] * (MAX_RANKS - to.ranks)
+        to.blocks[key] = found
     return found
