@@ -63,13 +63,14 @@ class _Known:
 
     def encoded(self, at: int, blocks: Blocks) -> list[Any]:
         """What the launcher wants for the kernel's descriptor number `at`."""
-        found = self.descriptors.get((at, blocks.memory.data_ptr()))
+        address = blocks.memory.data_ptr()
+        found = self.descriptors.get((at, address))
         if found is None:
             if len(self.descriptors) >= MOST_DESCRIPTORS:
                 self.descriptors.clear()
             made = blocks.descriptor()
             found = [made] if self.metas is None else make_tensordesc_arg(made, self.metas[at])
-            self.descriptors[at, blocks.memory.data_ptr()] = found
+            self.descriptors[at, address] = found
         return found
 
 
@@ -86,7 +87,17 @@ def launch(kernel: JITFunction, key: Hashable, blocks: int, arguments: Sequence[
         arguments: all of the kernel's parameters, in order.
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
-    unaligned = tuple(i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.data_ptr() % 16)
+    passed: list[Any] = []
+    matrices: list[int] = []
+    unaligned = 0
+    for at, a in enumerate(arguments):
+        if type(a) is Blocks:
+            matrices.append(at)
+        elif isinstance(a, Tensor):
+            address = a.data_ptr()
+            unaligned |= (address % 16 != 0) << at
+            a = address
+        passed.append(a)
     name = id(kernel), key, unaligned
     known = _compiled.get(name)
     if known is None:
@@ -95,13 +106,8 @@ def launch(kernel: JITFunction, key: Hashable, blocks: int, arguments: Sequence[
         return
     if type(known) is not _Known:
         known = _compiled[name] = _Known(known)
-    passed: list[Any] = []
-    at = 0
-    for a in arguments:
-        if type(a) is Blocks:
-            passed += known.encoded(at, a)
-            at += 1
-        else:
-            passed.append(a.data_ptr() if isinstance(a, Tensor) else a)
+    for i in reversed(range(len(matrices))):
+        at = matrices[i]
+        passed[at : at + 1] = known.encoded(i, passed[at])
     stream = driver.active.get_current_stream(driver.active.get_current_device())
     known.run(blocks, 1, 1, stream, known.function, known.metadata, None, None, None, *passed)

@@ -104,18 +104,31 @@ def _wait_for_count(counter, count, epoch, deadline, failure):
 
 
 @gluon.jit
-def _wait_for_piece(flag, source, epoch, deadline, failure):
-    """Wait until rank `source` has published a piece of its shard; then TMA may load it."""
-    seen = _load_acquire_sys(flag)
-    if seen - (epoch + 1) < 0:  # differences, so that the count may wrap
+def _pieces(flags, epoch, RANKS: gl.constexpr):
+    """Bits of the pieces that are published: number `source · N_PIECES + piece`."""
+    word = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    word = gl.where(word < RANKS * N_PIECES, word, 0)
+    seen = _load_acquire_sys(flags + RANKS + word)
+    there = seen - (epoch + 1) >= 0  # differences, so that the count may wrap
+    one = gl.full([64], 1, gl.int64, word.type.layout)
+    first = gl.arange(0, 64, layout=word.type.layout) == word
+    return gl.sum(gl.where(there & first, one << word.to(gl.int64), one * 0), axis=0)
+
+
+@gluon.jit
+def _wait_for_piece(word, flags, epoch, deadline, failure, RANKS: gl.constexpr):
+    """Wait until a piece of a peer's shard is published; then TMA may load all that is in the bits returned."""
+    known = _pieces(flags, epoch, RANKS)
+    if (known >> word) & 1 == 0:
         limit = gl.load(deadline)
         start = _nanoseconds()
-        while seen - (epoch + 1) < 0:
+        while (known >> word) & 1 == 0:
             waited = _nanoseconds() - start
             if waited > limit:
-                _fail(failure, epoch, source, waited, 0)
-            seen = _load_acquire_sys(flag)
+                _fail(failure, epoch, word // N_PIECES, waited, 0)
+            known = _pieces(flags, epoch, RANKS)
     _do("fence.proxy.async.global; mov.u32 $0, 0;")
+    return known
 
 
 @gluon.jit
@@ -348,12 +361,41 @@ def _gather_load(
 
 
 @gluon.jit
-def _next(t, draw, PER_DRAW: gl.constexpr):
-    """The copy after number t: copies are drawn by the run."""
+def _draw(counter, n):
+    """Add n to a counter without waiting for what it was, by a role of one warp; its first lane alone gets to know."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
+        @first atom.relaxed.gpu.global.add.u32 $0, [$1], $2;
+        }""",
+        "=r,l,r",
+        [counter, n],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _drawn(ticket):
+    """What `_draw` has found, for all lanes."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _next(t, ticket, draw, PER_DRAW: gl.constexpr):
+    """The copy after number t, and the ticket for the next run of copies."""
     t += 1
     if t % PER_DRAW == 0:
-        t = gl.atomic_add(draw, PER_DRAW, sem="relaxed", scope="gpu")
-    return t
+        t = _drawn(ticket)
+        ticket = _draw(draw, PER_DRAW)
+    return t, ticket
 
 
 @gluon.jit
@@ -378,8 +420,7 @@ def _fetch(
         block = t // (RANKS - 1)
         word = source * N_PIECES + block // piece_blocks
         if (known >> word) & 1 == 0:
-            _wait_for_piece(flags + RANKS + word, source, epoch, deadline, failure)
-            known |= gl.to_tensor(1).to(gl.int64) << word
+            known = _wait_for_piece(word, flags, epoch, deadline, failure, RANKS)
         mbarrier.expect(bar, froms[0].block_type.nbytes)
         for r in gl.static_range(RANKS):
             if source == r:
@@ -428,9 +469,10 @@ def _copies(
     copies = blocks * (1 if OWN else RANKS - 1)
     draw = counters + (5 if OWN else 4)
     known = gl.to_tensor(0).to(gl.int64)
-    t0 = gl.atomic_add(draw, PER_DRAW, sem="relaxed", scope="gpu")
-    t1 = _next(t0, draw, PER_DRAW)
-    t2 = _next(t1, draw, PER_DRAW)
+    ticket = _draw(draw, PER_DRAW)
+    t0, ticket = _next(-1, ticket, draw, PER_DRAW)
+    t1, ticket = _next(t0, ticket, draw, PER_DRAW)
+    t2, ticket = _next(t1, ticket, draw, PER_DRAW)
     for j in gl.static_range(3):
         t = t0 if j == 0 else (t1 if j == 1 else t2)
         if t < copies:
@@ -439,6 +481,7 @@ def _copies(
                 failure, OWN, RANKS, CM, CN,
             )  # fmt: skip
     before = -1  # number of the copy before
+    older = -1  # and of the one before that
     while t0 < copies:
         mbarrier.wait(bars.index(i % 4), (i // 4) & 1)
         source = rank if OWN else (rank + 1 + t0 % (RANKS - 1)) % RANKS
@@ -447,26 +490,26 @@ def _copies(
         column = block % col_blocks * CN
         to = (row // segment * RANKS + source) * segment + row % segment
         tma.async_copy_shared_to_global(w_desc, [to, column], ring.index(i % 4))
-        # The copy before must have been read, so that its buffer may be filled again, and, once a run of copies
-        # is done, written, so that others may be told.
+        # The copy before must have been read, so that its buffer may be filled again; the older one, if it is the last
+        # of a run, written, so that others may be told.
+        told = (older >= 0) & (older % PER_DRAW == PER_DRAW - 1)
         if OWN:
             tma.async_copy_shared_to_global(slot_desc, [slot_row + row, column], ring.index(i % 4))
-            whole = (before >= 0) & (before % PER_DRAW == PER_DRAW - 1)
-            if whole:
-                _do("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
-            else:
-                _do("cp.async.bulk.wait_group.read 2; mov.u32 $0, 0;")
+            _do("cp.async.bulk.wait_group.read 2; mov.u32 $0, 0;")
+            if told:
+                _do("cp.async.bulk.wait_group 4; mov.u32 $0, 0;")
         else:
-            whole = before >= 0
-            _do("cp.async.bulk.wait_group 1; mov.u32 $0, 0;")
+            _do("cp.async.bulk.wait_group.read 1; mov.u32 $0, 0;")
+            _do("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
         gl.thread_barrier()
-        if whole:
+        if told:
             _stored(
-                before, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
+                older, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
                 OWN, RANKS, PER_DRAW, BM, CM,
             )  # fmt: skip
+        older = before
         before = t0
-        t3 = _next(t2, draw, PER_DRAW)
+        t3, ticket = _next(t2, ticket, draw, PER_DRAW)
         if t3 < copies:
             known = _fetch(
                 t3, i + 3, known, froms, ring, bars, slot_row, rank, col_blocks, piece_blocks, flags, epoch, deadline,
@@ -478,6 +521,11 @@ def _copies(
         i += 1
     _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
     gl.thread_barrier()
+    if (older >= 0) & (older % PER_DRAW == PER_DRAW - 1):
+        _stored(
+            older, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
+            OWN, RANKS, PER_DRAW, BM, CM,
+        )  # fmt: skip
     if before >= 0:
         _stored(
             before, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
@@ -492,14 +540,21 @@ def _gather_copy(
     slot_row, rank, rows, segment, col_blocks,
     RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
-    """Publish all there is before waiting for a peer: no rank then waits for one that waits for it."""
-    i = _copies(
-        gl.to_tensor(0), (shard_desc,), slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
-        failure, slot_row, rank, rows, segment, col_blocks, True, OWN_PER_DRAW, RANKS, BM, CM, CN,
-    )  # fmt: skip
+    """Publish and pull.
+
+    Of the thread blocks that run, every second one, the first included, publishes all there is before it waits for a
+    peer: no rank then waits for one that waits for it.
+    """
+    ticket = gl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
+    i = gl.to_tensor(0)
+    if ticket % 2 == 0:
+        i = _copies(
+            i, (shard_desc,), slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
+            failure, slot_row, rank, rows, segment, col_blocks, True, OWN_PER_DRAW, RANKS, BM, CM, CN,
+        )  # fmt: skip
     _copies(
-        i, peers, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
-        slot_row, rank, rows, segment, col_blocks, False, 1, RANKS, BM, CM, CN,
+        i, peers, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
+        failure, slot_row, rank, rows, segment, col_blocks, False, 1, RANKS, BM, CM, CN,
     )  # fmt: skip
 
 
