@@ -36,6 +36,7 @@ class _Driver:
 def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNamespace:
     slots = torch.empty(2 * capacity, dtype=torch.uint8)
     return SimpleNamespace(
+        number=0,
         rank=rank,
         ranks=ranks,
         device=torch.device("cpu"),

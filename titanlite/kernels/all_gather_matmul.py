@@ -206,7 +206,11 @@ def check(
 
 
 # By hand rather than with custom_op, whose wrappers take longer than the launch.
-torch.library.define("titanlite::all_gather_matmul", torch.library.infer_schema(definition, mutates_args=()))
+torch.library.define(
+    "titanlite::all_gather_matmul",
+    torch.library.infer_schema(definition, mutates_args=()),
+    tags=torch.Tag.pt2_compliant_tag,
+)
 torch.library.impl("titanlite::all_gather_matmul", "default")(definition)
 torch.library.impl("titanlite::all_gather_matmul", "cuda")(lowering.all_gather_matmul)
 

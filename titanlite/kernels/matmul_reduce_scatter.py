@@ -128,7 +128,11 @@ def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -
 
 
 # By hand rather than with custom_op, whose wrappers take longer than the launch.
-torch.library.define("titanlite::matmul_reduce_scatter", torch.library.infer_schema(definition, mutates_args=()))
+torch.library.define(
+    "titanlite::matmul_reduce_scatter",
+    torch.library.infer_schema(definition, mutates_args=()),
+    tags=torch.Tag.pt2_compliant_tag,
+)
 torch.library.impl("titanlite::matmul_reduce_scatter", "default")(definition)
 torch.library.impl("titanlite::matmul_reduce_scatter", "cuda")(lowering.matmul_reduce_scatter)
 

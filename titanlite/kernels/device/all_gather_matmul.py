@@ -23,7 +23,7 @@ from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, produc
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, launch
-from titanlite.kernels.device.protocol import signal_peers, wait_for_count, wait_for_peers
+from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, out_dtype_of
@@ -391,20 +391,25 @@ def all_gather_matmul(
     if plan.specialised:
         slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
 
-    key = (key, slot_bytes)
+    key = (key, to.number, slot_bytes)
     bias = biases[0] if biases else None
     if plan.specialised:
         copied = (pick.copy_rows, COPY_COLUMNS)
         N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
-        peers, M = peer_blocks(to, shard.dtype, at.columns, copied), at.rows * to.ranks
+        M, box = at.rows * to.ranks, (pick.m, pick.k)
         launch(
-            gather_matmul, key, multiprocessors(to.device),
-            (
-                blocks(shard, (at.rows, at.K), at.K, (BM, BK)), blocks(gathered, (M, at.K), at.K, (BM, BK)),
+            meet, key, 1, (),
+            lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, to.rank, to.ranks, plan.lanes),
+            num_warps=1,
+        )  # fmt: skip
+        launch(
+            gather_matmul, key, multiprocessors(to.device), (shard, gathered, o, out, bias),
+            lambda: (
+                blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
                 blocks(o, o.shape, o.stride(0), (BN, BK) if o_k_major else (BK, BN)),
                 blocks(out, (M, N), N, (BM, PART.value)), bias,
-                blocks(shard, (at.rows, at.K), at.K, copied), peers[to.rank], blocks(gathered, (M, at.K), at.K, copied),
-                *peers,
+                blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
+                *peer_blocks(to, shard.dtype, at.columns, copied),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
                 to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK,
@@ -424,8 +429,8 @@ def all_gather_matmul(
         o_scale = other_scales[0] if other_scales else None
         by_row = moves_scale or scale_of == "row"
         launch(
-            _publish, key, plan.publishers,
-            (
+            _publish, key, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
+            lambda: (
                 words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
                 at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
                 plan.scales, 0 if scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
@@ -436,7 +441,8 @@ def all_gather_matmul(
         )  # fmt: skip
         launch(
             _gather_matmul, key, multiprocessors(to.device),
-            (
+            (g, o, flat_out, out, g_words, scale_whole, scale, o_scale, bias),
+            lambda: (
                 Blocks(g, g.shape, g.stride(0), (BX, pick.k) if last else (pick.k, BX)),
                 Blocks(o, o.shape, o.stride(0), (BY, pick.k) if o_k_major else (pick.k, BY)),
                 Blocks(flat_out, flat_out.shape, flat_out.stride(0), (BX, BY) if left else (BY, BX))

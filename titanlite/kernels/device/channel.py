@@ -8,6 +8,7 @@ the order in which they are issued, whatever stream they are issued on.
 import os
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class Channel:
         process_group: itself.
         rank: this process's, in the group.
         ranks: their number, 2 to 8.
+        number: of all channels of this process.
         flags: [ranks · (1 + PIECES)] int32, written by peers: one for each, then each one's pieces.
         peer_flags: [ranks] int64, addresses of all ranks' flags.
         counters: [COUNTERS] int32; zero between operators.
@@ -55,6 +57,7 @@ class Channel:
     rank: int
     ranks: int
     device: torch.device
+    number: int = field(init=False)
     flags: Tensor = field(init=False)
     peer_flags: Tensor = field(init=False)
     counters: Tensor = field(init=False)
@@ -71,6 +74,7 @@ class Channel:
 
     def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
+        self.number = next(_numbers)
         self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
         handle = symmetric_memory.rendezvous(self.flags, self.name)
         self.flags.zero_()
@@ -122,6 +126,7 @@ class Channel:
 
 
 _channels: dict[str, Channel] = {}
+_numbers = count()
 
 
 def channel(group: str) -> Channel:

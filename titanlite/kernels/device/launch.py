@@ -7,7 +7,7 @@ descriptors: in a training step the same addresses come back.
 """
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -49,9 +49,9 @@ class Blocks(NamedTuple):
 
 
 class _Known:
-    """A kernel that has been launched before."""
+    """A kernel that has been launched before, and how to launch it with other tensors."""
 
-    def __init__(self, compiled: CompiledKernel) -> None:
+    def __init__(self, compiled: CompiledKernel, arguments: Sequence[Any], tensors: Sequence[Tensor | None]) -> None:
         # Triton wraps the launcher of a kernel with descriptors in a function that encodes them at each launch.
         wrapped = compiled.run.launch
         inside = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
@@ -59,55 +59,77 @@ class _Known:
         self.run.launch = inside.get("launcher", wrapped)
         self.metas = inside.get("tensordesc_meta")
         self.function, self.metadata = compiled.function, compiled.packed_metadata
-        self.descriptors: dict[tuple[int, int], list[Any]] = {}
+        place = {id(tensor): j for j, tensor in enumerate(tensors) if tensor is not None}
+        self.passed: list[Any] = []  # what the launcher wants
+        self.addresses: list[tuple[int, int]] = []  # where in it which tensor's address goes,
+        self.matrices: list[tuple[int, int, int, Blocks]] = []  # and where which one's descriptor, by its number
+        self.encoded: dict[tuple[int, int], Any] = {}  # descriptors, by number and address
+        n = 0
+        for a in arguments:
+            at = len(self.passed)
+            if type(a) is Blocks:
+                self.passed += self._encode(n, a)
+                if id(a.memory) in place:
+                    self.passed[at] = None
+                    self.matrices.append((at, place[id(a.memory)], n, a._replace(memory=a.memory.new_empty(0))))
+                n += 1
+            elif isinstance(a, Tensor):
+                if id(a) in place:
+                    self.addresses.append((at, place[id(a)]))
+                self.passed.append(a.data_ptr())
+            else:
+                self.passed.append(a)
 
-    def encoded(self, at: int, blocks: Blocks) -> list[Any]:
-        """What the launcher wants for the kernel's descriptor number `at`."""
-        address = blocks.memory.data_ptr()
-        found = self.descriptors.get((at, address))
-        if found is None:
-            if len(self.descriptors) >= MOST_DESCRIPTORS:
-                self.descriptors.clear()
-            made = blocks.descriptor()
-            found = [made] if self.metas is None else make_tensordesc_arg(made, self.metas[at])
-            self.descriptors[at, address] = found
-        return found
+    def _encode(self, n: int, blocks: Blocks) -> list[Any]:
+        made = blocks.descriptor()
+        return [made] if self.metas is None else make_tensordesc_arg(made, self.metas[n])
+
+    def launch(self, blocks: int, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> None:
+        passed = self.passed.copy()
+        for at, j in self.addresses:
+            passed[at] = addresses[j]
+        for at, j, n, matrix in self.matrices:
+            found = self.encoded.get((n, addresses[j]))
+            if found is None:
+                found = self._encode(n, matrix._replace(memory=tensors[j]))[0]
+                if self.metas is not None:  # else it is Triton's own, which keeps the tensor alive
+                    if len(self.encoded) >= MOST_DESCRIPTORS:
+                        self.encoded.clear()
+                    self.encoded[n, addresses[j]] = found
+            passed[at] = found
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        self.run(blocks, 1, 1, stream, self.function, self.metadata, None, None, None, *passed)
 
 
 _compiled: dict[tuple[int, Hashable, Hashable], CompiledKernel | _Known] = {}
 
 
-def launch(kernel: JITFunction, key: Hashable, blocks: int, arguments: Sequence[Any], **options: int) -> None:
+def launch(
+    kernel: JITFunction,
+    key: Hashable,
+    blocks: int,
+    tensors: Sequence[Tensor | None],
+    arguments: Callable[[], Sequence[Any]],
+    **options: int,
+) -> None:
     """Run a kernel on the current stream.
 
     Args:
         kernel: of Triton or Gluon.
-        key: equal keys mean equal types, values of integers and strides; alignment is looked at here.
+        key: equal keys mean equal arguments but for the addresses of `tensors`; their alignment is looked at here.
         blocks: thread blocks.
-        arguments: all of the kernel's parameters, in order.
+        tensors: those among the arguments that lie elsewhere at each call.
+        arguments: gives all of the kernel's parameters, in order; called at the first two launches.
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
-    passed: list[Any] = []
-    matrices: list[int] = []
-    unaligned = 0
-    for at, a in enumerate(arguments):
-        if type(a) is Blocks:
-            matrices.append(at)
-        elif isinstance(a, Tensor):
-            address = a.data_ptr()
-            unaligned |= (address % 16 != 0) << at
-            a = address
-        passed.append(a)
-    name = id(kernel), key, unaligned
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    name = id(kernel), key, tuple([address % 16 for address in addresses])
     known = _compiled.get(name)
-    if known is None:
-        first = [a.descriptor() if type(a) is Blocks else a for a in arguments]
+    if type(known) is _Known:
+        known.launch(blocks, tensors, addresses)
+    elif known is None:
+        first = [a.descriptor() if type(a) is Blocks else a for a in arguments()]
         _compiled[name] = kernel[(blocks,)](*first, **options)
-        return
-    if type(known) is not _Known:
-        known = _compiled[name] = _Known(known)
-    for i in reversed(range(len(matrices))):
-        at = matrices[i]
-        passed[at : at + 1] = known.encoded(i, passed[at])
-    stream = driver.active.get_current_stream(driver.active.get_current_device())
-    known.run(blocks, 1, 1, stream, known.function, known.metadata, None, None, None, *passed)
+    else:
+        made = _compiled[name] = _Known(known, arguments(), tensors)
+        made.launch(blocks, tensors, addresses)

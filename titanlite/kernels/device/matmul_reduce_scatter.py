@@ -174,6 +174,8 @@ def _reduce(
 ):  # fmt: skip
     """Wait for the ranks, and add what they have pushed, in float32 and in rank order.
 
+    Few threads do it, so that a kernel of NCCL finds room beside those that wait.
+
     n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
     groups of `segment` elements of which `own_segment` count.
     """
@@ -181,17 +183,18 @@ def _reduce(
     wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
     parity = epoch & 1
     parts = (slots + parity.to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    source = at
-    if PADDED:
-        source = (at // own_segment) * segment + at % own_segment
-    total = tl.zeros([BLOCK], tl.float32)
-    for r in tl.static_range(RANKS):
-        total += tl.load(parts + r * staged + source, mask=inside, eviction_policy="evict_first").to(tl.float32)
-    if BIAS:
-        total += tl.load(bias + at % bias_cols, mask=inside).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    for start in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        at = start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        source = at
+        if PADDED:
+            source = (at // own_segment) * segment + at % own_segment
+        total = tl.zeros([BLOCK], tl.float32)
+        for r in tl.static_range(RANKS):
+            total += tl.load(parts + r * staged + source, mask=inside, eviction_policy="evict_first").to(tl.float32)
+        if BIAS:
+            total += tl.load(bias + at % bias_cols, mask=inside).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) -> str | None:
@@ -262,12 +265,12 @@ def matmul_reduce_scatter(
     slot_rows = -(-capacity // row_bytes)
     slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
 
-    key = (key, slot_bytes)
+    key = (key, to.number, slot_bytes)
     M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
     if plan.specialised:
         launch(
-            matmul_push, key, multiprocessors(to.device),
-            (
+            matmul_push, key, multiprocessors(to.device), (a[0], b[0]),
+            lambda: (
                 blocks(a[0], a[0].shape, a[0].stride(0), (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
                 blocks(b[0], b[0].shape, b[0].stride(0), (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
                 *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
@@ -294,8 +297,8 @@ def matmul_reduce_scatter(
             Ks.append(lefts[at].shape[-1])
             scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
         launch(
-            _matmul_push, key, multiprocessors(to.device),
-            (
+            _matmul_push, key, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales),
+            lambda: (
                 *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
                 to.rank, to.ranks, plan.lanes, plan.by_cols, len(lefts), a_k_major, b_k_major,
@@ -304,8 +307,8 @@ def matmul_reduce_scatter(
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
     launch(
-        _reduce, key, max(1, triton.cdiv(plan.n, REDUCE_BLOCK)),
-        (
+        _reduce, key, 2 * multiprocessors(to.device), (out, bias),
+        lambda: (
             to.slots, slot_bytes, to.flags, to.epoch, to.deadline, to.failure, out, bias,
             plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, plan.out[-1],
             to.rank, to.ranks, plan.lanes, not whole.even, bias is not None, REDUCE_BLOCK,

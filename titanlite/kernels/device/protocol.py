@@ -113,6 +113,14 @@ def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, L
     tl.debug_barrier()
 
 
+@triton.jit(do_not_specialize=["rank"])
+def meet(flags, peer_flags, epoch_word, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Wait until every rank has come to this operator: one thread block, before a kernel that fills the GPU."""
+    epoch = tl.load(epoch_word)
+    signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 0)
+
+
 @triton.jit
 def wait_for_count(counter, count, epoch, deadline, failure):
     """Wait until blocks of this launch have added up to `count`; then TMA may load what they stored."""

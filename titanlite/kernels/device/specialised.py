@@ -451,7 +451,7 @@ def _stored(
 
 @gluon.jit
 def _copies(
-    i, froms, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
+    i, froms, slots, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
     slot_row, rank, rows, segment, col_blocks,
     OWN: gl.constexpr, PER_DRAW: gl.constexpr,
     RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
@@ -494,7 +494,9 @@ def _copies(
         # of a run, written, so that others may be told.
         told = (older >= 0) & (older % PER_DRAW == PER_DRAW - 1)
         if OWN:
-            tma.async_copy_shared_to_global(slot_desc, [slot_row + row, column], ring.index(i % 4))
+            for r in gl.static_range(RANKS):
+                if rank == r:
+                    tma.async_copy_shared_to_global(slots[r], [slot_row + row, column], ring.index(i % 4))
             _do("cp.async.bulk.wait_group.read 2; mov.u32 $0, 0;")
             if told:
                 _do("cp.async.bulk.wait_group 4; mov.u32 $0, 0;")
@@ -536,7 +538,7 @@ def _copies(
 
 @gluon.jit
 def _gather_copy(
-    shard_desc, peers, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
+    shard_desc, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
     slot_row, rank, rows, segment, col_blocks,
     RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
@@ -549,18 +551,18 @@ def _gather_copy(
     i = gl.to_tensor(0)
     if ticket % 2 == 0:
         i = _copies(
-            i, (shard_desc,), slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
+            i, (shard_desc,), peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
             failure, slot_row, rank, rows, segment, col_blocks, True, OWN_PER_DRAW, RANKS, BM, CM, CN,
         )  # fmt: skip
     _copies(
-        i, peers, slot_desc, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
+        i, peers, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
         failure, slot_row, rank, rows, segment, col_blocks, False, 1, RANKS, BM, CM, CN,
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rank"])
 def gather_matmul(
-    s_desc, g_desc, o_desc, c_desc, bias, shard_desc, slot_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
+    s_desc, g_desc, o_desc, c_desc, bias, shard_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
     counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, B_K_MAJOR: gl.constexpr,
@@ -570,7 +572,7 @@ def gather_matmul(
     """As `all_gather_matmul._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
 
     s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
-    slot_desc, w_desc and the peers' slots: the shard, its slot and G, in blocks as they are copied.
+    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied.
     """
     epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
@@ -604,7 +606,7 @@ def gather_matmul(
                 RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES,
             )),
             (_gather_copy, (
-                shard_desc, _those_of(p0, p1, p2, p3, p4, p5, p6, p7, RANKS), slot_desc, w_desc, ring, bars,
+                shard_desc, _those_of(p0, p1, p2, p3, p4, p5, p6, p7, RANKS), w_desc, ring, bars,
                 counters, flags, peer_flags, epoch, deadline, failure,
                 (epoch & 1) * slot_rows, rank, rows, segment, col_blocks, RANKS, BM, CM, CN,
             )),
