@@ -32,10 +32,25 @@ E4M3, E5M2 = FLOAT8
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # Lower case: ragged. On "cuda", rows of k, n and m numbers are whole multiples of 16 bytes and of no tile; those of x,
-# y and z are neither.
+# y and z are neither; T is in whole tiles on every rank.
 SIZES = {
-    "cpu": {"M": 24, "S": 24, "K": 24, "N": 24, "P": 48, "m": 22, "s": 9, "k": 18, "n": 14, "x": 7, "y": 5, "z": 11},
+    "cpu": {
+        "T": 24,
+        "M": 24,
+        "S": 24,
+        "K": 24,
+        "N": 24,
+        "P": 48,
+        "m": 22,
+        "s": 9,
+        "k": 18,
+        "n": 14,
+        "x": 7,
+        "y": 5,
+        "z": 11,
+    },
     "cuda": {
+        "T": 3072,
         "M": 768,
         "S": 384,
         "K": 384,
@@ -105,6 +120,9 @@ _GATHERS = [
     Gather("rows-negative-dim", "M K", -2, ("K N",)),
     Gather("contracted", "M K", 1, ("K N",)),
     Gather("contracted-negative-dim", "2 S K", -1, ("K N",)),
+    Gather("whole-tiles", "T K", 0, ("K N",)),
+    Gather("whole-tiles-batch", "2 T K", 1, ("K N", "K P"), bias=True),
+    Gather("whole-tiles-transposed", "T K", 0, ("K N",), memory="transposed"),
     Gather("no-product", "M K", 0, ()),
     Gather("three-products", "M K", 0, ("K N", "K P", "K 8")),
     Gather("one-column", "M K", 0, ("K 1",)),
@@ -220,6 +238,9 @@ _SCATTERS = [
     Scatter("rows-negative-dim", "M", ("K",), -2),
     Scatter("columns", "M", ("K",), 1),
     Scatter("columns-negative-dim", "2 S", ("K",), -1),
+    Scatter("whole-tiles", "T", ("K",), 0),
+    Scatter("whole-tiles-batch", "2 T", ("K",), 1, bias=True),
+    Scatter("whole-tiles-transposed", "T", ("K",), 0, memory="transposed"),
     Scatter("two-products", "M", ("K", "P"), 0),
     Scatter("three-products-columns", "2 S", ("K", "P", "8"), 2),
     Scatter("bias", "M", ("K",), 0, bias=True),

@@ -23,6 +23,7 @@ from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, produc
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, launch
+from titanlite.kernels.device.operands import aligned, compact, lies_in_rows
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -327,9 +328,10 @@ def obstacle(
         return f"{shard.dtype} operands; the kernels take bfloat16, float16 and float8"
     if not 2 <= ranks <= MAX_RANKS:
         return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
-    if not others or not size:
+    dim %= shard.ndim
+    if not others or not others[0].numel() or not math.prod([*shard.shape[:dim], size, *shard.shape[dim + 1 :]]):
         return "nothing to multiply"
-    at = layout(list(shard.shape), dim % shard.ndim, size, ranks, form)
+    at = layout(list(shard.shape), dim, size, ranks, form)
     itemsize = shard.dtype.itemsize
     if at.columns * itemsize % 16:
         return f"rows of {at.columns * itemsize} bytes; the copies want a multiple of 16"
@@ -370,15 +372,20 @@ def all_gather_matmul(
     to = channel(group)
     dim %= shard.ndim
     other, shape = others[0], tuple(shard.shape)
-    key = (shape, shard.dtype, other.shape, other.stride(), other.dtype, dim, size, group, form)
-    key = (*key, len(biases), scale_of if scale is not None else None, len(other_scales), out_dtype, choice)
+    # Kernels read biases and scales one after the other.
+    bias = biases[0].contiguous() if biases else None
+    o_scale = other_scales[0].contiguous() if other_scales else None
+    scale = None if scale is None else scale.contiguous()
+    scales = None if scale is None or o_scale is None else (scale_of, o_scale.numel() > 1)
+    key = (shape, shard.dtype, other.shape, other.stride(), other.dtype, dim, size, to.rank, to.ranks, form)
+    key = (*key, None if bias is None else bias.dtype, scales, out_dtype, choice)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _plan(to, shard, other, dim, size, form, scale, scale_of, out_dtype, choice)
     at, pick = plan.at, plan.pick
 
     # Everything is allocated before the first launch.
-    shard = shard.contiguous()
+    shard = aligned(shard.contiguous())
     gathered = shard.new_empty(plan.gathered)
     g = gathered.view(plan.matrix)
     out = shard.new_empty(plan.out, dtype=plan.out_dtype)
@@ -386,13 +393,10 @@ def all_gather_matmul(
     moves_scale = plan.moves_scale
     scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
     row_bytes = at.columns * shard.dtype.itemsize
-    slot_bytes = to.begin(plan.slot_bytes)
-    slot_rows = -(-slot_bytes // row_bytes)
-    if plan.specialised:
-        slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
+    slot_rows = -(-to.begin(plan.slot_bytes) // row_bytes)
+    slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
 
     key = (key, to.number, slot_bytes)
-    bias = biases[0] if biases else None
     if plan.specialised:
         copied = (pick.copy_rows, COPY_COLUMNS)
         N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
@@ -426,7 +430,6 @@ def all_gather_matmul(
         Y = o.shape[0] if o_k_major else o.shape[1]
         flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
         copy_words = min(1024, triton.next_power_of_2(words))
-        o_scale = other_scales[0] if other_scales else None
         by_row = moves_scale or scale_of == "row"
         launch(
             _publish, key, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
@@ -460,8 +463,7 @@ def all_gather_matmul(
         )  # fmt: skip
 
     if not at.whole.even:
-        gathered = gathered[:, :size].contiguous()
-    gathered = gathered.view(*shape[:dim], size, *shape[dim + 1 :])
+        gathered = gathered[:, :size].contiguous().view(*shape[:dim], size, *shape[dim + 1 :])
     if len(others) == 1:
         return [gathered, out]
     whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
@@ -477,7 +479,7 @@ class Plan:
         at: where everything lies.
         pick: tiles.
         specialised: whether the kernel of that name takes the call.
-        gathered: shape of G's memory, chunks padded.
+        gathered: shape of G, or [outer, padded dim, inner] where chunks are not all full.
         matrix: the same as [rows, columns].
         out: shape of the product.
         out_dtype: its dtype.
@@ -498,7 +500,7 @@ class Plan:
     at: Layout
     pick: Tiles
     specialised: bool
-    gathered: tuple[int, int, int]
+    gathered: tuple[int, ...]
     matrix: tuple[int, int]
     out: list[int]
     out_dtype: torch.dtype
@@ -556,7 +558,7 @@ def _plan(
         at=at,
         pick=pick,
         specialised=specialised,
-        gathered=padded,
+        gathered=tuple(full) if at.whole.even else padded,
         matrix=(math.prod(padded) // columns, columns),
         out=out_shapes(full, [other], form)[0],
         out_dtype=dtype,
@@ -583,8 +585,8 @@ def contracts_last(form: str) -> bool:
 def _other(other: Tensor, form: str, float8: bool) -> tuple[Tensor, bool]:
     """The other operand as a row-major matrix, and whether its rows run along the contracted dim."""
     k_major = other.t() if form.startswith("left") else other.flatten(0, -2)
-    if k_major.stride(1) == 1 and k_major.stride(0) * other.dtype.itemsize % 16 == 0:
-        return k_major, True
-    if not float8 and k_major.stride(0) == 1 and k_major.stride(1) * other.dtype.itemsize % 16 == 0:
-        return k_major.t(), False
-    return k_major.contiguous(), True
+    if lies_in_rows(k_major):
+        return aligned(k_major), True
+    if not float8 and lies_in_rows(n_major := k_major.t()):
+        return aligned(n_major), False
+    return compact(k_major), True

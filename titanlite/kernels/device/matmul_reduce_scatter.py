@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.launch import Blocks, launch
+from titanlite.kernels.device.operands import aligned, compact, lies_in_rows
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -207,7 +208,7 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
     if len(lefts) > MAX_PAIRS:
         return f"a sum of {len(lefts)} products; the kernels take up to {MAX_PAIRS}"
     shape = product_shape(left.shape, rights[0].shape)
-    if not math.prod(shape):
+    if not math.prod(shape) or not all(a.shape[-1] for a in lefts):
         return "nothing to multiply"
     for a in lefts:
         if a.shape[-1] * a.dtype.itemsize % 16:
@@ -217,17 +218,20 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
     return None
 
 
-def _k_major(x: Tensor) -> bool:
-    return x.stride(1) == 1 and x.stride(0) * x.dtype.itemsize % 16 == 0
-
-
 def _matrices(xs: list[Tensor], float8: bool) -> tuple[list[Tensor], bool]:
     """Matrices [M, K] as row-major ones, and whether their rows run along K: for all of them alike."""
-    if all(_k_major(x) for x in xs):
-        return xs, True
-    if not float8 and all(_k_major(x.t()) for x in xs):
-        return [x.t() for x in xs], False
-    return [x.contiguous() for x in xs], True
+    if all(lies_in_rows(x) for x in xs):
+        return [aligned(x) for x in xs], True
+    if not float8 and all(lies_in_rows(x.t()) for x in xs):
+        return [aligned(x.t()) for x in xs], False
+    return [compact(x) for x in xs], True
+
+
+def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
+    """Scales as the kernel reads them: one after the other, and all by row if one is."""
+    if any(scale.numel() > 1 for scale in scales):
+        scales = [scale.reshape(-1).expand(rows) for scale in scales]
+    return [scale.contiguous() for scale in scales]
 
 
 def matmul_reduce_scatter(
@@ -248,8 +252,14 @@ def matmul_reduce_scatter(
     """
     to = channel(group)
     operands = tuple((x.shape, x.stride(), x.dtype) for pair in zip(lefts, rights, strict=True) for x in pair)
-    scaled = left_scales[0].numel() > 1 if left_scales else None, right_scales[0].numel() > 1 if left_scales else None
-    key = (operands, dim, group, bias is not None, scaled, out_dtype, choice)
+    kinds = 0, 0
+    if left_scales:
+        left_scales = _alike(left_scales, math.prod(lefts[0].shape[:-1]))
+        right_scales = _alike(right_scales, rights[0].shape[1])
+        kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales))
+    if bias is not None:
+        bias = bias.contiguous()
+    key = (operands, dim, to.rank, to.ranks, None if bias is None else bias.dtype, kinds, out_dtype, choice)
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _plan(to, lefts, rights, dim, out_dtype, choice)
@@ -257,7 +267,7 @@ def matmul_reduce_scatter(
 
     # Everything is allocated before the first launch.
     float8 = lefts[0].dtype.itemsize == 1
-    a, a_k_major = _matrices([left.flatten(0, -2) for left in lefts], float8)
+    a, a_k_major = _matrices([x if x.ndim == 2 else x.flatten(0, -2) for x in lefts], float8)
     b, b_k_major = _matrices([right.t() for right in rights], float8)
     out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
@@ -302,7 +312,7 @@ def matmul_reduce_scatter(
                 *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
                 to.rank, to.ranks, plan.lanes, plan.by_cols, len(lefts), a_k_major, b_k_major,
-                _kind(left_scales), _kind(right_scales), plan.tma_store, pick.m, pick.n, pick.k,
+                *kinds, plan.tma_store, pick.m, pick.n, pick.k,
             ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
@@ -409,8 +419,3 @@ def _plan(
         padded_segment=whole.chunk * inner,
         lanes=triton.next_power_of_2(to.ranks),
     )
-
-
-def _kind(scales: list[Tensor]) -> int:
-    """0 without scales, 1 for one number each, 2 for one a row."""
-    return 0 if not scales else 2 if scales[0].numel() > 1 else 1

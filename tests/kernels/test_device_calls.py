@@ -1,0 +1,207 @@
+"""What the host hands to the kernels, in every case that GPUs are tested with; nothing runs, nothing is compiled.
+
+A launch passes addresses to the kernel that it knows by a key. Three things would go unseen then: two kernels under one
+key, an operand whose numbers do not lie as the kernel reads them, and one that TMA cannot begin at.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.collective_cases import (
+    BF16,
+    E4M3,
+    FLOAT8,
+    Gather,
+    Scatter,
+    gathers,
+    out_dtype_of,
+    placed,
+    scatters,
+    sizes,
+    split,
+)
+
+triton = pytest.importorskip("triton")
+
+from tests.kernels.compile_only import _Driver, fake_channel  # noqa: E402
+from titanlite.kernels.all_gather_matmul import out_shapes  # noqa: E402
+from titanlite.kernels.device import all_gather_matmul as gather  # noqa: E402
+from titanlite.kernels.device import matmul_reduce_scatter as scatter  # noqa: E402
+from titanlite.kernels.device.launch import Blocks  # noqa: E402
+
+
+class Launches:
+    """Stands where kernels are launched, and remembers which kernel Triton would have found for each key."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[object, str] = {}
+        self.arguments: list[dict[str, object]] = []
+        self.join(1, 4)
+
+    def join(self, rank: int, ranks: int, capacity: int = 16 << 20) -> None:
+        """From now on as this rank of a group of so many."""
+        self.channel = fake_channel(rank, ranks, capacity)
+
+    def launch(self, kernel, key, blocks, arguments, **options) -> None:
+        *_, bind = kernel.device_caches[0]
+        blocks = [(a.shape, a.stride, a.box) for a in arguments if isinstance(a, Blocks)]  # kept with the kernel
+        arguments = [a.descriptor() if isinstance(a, Blocks) else a for a in arguments]
+        named, *specialised = bind(*arguments, **options)
+        unaligned = tuple(i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.data_ptr() % 16)
+        specialised = str((blocks, *specialised))
+        known = self.by_key.setdefault((kernel.fn.__name__, key, unaligned), specialised)
+        assert known == specialised, f"{kernel.fn.__name__}: two kernels under the key {key}"
+        for name, argument in named.items():
+            if isinstance(argument, Tensor):
+                assert argument.is_contiguous(), f"{kernel.fn.__name__}: {name} has strides {argument.stride()}"
+            elif hasattr(argument, "block_shape"):
+                *rows, column = argument.strides
+                assert column == 1, name
+                assert all(row > 0 and row * argument.base.dtype.itemsize % 16 == 0 for row in rows), name
+                assert argument.base.data_ptr() % 16 == 0, name
+        self.arguments.append(named)
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Iterator[Launches]:
+    found = Launches()
+    for stem in (gather, scatter):
+        monkeypatch.setattr(stem, "launch", found.launch)
+        monkeypatch.setattr(stem, "channel", lambda group: found.channel)
+        monkeypatch.setattr(stem, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(stem, "_plans", {})
+    triton.runtime.driver.set_active(_Driver())
+    yield found
+    triton.runtime.driver._active = None  # found anew at the next use
+
+
+def call_gather(case: Gather, rank: int, ranks: int) -> None:
+    """Its first product; the others are plain matmuls."""
+    whole, (first, *_) = sizes(case.whole, "cuda"), case.others
+    shape = list(whole)
+    shape[case.dim] = split(whole, case.dim, whole[case.dim], ranks).length(rank)
+    shard = placed(torch.zeros(shape, dtype=case.dtype), case.memory)
+    other = placed(torch.zeros(sizes(first, "cuda"), dtype=case.other_dtype or case.dtype), case.memory)
+    if gather.obstacle(shard, [other], case.dim, whole[case.dim], ranks, case.form, case.scale_of):
+        return
+    bias_dtype = case.bias_dtype or out_dtype_of(case.dtype, case.out_dtype)
+    (product,) = out_shapes(whole, [other], case.form)
+    biases = [placed(torch.zeros(product[-1:], dtype=bias_dtype), case.memory)] if case.bias else []
+    scale, other_scales = None, []
+    if case.dtype in FLOAT8:
+        scale = torch.ones([*shape[:-1], 1] if case.scale_of == "row" else [])
+        rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
+        other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
+    rest = (biases, scale, case.scale_of, other_scales, case.out_dtype)
+    gathered, out = gather.all_gather_matmul(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
+    for result, shape in ((gathered, whole), (out, product)):
+        assert (list(result.shape), result.stride()) == (shape, torch.empty(shape, device="meta").stride())
+
+
+def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
+    rows, (N,) = sizes(case.rows, "cuda"), sizes(case.columns, "cuda")
+    inner = [sizes(K, "cuda")[0] for K in case.inner]
+    lefts = [placed(torch.zeros([*rows, K], dtype=case.dtype), case.memory) for K in inner]
+    rights = [placed(torch.zeros([K, N], dtype=case.right_dtype or case.dtype), case.memory) for K in inner]
+    if scatter.obstacle(lefts, rights, case.dim, ranks):
+        return
+    own = [*rows, N]
+    own[case.dim] = split(own, case.dim, own[case.dim], ranks).length(rank)
+    bias_dtype = case.bias_dtype or out_dtype_of(case.dtype, case.out_dtype)
+    bias = placed(torch.zeros(own[-1:], dtype=bias_dtype), case.memory) if case.bias else None
+    scales: list[list[Tensor]] = [[], []]
+    if case.dtype in FLOAT8:
+        left, right = [*rows, 1] if case.left_scale_of == "row" else [], [1, N] if case.right_scale_of == "row" else []
+        scales = [[torch.ones(shape) for _ in inner] for shape in (left, right)]
+    out = scatter.matmul_reduce_scatter(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype)
+    assert (list(out.shape), out.stride()) == (own, torch.empty(own, device="meta").stride())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_cases(ranks: int, launches: Launches):
+    for rank in (0, ranks - 1):
+        launches.join(rank, ranks)
+        for case in gathers("cuda"):
+            if case.others:
+                call_gather(case, rank, ranks)
+        for case in scatters("cuda"):
+            call_scatter(case, rank, ranks)
+    kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
+    general = {"_publish", "_gather_matmul", "_matmul_push", "_reduce"}
+    assert kernels == general | {"gather_matmul", "matmul_push"}
+
+
+def gather_rows(x: Tensor, w: Tensor, **changed) -> list[Tensor]:
+    to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None} | changed
+    return gather.all_gather_matmul(x, [w], 0, 4 * x.shape[0], "g", "left", **to)
+
+
+def scatter_rows(xs: list[Tensor], ws: list[Tensor], **changed) -> Tensor:
+    to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None} | changed
+    return scatter.matmul_reduce_scatter(xs, ws, 0, "g", **to)
+
+
+def test_biases_of_two_dtypes(launches: Launches):
+    for bias in (torch.zeros(256, dtype=BF16), torch.zeros(256), torch.zeros(512)[::2], torch.zeros(1).expand(256)):
+        gather_rows(torch.zeros(128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16), biases=[bias])
+        scatter_rows([torch.zeros(512, 64, dtype=BF16)], [torch.zeros(64, 256, dtype=BF16)], bias=bias)
+
+
+def test_scales_of_two_kinds(launches: Launches):
+    x, w, xs = torch.zeros(128, 64).to(E4M3), torch.zeros(256, 64).to(E4M3).t(), torch.zeros(512, 64).to(E4M3)
+    one, rows, columns = torch.ones(()), torch.ones(512, 1), torch.ones(1, 256)
+    for other in (one, columns, torch.ones(1, 1).expand(1, 256), torch.ones(1, 512)[:, ::2]):
+        gather_rows(x, w, scale=one, other_scales=[other])
+        gather_rows(x, w, scale=torch.ones(1, 1).expand(128, 1), scale_of="row", other_scales=[other])
+        scatter_rows([xs], [w], left_scales=[rows], right_scales=[other])
+    scatter_rows([xs, xs], [w, w], left_scales=[one, rows], right_scales=[columns, 2 * one])
+    push = next(named for named in reversed(launches.arguments) if "ls0" in named)
+    assert (push["L_SCALE"], push["R_SCALE"]) == (2, 2)
+    for name, numbers, value in (("ls0", 512, 1), ("ls1", 512, 1), ("rs0", 256, 1), ("rs1", 256, 2)):
+        assert push[name].tolist() == [value] * numbers  # type: ignore[attr-defined]
+
+
+def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Launches):
+    x, w = torch.zeros(128, 64, dtype=BF16), torch.zeros(64, 256, dtype=BF16)
+    for rank, ranks in ((1, 4), (0, 2)):
+        launches.join(rank, ranks)
+        launches.arguments.clear()
+        gather.all_gather_matmul(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None)
+        out = scatter_rows([torch.zeros(512, 64, dtype=BF16)], [w])
+        assert out.shape == (512 // ranks, 256)
+        assert all(named["RANKS"] == ranks for named in launches.arguments if "RANKS" in named)
+
+
+def test_operands_that_begin_anywhere_and_rows_that_are_one(launches: Launches):
+    def shifted(*shape: int) -> Tensor:
+        n = torch.Size(shape).numel()
+        return torch.zeros(n + 1, dtype=BF16)[1:].view(shape)
+
+    for w in (shifted(64, 256), shifted(256, 64).t(), torch.zeros(64, 1, dtype=BF16).expand(64, 256)):
+        gather_rows(shifted(128, 64), w)
+        scatter_rows([shifted(512, 64)], [w])
+        scatter_rows([torch.zeros(1, 64, dtype=BF16).expand(512, 64)], [w])
+
+
+EMPTY = [
+    ([0, 64], 0, 0, [64, 32], "left"),
+    ([128, 0], 0, 512, [0, 32], "left"),
+    ([128, 64], 0, 512, [64, 0], "left"),
+    ([0, 128, 64], 1, 512, [64, 32], "left"),
+    ([128, 0], 0, 512, [32, 512], "right"),
+]
+
+
+@pytest.mark.parametrize(("shard", "dim", "size", "other", "form"), EMPTY)
+def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, other: list[int], form: str):
+    args = torch.zeros(shard, dtype=BF16), [torch.zeros(other, dtype=BF16)]
+    assert gather.obstacle(*args, dim, size, 4, form, "tensor") == "nothing to multiply"
+
+
+@pytest.mark.parametrize(("M", "K", "N"), [(0, 64, 32), (512, 0, 32), (512, 64, 0)])
+def test_nothing_to_scatter(M: int, K: int, N: int):
+    args = [torch.zeros(M, K, dtype=BF16)], [torch.zeros(K, N, dtype=BF16)]
+    assert scatter.obstacle(*args, 0, 4) == "nothing to multiply"
