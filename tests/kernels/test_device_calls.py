@@ -24,13 +24,15 @@ from tests.kernels.collective_cases import (
     split,
 )
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from tests.kernels.compile_only import _Driver, fake_channel  # noqa: E402
-from titanlite.kernels.all_gather_matmul import out_shapes  # noqa: E402
-from titanlite.kernels.device import all_gather_matmul as gather  # noqa: E402
-from titanlite.kernels.device import matmul_reduce_scatter as scatter  # noqa: E402
-from titanlite.kernels.device.launch import Blocks  # noqa: E402
+import triton
+
+from tests.kernels.compile_only import _Driver, fake_channel
+from titanlite.kernels.all_gather_matmul import out_shapes
+from titanlite.kernels.device import all_gather_matmul as gather
+from titanlite.kernels.device import matmul_reduce_scatter as scatter
+from titanlite.kernels.device.launch import Blocks
 
 
 class Launches:
@@ -184,6 +186,13 @@ def test_operands_that_begin_anywhere_and_rows_that_are_one(launches: Launches):
         gather_rows(shifted(128, 64), w)
         scatter_rows([shifted(512, 64)], [w])
         scatter_rows([torch.zeros(1, 64, dtype=BF16).expand(512, 64)], [w])
+
+
+@pytest.mark.parametrize(("rows", "wide"), [(1 << 16, False), (1 << 17, True)])
+def test_sums_of_more_elements_than_32_bits_count(rows: int, wide: bool, launches: Launches):
+    # Nothing writes to the result, so that it takes no memory.
+    scatter_rows([torch.zeros(1, 8, dtype=BF16).expand(rows, 8)], [torch.zeros(8, 1 << 14, dtype=BF16)])
+    assert launches.arguments[-1]["WIDE"] is wide
 
 
 EMPTY = [

@@ -62,7 +62,7 @@ def _publish(
         inside = at < length
         value = tl.load(shard + row * length + at, mask=inside)
         tl.store(words + row * slot_stride + at, value, mask=inside)
-        tl.store(whole + row * whole_stride + rank * slot_stride + at, value, mask=inside)
+        tl.store(whole + row * whole_stride + rank.to(tl.int64) * slot_stride + at, value, mask=inside)
     if SCALED:
         floats = (slot + scale_bytes).to(tl.pointer_type(tl.float32))
         for i in range(tl.program_id(0), tl.cdiv(n_scales, BLOCK), tl.num_programs(0)):

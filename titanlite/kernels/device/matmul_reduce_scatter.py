@@ -171,19 +171,22 @@ def _matmul_push(
 @triton.jit(do_not_specialize=["rank"])
 def _reduce(
     slots, slot_bytes, flags, epoch_word, deadline, failure, out, bias, n, own_segment, segment, staged, bias_cols,
-    rank, RANKS: tl.constexpr, LANES: tl.constexpr, PADDED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    rank, RANKS: tl.constexpr, LANES: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Wait for the ranks, and add what they have pushed, in float32 and in rank order.
 
     Few threads do it, so that a kernel of NCCL finds room beside those that wait.
 
     n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
-    groups of `segment` elements of which `own_segment` count.
+    groups of `segment` elements of which `own_segment` count. WIDE: all parts together have more elements than 32 bits
+    count; otherwise 64 would cost registers.
     """
     epoch = tl.load(epoch_word) - 1
     wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
     parity = epoch & 1
     parts = (slots + parity.to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
+    part = tl.cast(staged, tl.int64) if WIDE else staged
     for start in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         at = start.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
@@ -192,7 +195,7 @@ def _reduce(
             source = (at // own_segment) * segment + at % own_segment
         total = tl.zeros([BLOCK], tl.float32)
         for r in tl.static_range(RANKS):
-            total += tl.load(parts + r * staged + source, mask=inside, eviction_policy="evict_first").to(tl.float32)
+            total += tl.load(parts + r * part + source, mask=inside, eviction_policy="evict_first").to(tl.float32)
         if BIAS:
             total += tl.load(bias + at % bias_cols, mask=inside).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
@@ -320,8 +323,9 @@ def matmul_reduce_scatter(
         _reduce, key, 2 * multiprocessors(to.device), (out, bias),
         lambda: (
             to.slots, slot_bytes, to.flags, to.epoch, to.deadline, to.failure, out, bias,
-            plan.n, plan.own_segment, plan.padded_segment, plan.staged_rows * plan.staged_cols, plan.out[-1],
-            to.rank, to.ranks, plan.lanes, not whole.even, bias is not None, REDUCE_BLOCK,
+            plan.n, plan.own_segment, plan.padded_segment, plan.staged, plan.out[-1],
+            to.rank, to.ranks, plan.lanes, not whole.even, to.ranks * plan.staged >= 2**31, bias is not None,
+            REDUCE_BLOCK,
         ),
         num_warps=8,
     )  # fmt: skip
@@ -345,6 +349,7 @@ class Plan:
         segment: rows (columns if `by_cols`) that one owner has together.
         size: of the scattered dim, in rows or columns.
         staged_rows, staged_cols: what one rank pushes to one owner.
+        staged: its elements.
         slot_bytes: needed.
         own_segment, padded_segment: elements that this rank has together, and how far apart they are staged.
         lanes: ranks, rounded up to a power of two.
@@ -364,6 +369,7 @@ class Plan:
     size: int
     staged_rows: int
     staged_cols: int
+    staged: int
     slot_bytes: int
     own_segment: int
     padded_segment: int
@@ -414,6 +420,7 @@ def _plan(
         size=whole.size if by_cols else whole.size * whole.inner // N,
         staged_rows=staged_rows,
         staged_cols=staged_cols,
+        staged=staged_rows * staged_cols,
         slot_bytes=to.ranks * staged_rows * row_bytes + row_bytes,
         own_segment=max(1, own * inner),
         padded_segment=whole.chunk * inner,
