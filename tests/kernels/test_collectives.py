@@ -78,3 +78,13 @@ def test_linear_layers_on_ranks_are_one_linear_layer(tmp_path):
             torch.testing.assert_close(got.grad, want, rtol=1e-12, atol=1e-12)
 
     run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize("sides", [(), ("gather", "scatter")])
+def test_what_cannot_be_fused_is_refused(sides: tuple[str, ...]):
+    # It used to be dropped in silence: the scatter, or all of the fusing.
+    group = Group("of nobody", 2, 0)
+    with pytest.raises(ValueError, match=r"linear: fuse with .* want one of gather and scatter, and F.linear"):
+        linear(of_rank(0, M, D), of_rank(1, 8, D), **dict.fromkeys(sides, group), fuse=True)
+    with pytest.raises(ValueError, match=r"linear: fuse with .* want one of gather and scatter, and F.linear"):
+        linear(of_rank(0, M, D), of_rank(1, 8, D), gather=group, matmul=lambda x, w: x @ w.T, fuse=True)

@@ -34,11 +34,18 @@ def linear(
         gather: the ranks whose tokens are gathered first (column-parallel).
         scatter: the ranks over which partial sums are reduced and tokens scattered (row-parallel).
         matmul: the arithmetic.
-        fuse: hide the collective behind the matmul, forward and backward; only with `F.linear` as arithmetic.
+        fuse: hide the collective behind the matmul, forward and backward; only with one collective, and with
+            `F.linear` as arithmetic.
 
     Returns:
         [M, N], or [M/tp, N] with `scatter`.
+
+    Raises:
+        ValueError: `fuse` with what cannot be fused.
     """
+    if fuse and (matmul is not F.linear or (gather is None) == (scatter is None)):
+        want = "one of gather and scatter, and F.linear"
+        raise ValueError(f"linear: fuse with gather {gather}, scatter {scatter}, matmul {matmul}; want {want}")
     if fuse and gather is not None:
         return all_gather_matmul(x, [weight.t()], 0, x.shape[0] * gather.size, gather.name)[1]
     if fuse and scatter is not None:
