@@ -241,6 +241,18 @@ def test_flops(case: str, tmp_path):
     run_ranks(body, tmp_path)
 
 
+def test_gradient_of_a_bias_that_is_wider_than_the_product(tmp_path):
+    def body() -> None:
+        bias = torch.zeros(3, requires_grad=True)
+        x, w = torch.zeros(129 - dist.get_rank(), 4, dtype=BF16), torch.zeros(4, 3, dtype=BF16)
+        _, product = stem.all_gather_matmul(x, [w], 0, 257, groups(2)["all-2"].name, biases=[bias])
+        product.sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.tolist() == [257.0] * 3  # bfloat16 has no such number
+
+    run_ranks(body, tmp_path)
+
+
 def operands(**changed):
     """Of a call that is right on two ranks, and what is changed of them."""
     right = {"shard": torch.zeros(4, 6), "others": [torch.zeros(6, 3)], "dim": 0, "size": 8}

@@ -33,6 +33,7 @@ from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
+from titanlite.kernels.products import NOTHING
 
 
 class Launches:
@@ -207,10 +208,10 @@ EMPTY = [
 @pytest.mark.parametrize(("shard", "dim", "size", "other", "form"), EMPTY)
 def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, other: list[int], form: str):
     args = torch.zeros(shard, dtype=BF16), [torch.zeros(other, dtype=BF16)]
-    assert gather.obstacle(*args, dim, size, 4, form, "tensor") == "nothing to multiply"
+    assert gather.obstacle(*args, dim, size, 4, form, "tensor") == NOTHING
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 64, 32), (512, 0, 32), (512, 64, 0)])
 def test_nothing_to_scatter(M: int, K: int, N: int):
     args = [torch.zeros(M, K, dtype=BF16)], [torch.zeros(K, N, dtype=BF16)]
-    assert scatter.obstacle(*args, 0, 4) == "nothing to multiply"
+    assert scatter.obstacle(*args, 0, 4) == NOTHING

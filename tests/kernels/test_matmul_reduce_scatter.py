@@ -250,6 +250,17 @@ def test_flops(case: str, tmp_path):
     run_ranks(body, tmp_path)
 
 
+def test_gradient_of_a_bias_that_is_wider_than_the_product(tmp_path):
+    def body() -> None:
+        bias = torch.zeros(3, requires_grad=True)
+        x, w = torch.zeros(514, 4, dtype=BF16), torch.zeros(4, 3, dtype=BF16)
+        stem.matmul_reduce_scatter([x], [w], 0, groups(2)["all-2"].name, bias=bias).sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.tolist() == [257.0] * 3  # bfloat16 has no such number
+
+    run_ranks(body, tmp_path)
+
+
 def arguments(**changed):
     """Of a call that is right on two ranks, and what is changed of them."""
     return {"lefts": [torch.zeros(8, 6)], "rights": [torch.zeros(6, 3)], "dim": 0} | changed

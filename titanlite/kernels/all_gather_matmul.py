@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
-from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
+from titanlite.kernels.products import FLOAT8, check_together, out_dtype_of, product, product_shape
 from titanlite.kernels.shapes import split
 
 FORMS = ("left", "right", "left_t", "right_t")
@@ -68,7 +68,8 @@ def all_gather_matmul(
         G, then the products in the order of `others`; all contiguous.
 
     Raises:
-        ValueError: operands that do not fit each other.
+        ValueError: operands that do not fit each other; on GPUs, also those that differ in shape or dtype between
+            ranks, where all are in a call of their first kind.
     """
     return torch.ops.titanlite.all_gather_matmul(
         shard, list(others), dim, size, group, form, list(biases), scale, scale_of, list(other_scales), out_dtype
@@ -177,6 +178,7 @@ def check(
             raise ValueError(f"{op}: others[{i}] of shape {list(other.shape)} contracts {own}; the gathered tensor {K}")
         if other.dtype != shard.dtype and not {other.dtype, shard.dtype} <= set(FLOAT8):
             raise ValueError(f"{op}: others[{i}] is {other.dtype}, shard is {shard.dtype}; want equal dtypes")
+    check_together(op, [shard, *others, *biases], [scale, *other_scales])
     for name, given in (("biases", biases), ("other_scales", other_scales)):
         if given and len(given) != len(others):
             raise ValueError(f"{op}: {len(given)} {name} for {len(others)} products; want one each")
@@ -246,7 +248,7 @@ def _backward(ctx, grads):
     d_biases = []
     if ctx.bias_dtypes:
         d_biases = [
-            None if grad is None else grad.flatten(0, -2).sum(0).to(dtype)
+            None if grad is None else gradient_of_bias(grad, dtype)
             for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
         ]
     # Operands of a matmul have one dtype; that of the products may have been another.
@@ -286,6 +288,11 @@ def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> 
     return grad @ (gathered.t() if form == "right" else gathered)
 
 
+def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of a bias [N] of that dtype, rounded once."""
+    return grad.flatten(0, -2).sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
+
+
 def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
     """Gradient of `right` in `left @ right`, lying in memory as `right` does.
 
@@ -305,5 +312,5 @@ def _flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -
     """2·M·N·K of each product."""
     G = list(shard_shape)
     G[dim] = size
-    kept = math.prod(G) // (G[-1] if form in ("left", "right_t") else G[0])
+    kept = math.prod(G[:-1] if form in ("left", "right_t") else G[1:])
     return sum(2 * kept * math.prod(other) for other in other_shapes)

@@ -1,13 +1,15 @@
 """Which lowering a collective matmul takes on a GPU, and the record of it.
 
-The choice is equal on all ranks of a group: it depends on shapes, dtypes, the group, and what all of its ranks have
-said of their GPUs. What was chosen is counted by shape, for the receipt.
+The choice is equal on all ranks of a group: it depends on shapes and dtypes, which a call that is new compares over the
+ranks, on the group, and on what all of its ranks have said of their GPUs. What was chosen is counted by shape, for the
+receipt.
 """
 
 import importlib.util
 import os
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
+from titanlite.kernels.products import NOTHING, out_dtype_of
 
 
 class Lowered(NamedTuple):
@@ -24,7 +27,7 @@ class Lowered(NamedTuple):
         op: "all_gather_matmul" or "matmul_reduce_scatter".
         shapes: of its operands.
         reason: why it was not fused, or None.
-        declared: whether that is as it should be, the plain path being the faster one.
+        declared: whether that is as it should be: there was nothing to fuse.
     """
 
     op: str
@@ -43,17 +46,33 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
     from titanlite.kernels import all_gather_matmul as stem
 
-    biases, scale, scale_of, other_scales, _ = rest
-    call = _call(group, shard, *others, *biases, scale, *other_scales), len(others), dim, size, form, scale_of
+    biases, scale, scale_of, other_scales, out_dtype = rest
+    call = (
+        _call(group, shard, *others, *biases, scale, *other_scales),
+        len(others),
+        dim,
+        size,
+        form,
+        scale_of,
+        out_dtype,
+    )
     known = _verdicts.get(call)
     if known is None:
         stem.check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+        at = dim % shard.ndim
+        whole = _dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
+        agree(
+            "all_gather_matmul",
+            group,
+            f"{shard.dtype} {whole} gathered along dim {at}, {form} of {_shapes(*others)}, scaled by {scale_of}, to "
+            f"{out_dtype_of(shard.dtype, out_dtype)}",
+        )
         reason = no_peer_access(group)
         if reason is None:
             from titanlite.kernels.device.all_gather_matmul import obstacle
 
             reason = obstacle(shard, others, dim, size, named_group(group).size, form, scale_of)
-        known = _verdicts[call] = Lowered("all_gather_matmul", _shapes(shard, *others), reason)
+        known = _verdicts[call] = Lowered("all_gather_matmul", _shapes(shard, *others), reason, reason == NOTHING)
     lowered[known] += 1
     if known.reason:
         return stem.definition(shard, others, dim, size, group, form, *rest)
@@ -66,23 +85,62 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
     from titanlite.kernels import matmul_reduce_scatter as stem
 
-    bias, left_scales, right_scales, _ = rest
-    call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts)
+    bias, left_scales, right_scales, out_dtype = rest
+    call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts), out_dtype
     known = _verdicts.get(call)
     if known is None:
         stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)
+        shapes = _shapes(*lefts, *rights)
+        dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
+        what = f"{shapes} scattered along dim {dim % lefts[0].ndim}, {dtypes}"
+        agree("matmul_reduce_scatter", group, what)
         reason = no_peer_access(group)
         if reason is None:
             from titanlite.kernels.device.matmul_reduce_scatter import obstacle
 
             reason = obstacle(lefts, rights, dim, named_group(group).size)
-        known = _verdicts[call] = Lowered("matmul_reduce_scatter", _shapes(*lefts, *rights), reason)
+        known = _verdicts[call] = Lowered("matmul_reduce_scatter", shapes, reason, reason == NOTHING)
     lowered[known] += 1
     if known.reason:
         return stem.definition(lefts, rights, dim, group, *rest)
     from titanlite.kernels.device import matmul_reduce_scatter as device
 
     return device.matmul_reduce_scatter(lefts, rights, dim, group, *rest)
+
+
+_agreed: set[tuple[dist.ProcessGroup, str, str]] = set()
+
+
+def agree(op: str, group: str, what: str) -> None:
+    """Make sure that all ranks of a group are in the same call, when the first of its kind comes; a collective.
+
+    Ranks whose shapes differ would wait for each other in vain, or read each other's memory by different maps.
+
+    Args:
+        op: the operator.
+        group: name of the process group.
+        what: all that must be equal on all ranks, in words. Nothing else, so that a call is new to all or to none.
+
+    Raises:
+        ValueError: on every rank, if two ranks are in different calls.
+    """
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    if (process_group, op, what) in _agreed or (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    ):
+        return  # nobody can be asked while a graph is captured; its calls have run before
+    said: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(said, f"{op}: {what}", group=process_group)
+    for rank, theirs in enumerate(said):
+        if theirs != said[0]:
+            raise ValueError(
+                f"group {group}, a call that is new to its ranks\n"
+                f"  rank 0  {said[0]}\n"
+                f"  rank {rank}  {theirs}\n"
+                "  want: equal shapes and dtypes on all ranks, in the same order of calls\n"
+                "  fix:  pad what is shorter on some ranks"
+            )
+    _agreed.add((process_group, op, what))
 
 
 _verdicts: dict[object, Lowered] = {}
@@ -100,10 +158,9 @@ def set_deadline(seconds: float) -> None:
     Args:
         seconds: for all groups, from now on.
     """
-    if _access:
-        from titanlite.kernels.device import channel
+    from titanlite.kernels.device import channel
 
-        channel.set_deadline(seconds)
+    channel.set_deadline(seconds)
 
 
 def peer_failure() -> Exception | None:
@@ -116,7 +173,11 @@ def peer_failure() -> Exception | None:
 
 
 def _shapes(*tensors: Tensor) -> str:
-    return ", ".join("×".join(map(str, t.shape)) for t in tensors)
+    return ", ".join(_dims(t.shape) for t in tensors)
+
+
+def _dims(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape))
 
 
 def no_peer_access(group: str) -> str | None:

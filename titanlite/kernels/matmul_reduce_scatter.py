@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
-from titanlite.kernels.all_gather_matmul import all_gather_matmul, gradient_of_right
+from titanlite.kernels.all_gather_matmul import all_gather_matmul, gradient_of_bias, gradient_of_right
 from titanlite.kernels.collectives import named_group, scatter_dim
-from titanlite.kernels.products import FLOAT8, out_dtype_of, product, product_shape
+from titanlite.kernels.products import FLOAT8, check_together, out_dtype_of, product, product_shape
 from titanlite.kernels.shapes import split
 
 
@@ -115,6 +115,7 @@ def check(
         for i, scale in enumerate(scales):
             if scale.numel() not in (1, rows):
                 raise ValueError(f"{op}: {name}_scales[{i}] has {scale.numel()} numbers; want one, or {rows}")
+    check_together(op, [*lefts, *rights, bias], [*left_scales, *right_scales])
     own = out_shape(lefts, rights, dim, group)[-1]
     if bias is not None and list(bias.shape) != [own]:
         raise ValueError(f"{op}: a bias of shape {list(bias.shape)}; want [{own}]")
@@ -172,7 +173,7 @@ def _backward(ctx, grad: Tensor):
     ]
     d_bias = None
     if ctx.bias_dtype is not None:  # a bias that is added to one rank's rows still sees the gradient of those alone
-        d_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        d_bias = gradient_of_bias(grad, ctx.bias_dtype)
     return d_lefts, d_rights, None, None, d_bias, [], [], None
 
 

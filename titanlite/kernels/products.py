@@ -1,14 +1,29 @@
 """The products inside the collective matmuls: shapes, scales and what a plain matmul does with them."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NOTHING = "nothing to multiply"
+"""Why a call is not fused that only gathers, or is empty."""
 
 
 def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -> list[int]:
     """Shape of `[…, K] @ [K, N]`."""
     return [*left[:-1], right[1]]
+
+
+def check_together(op: str, operands: Iterable[Tensor | None], scales: Iterable[Tensor | None]) -> None:
+    """Raise ValueError for operands on several devices and for scales that are not float32: kernels get addresses."""
+    scales = [scale for scale in scales if scale is not None]
+    devices = {t.device for t in (*operands, *scales) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{op}: operands on {', '.join(sorted(map(str, devices)))}; want one device")
+    for scale in scales:
+        if scale.dtype != torch.float32:
+            raise ValueError(f"{op}: a scale of {scale.dtype}; want torch.float32")
 
 
 def out_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -27,7 +27,7 @@ from titanlite.kernels.device.operands import aligned, compact, lies_in_rows
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, out_dtype_of
+from titanlite.kernels.products import FLOAT8, NOTHING, out_dtype_of
 from titanlite.kernels.shapes import Split, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
@@ -330,7 +330,7 @@ def obstacle(
         return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
     dim %= shard.ndim
     if not others or not others[0].numel() or not math.prod([*shard.shape[:dim], size, *shard.shape[dim + 1 :]]):
-        return "nothing to multiply"
+        return NOTHING
     at = layout(list(shard.shape), dim, size, ranks, form)
     itemsize = shard.dtype.itemsize
     if at.columns * itemsize % 16:

@@ -20,7 +20,7 @@ from titanlite.kernels.device.operands import aligned, compact, lies_in_rows
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, out_dtype_of, product_shape
+from titanlite.kernels.products import FLOAT8, NOTHING, out_dtype_of, product_shape
 from titanlite.kernels.shapes import Split, split
 
 MAX_PAIRS = 3
@@ -212,7 +212,7 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
         return f"a sum of {len(lefts)} products; the kernels take up to {MAX_PAIRS}"
     shape = product_shape(left.shape, rights[0].shape)
     if not math.prod(shape) or not all(a.shape[-1] for a in lefts):
-        return "nothing to multiply"
+        return NOTHING
     for a in lefts:
         if a.shape[-1] * a.dtype.itemsize % 16:
             return (

@@ -1,0 +1,95 @@
+"""What ranks agree on before they share memory, and what is known of it without a GPU."""
+
+import re
+from itertools import count
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from titanlite.kernels import all_gather_matmul as gather
+from titanlite.kernels import lowering
+from titanlite.kernels import matmul_reduce_scatter as scatter
+from titanlite.kernels.lowering import Lowered, agree, lowered, set_deadline
+
+
+def test_ranks_in_two_calls_are_told_before_they_wait_for_each_other(tmp_path):
+    def body() -> None:
+        group, rank = dist.group.WORLD.group_name, dist.get_rank()  # type: ignore[union-attr]
+        agree("all_gather_matmul", group, "8×6")
+        agree("all_gather_matmul", group, "8×6")
+        for op, what in (("all_gather_matmul", f"{9 + rank}×6"), (f"operator {rank}", "8×6")):
+            with pytest.raises(ValueError, match=r"(?s)rank 0  .*: [89]×6\n  rank 1  .*want: equal shapes.*fix: "):
+                agree(op, group, what)
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypatch):
+    # Strides, biases and the last shard's length differ between ranks, and one that compares alone would wait forever.
+    calls = count()
+    real = dist.all_gather_object
+    monkeypatch.setattr(dist, "all_gather_object", lambda *args, **given: (next(calls), real(*args, **given)))
+    monkeypatch.setattr(lowering, "no_peer_access", lambda group: "no GPU")
+
+    def body() -> None:
+        group, rank = dist.group.WORLD.group_name, dist.get_rank()  # type: ignore[union-attr]
+        shard, w = torch.zeros(4 - rank, 6), torch.zeros(6, 3)
+        for other in (w, w, w.t().contiguous().t() if rank else w, torch.zeros(6, 4)):
+            for dim in (0, -2) if rank else (0, 0):
+                none: list[Tensor] = []
+                biases = [torch.zeros(other.shape[1])] * rank
+                lowering.all_gather_matmul(shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None)
+                bias = torch.zeros(other.shape[1]) if rank else None
+                lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None)
+        assert next(calls) == 4  # two operators with w, and two with another shape
+        unequal = torch.zeros(6, 7 - 2 * rank)
+        with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×6, 6×5 scattered"):
+            lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None)
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_deadline_holds_for_groups_that_come_later(monkeypatch):
+    from titanlite.kernels.device import channel
+
+    monkeypatch.setattr(channel, "_DEADLINE_S", 600.0)
+    set_deadline(1800)
+    assert channel._DEADLINE_S == 1800
+
+
+def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
+
+    def body() -> None:
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        shard = torch.zeros(4, 6, dtype=torch.bfloat16)
+        lowering.all_gather_matmul(shard, [], 0, 8, group, "left", [], None, "tensor", [], None)
+        assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", declared=True)]
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"scale": torch.ones((), dtype=torch.float64)}, "a scale of torch.float64; want torch.float32"),
+        ({"other": torch.ones((), dtype=torch.bfloat16)}, "a scale of torch.bfloat16; want torch.float32"),
+        ({"other": torch.ones((), device="meta")}, "operands on cpu, meta; want one device"),
+    ],
+)
+def test_kernels_get_addresses_of_float32_scales_on_one_device(changed: dict, text: str, tmp_path):
+    def body() -> None:
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        given = {"scale": torch.ones(()), "other": torch.ones(())} | changed
+        x, w = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((4, 6), (6, 3)))
+        with pytest.raises(ValueError, match=re.escape(text)):
+            gather.all_gather_matmul(x, [w], 0, 8, group, scale=given["scale"], other_scales=[given["other"]])
+        scales = {"left_scales": [given["scale"]], "right_scales": [given["other"]]}
+        with pytest.raises(ValueError, match=re.escape(text)):
+            scatter.matmul_reduce_scatter([x], [w], 0, group, **scales)
+
+    run_ranks(body, tmp_path)
