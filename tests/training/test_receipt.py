@@ -1,14 +1,24 @@
 """What the receipt of a real run says, and that a run which does less than it was asked to ends before step 2."""
 
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 import titanlite.training.build as build
+import titanlite.training.receipt as training_receipt
 from tests.training.launched import Desk, Ended
 from titanlite.config.schema import Config, Training
+from titanlite.errors import StrictError
+from titanlite.kernels.lowering import Lowered
+from titanlite.observe.receipt import Receipt
+from titanlite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from titanlite.training.build import Run
 
 BALANCED = ["save attention", "save communication", "save matmul wqkv w13"]
 
@@ -118,3 +128,26 @@ def test_a_compiler_that_is_off_ends_the_run(desk: Desk) -> None:
     run = desk.run("not compiled", 1, "--compile.enable=true", plant=plant, ends=2)
     assert "compile.enable = true\n    want: applied somewhere" in run.output.replace("\n  ", "\n")
     assert run.receipt["compile"]["applied"] == {"blocks": 2, "graphs": 0}
+
+
+def test_fused_operators_are_counted_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Lowered("all_gather_matmul", "8×6, 6×3", "no peer access between the GPUs of rank 0")
+    fused = Lowered("matmul_reduce_scatter", "8×6, 6×3")
+    model = torch.nn.ModuleList([kind(6, {"w": 3}, std=1.0) for kind in (ColumnParallelLinear, RowParallelLinear)])
+    for layer in model:
+        layer.asynchronous = True
+    run = cast(Run, SimpleNamespace(model=model, mesh=SimpleNamespace(device=torch.device("cuda"))))
+    for ran, applied, problem in (
+        ({fused: 4}, {"layers": 2, "fused": 4, "plain": 0}, None),
+        ({fused: 4, plain: 2}, {"layers": 2, "fused": 4, "plain": 2}, "all 2 eligible cases; 1 were missed"),
+        ({plain: 2}, {"layers": 2, "fused": 0, "plain": 2}, "it was applied nowhere"),
+    ):
+        monkeypatch.setattr(training_receipt, "lowered", Counter(ran))
+        receipt = Receipt()
+        training_receipt._add_async_tensor_parallel(run, receipt)
+        assert receipt.entries[0].applied == applied | {"lowering": "fused kernels"}
+        if problem is None:
+            receipt.enforce(True, print)
+        else:
+            with pytest.raises(StrictError, match=problem):
+                receipt.enforce(True, print)

@@ -68,8 +68,8 @@ def all_gather_matmul(
         G, then the products in the order of `others`; all contiguous.
 
     Raises:
-        ValueError: operands that do not fit each other; on GPUs, also those that differ in shape or dtype between
-            ranks, where all are in a call of their first kind.
+        ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
+            dtypes that differ between the ranks.
     """
     return torch.ops.titanlite.all_gather_matmul(
         shard, list(others), dim, size, group, form, list(biases), scale, scale_of, list(other_scales), out_dtype

@@ -48,7 +48,8 @@ def matmul_reduce_scatter(
         The product's shape with `dim` cut to this rank's chunk; contiguous.
 
     Raises:
-        ValueError: operands that do not fit each other.
+        ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
+            dtypes that differ between the ranks.
     """
     return torch.ops.titanlite.matmul_reduce_scatter(
         list(lefts), list(rights), dim, group, bias, list(left_scales), list(right_scales), out_dtype

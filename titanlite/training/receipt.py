@@ -73,15 +73,19 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
 
 def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
-    """Pairs of a collective and a matmul: each linear layer has one in forward and one in backward."""
+    """Layers that are to be fused; on GPUs also the operators that were, as a shape may stand in the way."""
     layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, ParallelLinear)]
-    fused = [name for name, m in layers if m.is_fused]
-    on_gpu = run.mesh.device.type == "cuda"
+    count = sum(m.is_fused for _, m in layers)
+    applied: dict[str, int | str] = {"layers": count, "lowering": "definition"}
+    if run.mesh.device.type == "cuda":
+        fused = sum(n for call, n in lowered.items() if call.reason is None)
+        applied = {"layers": count, "fused": fused, "plain": lowered.total() - fused, "lowering": "fused kernels"}
+        count = sum(call.reason is None for call in lowered)  # shapes, as what was missed
     receipt.add(
         "async_tensor_parallel",
         True,
-        {"pairs": 2 * len(fused), "lowering": "fused kernels" if on_gpu else "definition"},
-        count=len(fused),
+        applied,
+        count=count,
         skipped=[Skipped(name, m.unfused) for name, m in layers if m.unfused]
         + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and declared],
         missed=[Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],

@@ -2,7 +2,8 @@
 
 One channel for each group: flags, two slots of data, and counters. The slots grow when an operator needs more, which is
 a collective like the operator itself, and not possible while a CUDA graph is captured. Operators of one group run in
-the order in which they are issued, whatever stream they are issued on.
+the order in which they are issued, whatever stream they are issued on. A graph does not come by here: its capture is to
+be on one stream, and its replays in order with the group's other operators.
 """
 
 import os
