@@ -54,7 +54,7 @@ def product(
     """
     dtype = out_dtype_of(left.dtype, out_dtype)
     shape = product_shape(left.shape, right.shape)
-    left = left.reshape(-1, left.shape[-1])
+    left = left.flatten(0, -2)
     if left_scale is not None and right_scale is not None:
         out = _scaled(left, right, left_scale, right_scale, torch.float32 if bias is not None else dtype)
         return (out if bias is None else (out + bias).to(dtype)).view(shape)
