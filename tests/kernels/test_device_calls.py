@@ -48,8 +48,15 @@ class Launches:
         """From now on as this rank of a group of so many."""
         self.channel = fake_channel(rank, ranks, capacity)
 
-    def launch(self, kernel, key, blocks, arguments, **options) -> None:
+    def launch(self, kernel, key, blocks, tensors, arguments, **options) -> None:
         *_, bind = kernel.device_caches[0]
+        arguments = arguments()
+        fixed = [x for x in (*vars(self.channel).values(), *self.channel.peers) if isinstance(x, Tensor)]
+        for a in arguments:  # an address that is kept must be one that stays
+            memory = a.memory if isinstance(a, Blocks) else a
+            if isinstance(memory, Tensor) and not any(memory is x for x in tensors):
+                stays = {x.untyped_storage().data_ptr() for x in fixed}
+                assert memory.untyped_storage().data_ptr() in stays, f"{kernel.fn.__name__}: not among the tensors"
         blocks = [(a.shape, a.stride, a.box) for a in arguments if isinstance(a, Blocks)]  # kept with the kernel
         arguments = [a.descriptor() if isinstance(a, Blocks) else a for a in arguments]
         named, *specialised = bind(*arguments, **options)
@@ -133,7 +140,7 @@ def test_cases(ranks: int, launches: Launches):
         for case in scatters("cuda"):
             call_scatter(case, rank, ranks)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
-    general = {"_publish", "_gather_matmul", "_matmul_push", "_reduce"}
+    general = {"meet", "_publish", "_gather_matmul", "_matmul_push", "_reduce"}
     assert kernels == general | {"gather_matmul", "matmul_push"}
 
 

@@ -310,7 +310,7 @@ def matmul_reduce_scatter(
             Ks.append(lefts[at].shape[-1])
             scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
         launch(
-            _matmul_push, key, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales),
+            _matmul_push, key, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales, out),
             lambda: (
                 *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
