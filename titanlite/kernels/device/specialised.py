@@ -106,13 +106,15 @@ def _wait_for_count(counter, count, epoch, deadline, failure):
 @gluon.jit
 def _pieces(flags, epoch, RANKS: gl.constexpr):
     """Bits of the pieces that are published: number `source · N_PIECES + piece`."""
-    word = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    word = gl.where(word < RANKS * N_PIECES, word, 0)
-    seen = _load_acquire_sys(flags + RANKS + word)
-    there = seen - (epoch + 1) >= 0  # differences, so that the count may wrap
-    one = gl.full([64], 1, gl.int64, word.type.layout)
-    first = gl.arange(0, 64, layout=word.type.layout) == word
-    return gl.sum(gl.where(there & first, one << word.to(gl.int64), one * 0), axis=0)
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    known = gl.to_tensor(0).to(gl.int64)
+    for first in gl.static_range(0, RANKS * N_PIECES, 32):
+        inside = first + lane < RANKS * N_PIECES
+        seen = _load_acquire_sys(flags + RANKS + first + gl.where(inside, lane, 0))
+        there = inside & (seen - (epoch + 1) >= 0)  # a difference, so that the count may wrap
+        bits = gl.sum(gl.where(there, gl.full([32], 1, gl.int32, lane.type.layout) << lane, 0), axis=0)
+        known |= (bits.to(gl.int64) & 0xFFFFFFFF) << first
+    return known
 
 
 @gluon.jit
