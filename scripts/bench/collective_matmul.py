@@ -227,7 +227,7 @@ def candidates(case: Case, itemsize: int) -> list[Tiles]:
     for n in (256, 128):
         for group in (4, 8, 16) if case.gathers else (8,):
             for copy_rows in (32, 64) if case.gathers else (32,):
-                found.append(Tiles(128, n, k, 8, 3 if n == 256 else 4, group, copy_rows=copy_rows))
+                found.append(Tiles(n=n, k=k, stages=3 if n == 256 else 4, group=group, copy_rows=copy_rows))
     return found
 
 

@@ -5,8 +5,9 @@ where there is a CUDA device.
 
 The rules that keep a step from hanging:
 
-1. No kernel that can fill a GPU waits for another GPU. Such waits are in one thread block: the last one of
-   `all_gather_matmul`'s first kernel, and `matmul_reduce_scatter`'s second kernel.
+1. No kernel that can fill a GPU waits for what another GPU's host has yet to launch: it starts behind a thread block
+   that has met all ranks (`protocol.meet`, or the last block of `_publish`). `_reduce`, which waits by itself, leaves
+   most of each multiprocessor free.
 2. Any number of resident thread blocks makes progress: who copies and who computes is decided by tickets that running
    blocks draw, never by a block's number.
 3. All ranks of a group issue the same operators in the same order; whether one is fused depends on shapes, dtypes and

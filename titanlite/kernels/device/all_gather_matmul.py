@@ -1,5 +1,6 @@
 """All-gather → matmul in two launches: publish this rank's shard, then pull the others' while multiplying.
 
+The common shapes take the kernel `specialised.gather_matmul`, behind one thread block that meets the peers. The others:
 `_publish` copies the shard to the rank's slot and to its place in the gathered tensor G; its last block signals the
 peers and waits for theirs. `_gather_matmul` is one persistent kernel. The first blocks to run draw copying: they pull
 the peers' shards into G, one block of rows of every peer in turn, so that all links are busy, and count what has

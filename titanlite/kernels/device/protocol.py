@@ -5,11 +5,14 @@ made available to it. It only grows, so nothing is ever reset across GPUs. An op
 of data, taken in turn, are then enough: who has passed the exchange of operator e knows that all peers have finished
 reading operator e−2's slot (`tests/kernels/test_protocol.py` checks every interleaving).
 
+The specialised gather has further words, of the same kind: a rank announces each piece of its shard as soon as it has
+published it.
+
 Memory ordering, for writer → reader:
 
     data, by many blocks → peer's flag        each: barrier, atomic add (acq_rel, gpu); the last: fence.sys, store
-    a whole kernel's stores → peer's flag     kernel boundary, fence.sys, store
-    peer's flag → peer's data                 load.acquire.sys, kernel boundary
+    TMA stores → any flag or counter          wait_group (written, not only read), then as above
+    peer's flag → peer's data                 load.acquire.sys, and a kernel boundary or fence.proxy.async
     block's stores → local counter            barrier, atomic add (release, gpu)
     local counter → TMA load of the data      load.acquire.gpu, fence.proxy.async: TMA reads through another proxy
 """

@@ -19,7 +19,7 @@ class Tiles:
         n: columns.
         k: of the contracted dim, in one step.
         warps: per thread block.
-        stages: steps of k on their way at once.
+        stages: steps of k on their way at once (not specialised; a specialised kernel has as many as fit).
         group: blocks of rows that share a pass over all columns, for the cache's sake (all-gather only).
         copiers: thread blocks that copy first (all-gather, not specialised).
         copy_rows: rows of 128 bytes that one copy takes (all-gather, specialised).
@@ -53,18 +53,21 @@ def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
     if known is not None:
         return known
     k = 128 // itemsize
+    if op == "matmul_reduce_scatter":
+        return Tiles(n=128, k=k, stages=4) if N <= 128 or K <= 1024 else Tiles(k=k)
     # Where the gather is the longer half, narrow tiles leave room for larger copies, and end sooner after the last one.
     flops, moved = 2 * M * N * K, (ranks - 1) / ranks * M * K * itemsize
-    gather_bound = op == "all_gather_matmul" and moved / LINK > flops * itemsize / 2 / MATMUL
-    if N <= 128 or gather_bound:
-        return Tiles(n=128, k=k, stages=4, copy_rows=64)
-    return Tiles(k=k)
+    if N <= 128 or moved / LINK > flops * itemsize / 2 / MATMUL:
+        return Tiles(n=128, k=k, stages=4, group=4, copy_rows=64)
+    return Tiles(k=k, group=16 if N * K * itemsize > L2 else 4)
 
 
 LINK = 340e9
 """Bytes per second to and from all peers of an H200 together (`docs/performance.md`)."""
 MATMUL = 700e12
 """FLOP per second of a large bf16 matmul on an H200."""
+L2 = 50e6
+"""Bytes of an H200's second-level cache."""
 
 
 @cache
