@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from titanlite.kernels.device.rendezvous import rendezvous
+
 MAX_RANKS = 8
 PIECES = 8
 """Of a shard: each is announced to the peers as soon as it is there."""
@@ -77,7 +79,7 @@ class Channel:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
         self.number = next(_numbers)
         self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
-        handle = symmetric_memory.rendezvous(self.flags, self.name)
+        handle = rendezvous(self.flags, self.process_group)
         self.flags.zero_()
         self.peer_flags = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
@@ -119,7 +121,7 @@ class Channel:
         self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
         self.slots = symmetric_memory.empty(2 * self.capacity, dtype=torch.uint8, device=self.device)
-        handle = symmetric_memory.rendezvous(self.slots, self.name)
+        handle = rendezvous(self.slots, self.process_group)
         self.peers = [handle.get_buffer(r, (2 * self.capacity,), torch.uint8) for r in range(self.ranks)]
         self.peer_slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         torch.cuda.synchronize(self.device)

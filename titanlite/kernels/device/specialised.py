@@ -35,7 +35,7 @@ WORKER_REGISTERS = gl.constexpr(72)
 HEADER = gl.constexpr(COUNTERS_HEADER)
 N_PIECES = gl.constexpr(PIECES)
 OWN_PER_DRAW = gl.constexpr(8)
-"""Copies of the own shard that are drawn and counted together: they are short, unlike those over NVLink."""
+"""Copies of the own shard that are drawn and counted together; of the peers', as many as a tile is high."""
 PART = gl.constexpr(64)
 """Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
 
@@ -401,9 +401,21 @@ def _next(t, ticket, draw, PER_DRAW: gl.constexpr):
 
 
 @gluon.jit
+def _place(t, rank, OWN: gl.constexpr, PER_DRAW: gl.constexpr, RANKS: gl.constexpr):
+    """Whose block copy number t takes, and which: runs of the peers' blocks take turns."""
+    source = rank
+    block = t
+    if not OWN:
+        run = t // PER_DRAW
+        source = (rank + 1 + run % (RANKS - 1)) % RANKS
+        block = run // (RANKS - 1) * PER_DRAW + t % PER_DRAW
+    return source, block
+
+
+@gluon.jit
 def _fetch(
     t, i, known, froms, ring, bars, from_row, rank, col_blocks, piece_blocks, flags, epoch, deadline, failure,
-    OWN: gl.constexpr, RANKS: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
+    OWN: gl.constexpr, PER_DRAW: gl.constexpr, RANKS: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
     """Start copy number t, as this block's i-th: a block of a shard into shared memory.
 
@@ -414,12 +426,11 @@ def _fetch(
         The same, afterwards.
     """
     bar, buf = bars.index(i % 4), ring.index(i % 4)
+    source, block = _place(t, rank, OWN, PER_DRAW, RANKS)
     if OWN:
         mbarrier.expect(bar, froms[0].block_type.nbytes)
-        tma.async_copy_global_to_shared(froms[0], [t // col_blocks * CM, t % col_blocks * CN], bar, buf)
+        tma.async_copy_global_to_shared(froms[0], [block // col_blocks * CM, block % col_blocks * CN], bar, buf)
     else:
-        source = (rank + 1 + t % (RANKS - 1)) % RANKS
-        block = t // (RANKS - 1)
         word = source * N_PIECES + block // piece_blocks
         if (known >> word) & 1 == 0:
             known = _wait_for_piece(word, flags, epoch, deadline, failure, RANKS)
@@ -438,17 +449,17 @@ def _stored(
     OWN: gl.constexpr, RANKS: gl.constexpr, PER_DRAW: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr,
 ):  # fmt: skip
     """Count what has been written, copy number t the last, and tell the peers of a piece that is whole."""
+    source, block = _place(t, rank, OWN, PER_DRAW, RANKS)
+    n = t % PER_DRAW + 1
     if OWN:
-        piece = t // piece_blocks
+        piece = block // piece_blocks
         size = min(copies, (piece + 1) * piece_blocks) - piece * piece_blocks
-        n = t % PER_DRAW + 1
         counted = gl.atomic_add(counters + HEADER - N_PIECES + piece, n, sem="acq_rel", scope="gpu")
         if counted + n == size:
             _signal(peer_flags, RANKS + rank * N_PIECES + piece, epoch, RANKS)
     else:
-        source = (rank + 1 + t % (RANKS - 1)) % RANKS
-        unit = t // (RANKS - 1) // col_blocks * CM // BM
-        gl.atomic_add(counters + HEADER + source * units + unit, 1, sem="release", scope="gpu")
+        unit = block // col_blocks * CM // BM
+        gl.atomic_add(counters + HEADER + source * units + unit, n, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -480,14 +491,13 @@ def _copies(
         if t < copies:
             known = _fetch(
                 t, i + j, known, froms, ring, bars, slot_row, rank, col_blocks, piece_blocks, flags, epoch, deadline,
-                failure, OWN, RANKS, CM, CN,
+                failure, OWN, PER_DRAW, RANKS, CM, CN,
             )  # fmt: skip
     before = -1  # number of the copy before
     older = -1  # and of the one before that
     while t0 < copies:
         mbarrier.wait(bars.index(i % 4), (i // 4) & 1)
-        source = rank if OWN else (rank + 1 + t0 % (RANKS - 1)) % RANKS
-        block = t0 if OWN else t0 // (RANKS - 1)
+        source, block = _place(t0, rank, OWN, PER_DRAW, RANKS)
         row = block // col_blocks * CM
         column = block % col_blocks * CN
         to = (row // segment * RANKS + source) * segment + row % segment
@@ -504,7 +514,8 @@ def _copies(
                 _do("cp.async.bulk.wait_group 4; mov.u32 $0, 0;")
         else:
             _do("cp.async.bulk.wait_group.read 1; mov.u32 $0, 0;")
-            _do("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
+            if told:
+                _do("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
         gl.thread_barrier()
         if told:
             _stored(
@@ -517,7 +528,7 @@ def _copies(
         if t3 < copies:
             known = _fetch(
                 t3, i + 3, known, froms, ring, bars, slot_row, rank, col_blocks, piece_blocks, flags, epoch, deadline,
-                failure, OWN, RANKS, CM, CN,
+                failure, OWN, PER_DRAW, RANKS, CM, CN,
             )  # fmt: skip
         t0 = t1
         t1 = t2
@@ -558,7 +569,7 @@ def _gather_copy(
         )  # fmt: skip
     _copies(
         i, peers, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline,
-        failure, slot_row, rank, rows, segment, col_blocks, False, 1, RANKS, BM, CM, CN,
+        failure, slot_row, rank, rows, segment, col_blocks, False, BM // CM, RANKS, BM, CM, CN,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class Tiles:
     k: int = 64
     warps: int = 8
     stages: int = 3
-    group: int = 8
+    group: int = 4
     copiers: int = 48
     copy_rows: int = 32
     specialised: bool = True
@@ -55,19 +55,18 @@ def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
     k = 128 // itemsize
     if op == "matmul_reduce_scatter":
         return Tiles(n=128, k=k, stages=4) if N <= 128 or K <= 1024 else Tiles(k=k)
-    # Where the gather is the longer half, narrow tiles leave room for larger copies, and end sooner after the last one.
-    flops, moved = 2 * M * N * K, (ranks - 1) / ranks * M * K * itemsize
-    if N <= 128 or moved / LINK > flops * itemsize / 2 / MATMUL:
-        return Tiles(n=128, k=k, stages=4, group=4, copy_rows=64)
-    return Tiles(k=k, group=16 if N * K * itemsize > L2 else 4)
+    # The longer the gather beside the matmul, the larger its copies, and the fewer the operands on their way.
+    matmul_s, gather_s = M * N * K * itemsize / MATMUL, (ranks - 1) / ranks * M * K * itemsize / LINK
+    rows = 64 if gather_s > matmul_s / 2 else 32
+    if N <= 128:
+        return Tiles(n=128, k=k, stages=4, copy_rows=rows)
+    return Tiles(k=k, copy_rows=rows)
 
 
 LINK = 340e9
 """Bytes per second to and from all peers of an H200 together (`docs/performance.md`)."""
 MATMUL = 700e12
 """FLOP per second of a large bf16 matmul on an H200."""
-L2 = 50e6
-"""Bytes of an H200's second-level cache."""
 
 
 @cache
