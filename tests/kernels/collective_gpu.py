@@ -419,7 +419,7 @@ def _rank(rank: int, world: int, device: str, folder: str, todo: list[str], chec
     faulthandler.enable(file=2)
     torch.set_num_threads(1)
     try:
-        control = _start(rank, world, device, folder, check_timeout_s)
+        control = start(rank, world, device, folder, check_timeout_s)
         found = checks(world, device)
         with (Path(folder) / "notes").open("a", buffering=1) as notes:
             for name in todo:
@@ -449,7 +449,7 @@ def _rank(rank: int, world: int, device: str, folder: str, todo: list[str], chec
     os._exit(0)  # a process group's end may wait for peers
 
 
-def _start(rank: int, world: int, device: str, folder: str, check_timeout_s: float) -> dist.ProcessGroup:
+def start(rank: int, world: int, device: str, folder: str, check_timeout_s: float) -> dist.ProcessGroup:
     """Join the ranks, and return a group by which they agree on the host."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which nothing here needs
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
