@@ -195,6 +195,8 @@ def test_operator(tmp_path):
             size = sizes(of.whole, "cpu")[of.dim]
             args = (shard, rest[:n], of.dim, size, group.name, of.form, rest[n:], None, "tensor", [], None)
             torch.library.opcheck(torch.ops.titanlite.all_gather_matmul.default, args)
+            results = torch.ops.titanlite.all_gather_matmul(*args)
+            assert not any(result._is_view() for result in results), "FSDP warns of a module that returns a view"
 
     run_ranks(body, tmp_path)
 

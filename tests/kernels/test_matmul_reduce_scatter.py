@@ -181,6 +181,8 @@ def test_operator(tmp_path):
             bias = operands[-1] if of.bias else None
             args = (operands[:n], operands[n : 2 * n], of.dim, group.name, bias, [], [], None)
             torch.library.opcheck(torch.ops.titanlite.matmul_reduce_scatter.default, args)
+            result = torch.ops.titanlite.matmul_reduce_scatter(*args)
+            assert not result._is_view(), "FSDP warns of a module that returns a view"
 
     run_ranks(body, tmp_path)
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.kernels.shapes import unviewed
+
 _ops = torch.ops._c10d_functional
 
 
@@ -148,4 +150,4 @@ def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def _compact(x: Tensor) -> Tensor:
     """Contiguous, and with the strides of a new tensor: `contiguous()` keeps any stride of a dim of length 0 or 1."""
-    return x.flatten().view(x.shape)
+    return unviewed(x.flatten(), x.shape)

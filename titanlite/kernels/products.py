@@ -5,6 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from titanlite.kernels.shapes import unviewed
+
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOTHING = "nothing to multiply"
 """Why a call is not fused that only gathers, or is empty."""
@@ -57,14 +59,14 @@ def product(
     left = left.flatten(0, -2)
     if left_scale is not None and right_scale is not None:
         out = _scaled(left, right, left_scale, right_scale, torch.float32 if bias is not None else dtype)
-        return (out if bias is None else (out + bias).to(dtype)).view(shape)
+        return unviewed(out if bias is None else (out + bias).to(dtype), shape)
     if bias is not None and bias.dtype == dtype == left.dtype:
-        return torch.addmm(bias, left, right).view(shape)
+        return unviewed(torch.addmm(bias, left, right), shape)
     if bias is None and dtype == left.dtype:
-        return (left @ right).view(shape)
+        return unviewed(left @ right, shape)
     accumulated = torch.promote_types(left.dtype, torch.float32)
     wide = left.to(accumulated) @ right.to(accumulated)
-    return (wide if bias is None else wide + bias).to(dtype).view(shape)
+    return unviewed((wide if bias is None else wide + bias).to(dtype), shape)
 
 
 def _scaled(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:

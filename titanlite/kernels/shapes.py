@@ -8,7 +8,8 @@ index, contiguous over dim and inner. Every gather and scatter of the runtime is
 import math
 from typing import NamedTuple
 
-from torch import Size
+import torch
+from torch import Size, Tensor
 
 
 class Split(NamedTuple):
@@ -52,3 +53,16 @@ def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> Split:
     """
     dim %= len(shape)
     return Split(math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :]), ranks)
+
+
+def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:
+    """Another shape for a tensor that nobody else has, which torch then does not take for a view of another.
+
+    What a module returns should be none: FSDP hooks onto it, and warns that an in-place operation on a view would lose
+    the hook.
+
+    Args:
+        x: fresh, or a view of a tensor that is.
+        shape: that `x` can be viewed in.
+    """
+    return torch.ops.aten._unsafe_view(x, list(shape))
