@@ -1,7 +1,9 @@
 """What the receipt of a real run says, and that a run which does less than it was asked to ends before step 2."""
 
 import os
+import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +17,9 @@ import titanlite.training.receipt as training_receipt
 from tests.training.launched import Desk, Ended
 from titanlite.config.schema import Config, Training
 from titanlite.errors import StrictError
-from titanlite.kernels.lowering import Lowered
+from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.observe.receipt import Receipt
-from titanlite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from titanlite.training.build import Run
 
 BALANCED = ["save attention", "save communication", "save matmul wqkv w13"]
@@ -151,3 +153,82 @@ def test_fused_operators_are_counted_where_kernels_run(monkeypatch: pytest.Monke
         else:
             with pytest.raises(StrictError, match=problem):
                 receipt.enforce(True, print)
+
+
+ASYNC = ["--parallelism.tensor_parallel_degree=2", "--parallelism.async_tensor_parallel=true"]
+LINEARS = [
+    *(f"layers.{n}.{name}" for n in range(2) for name in ("attention.wqkv", "attention.wo", "feed_forward.w13")),
+    *(f"layers.{n}.feed_forward.w2" for n in range(2)),
+]
+
+
+def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
+    assert "async_tensor_parallel" not in everything.receipt
+    entry = desk.run("fused", 2, *ASYNC, "--job.stop_after=2").receipt["async_tensor_parallel"]
+    # Two blocks of wqkv, wo, w13 and w2, and the head.
+    assert entry["applied"] == {"layers": 9, "lowering": "definition"}
+    assert entry["skipped"] == []
+
+
+def test_float8_layers_are_declared_not_to_be_fused(desk: Desk) -> None:
+    run = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2")
+    entry = run.receipt["async_tensor_parallel"]
+    assert entry["applied"]["layers"] == 1
+    assert sorted(case["what"] for case in entry["skipped"]) == sorted(LINEARS)
+    assert {case["why"] for case in entry["skipped"]} == {"computes in float8, whose collectives are not fused yet"}
+
+
+def test_nothing_fused_ends_the_run(desk: Desk) -> None:
+    def plant() -> None:
+        # A head in float8 returns a view, whatever is fused.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        apply = build.apply_float8
+        build.apply_float8 = lambda model, recipe, filter_fqns, *rest: apply(model, recipe, (), *rest)
+
+    run = desk.run("none fused", 2, *ASYNC, "--float8.recipe=rowwise", plant=plant, ends=2)
+    assert "parallelism.async_tensor_parallel = true\n    want: applied somewhere" in run.output.replace("\n  ", "\n")
+    assert "layers.0.attention.wqkv: computes in float8" in run.output
+    assert run.receipt["async_tensor_parallel"]["applied"]["layers"] == 0
+
+
+def leave_a_layer_plain() -> None:
+    apply = build.apply_tensor_parallel
+
+    def apply_but_for_one(model, *args) -> None:
+        apply(model, *args)
+        layer = model.layers[1].attention.wo
+        assert isinstance(layer, ParallelLinear)
+        layer.asynchronous = False
+
+    build.apply_tensor_parallel = apply_but_for_one
+
+
+def lower_one_plain() -> None:
+    lowered[Lowered("all_gather_matmul", "128×128, 128×96", "no peer access between the GPUs of rank 1")] += 1
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (leave_a_layer_plain, "layers.1.attention.wo: its collectives were left beside its matmuls"),
+        (lower_one_plain, "all_gather_matmul 128×128, 128×96: no peer access between the GPUs of rank 1"),
+    ],
+    ids=["layer", "shape"],
+)
+def test_an_eligible_pair_that_was_missed_ends_the_run(plant: Callable[[], None], said: str, desk: Desk) -> None:
+    name = plant.__name__
+    run = desk.run(name, 2, *ASYNC, plant=plant, ends=2)
+    assert "parallelism.async_tensor_parallel = true" in run.output
+    assert said in run.output
+    assert len(run.steps) == 1
+    what, _, why = said.partition(": ")
+    assert run.receipt["async_tensor_parallel"]["skipped"] == [{"what": what, "why": why}]
+    lenient = desk.run(f"{name} lenient", 2, *ASYNC, "--job.strict=false", "--job.stop_after=2", plant=plant)
+    assert len(lenient.steps) == 2
+    assert said in lenient.output
+
+
+def test_a_declared_reason_ends_no_run(desk: Desk) -> None:
+    how = Lowered("matmul_reduce_scatter", "128×128, 128×96", "slower than plain", declared=True)
+    run = desk.run("declared", 2, *ASYNC, "--job.stop_after=2", plant=lambda: lowered.update([how]))
+    assert run.receipt["async_tensor_parallel"]["skipped"] == [{"what": f"{how.op} {how.shapes}", "why": how.reason}]

@@ -75,6 +75,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
     """Layers that are to be fused; on GPUs also the operators that were, as a shape may stand in the way."""
     layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, ParallelLinear)]
+    plain = [Skipped(name, "its collectives were left beside its matmuls") for name, m in layers if not m.asynchronous]
     count = sum(m.is_fused for _, m in layers)
     applied: dict[str, int | str] = {"layers": count, "lowering": "definition"}
     if run.mesh.device.type == "cuda":
@@ -86,9 +87,10 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
         True,
         applied,
         count=count,
-        skipped=[Skipped(name, m.unfused) for name, m in layers if m.unfused]
+        skipped=[Skipped(name, m.unfused) for name, m in layers if m.unfused and m.asynchronous]
         + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and declared],
-        missed=[Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],
+        missed=plain
+        + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],
         key="parallelism.async_tensor_parallel",
     )
 
