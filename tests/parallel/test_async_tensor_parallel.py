@@ -69,7 +69,8 @@ NONE = SaveList("", "save")
 TWO_MATMULS = SaveList("", "recompute", (SaveRule("matmul", "save", module=("wqkv", "w13")),))
 SAVE_LISTS = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
 SAVE_LISTS["two matmuls"] = TWO_MATMULS
-# A fused operation is kept if its matmul or what it communicates is. Shipped lists keep both, or neither.
+# A fused operation is kept if its matmul or what it communicates is. Shipped lists keep both, or neither. In eager mode
+# w2 runs again although only its operands are needed: an operator saves them once it has run, not before as a matmul.
 RECOMPUTED = {"full": FORWARD, "attention": FORWARD, "two matmuls": [FORWARD[1], FORWARD[3]]}
 
 
@@ -268,7 +269,7 @@ COMPILED = {
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_block(save_list, tmp_path):
     case = COMPILED[save_list]._replace(save_list=SAVE_LISTS[save_list], backend=BACKEND)
-    # Backward does not need what w2 returns, and the compiler sees that.
+    # The compiler sees that backward does not need what w2 returns.
     recomputed = [call for call in RECOMPUTED.get(save_list, []) if "w2" not in call]
 
     def body() -> None:
