@@ -31,6 +31,7 @@ from titanlite.kernels.device.channel import MAX_RANKS, PIECES, Channel
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.device.tiles import Tiles
 
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name from Triton 3.7 on, and before
 WORKER_REGISTERS = gl.constexpr(72)
 HEADER = gl.constexpr(COUNTERS_HEADER)
 N_PIECES = gl.constexpr(PIECES)
@@ -167,7 +168,7 @@ def _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS: gl.constexpr):
 def _write_word(buffer, value):
     """By a role of one warp."""
     buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    gl.thread_barrier()
+    _barrier()
 
 
 @gluon.jit
@@ -306,7 +307,7 @@ def _end(tiles, ready, empty, it, STAGES: gl.constexpr):
 @gluon.jit
 def _leave(counters, used, epoch_word, epoch, peer_flags, rank, SIGNAL: gl.constexpr, RANKS: gl.constexpr):
     """By a kernel's last block: leave the counters as the next operator wants them."""
-    gl.thread_barrier()
+    _barrier()
     finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == gl.num_programs(0) - 1:
         if SIGNAL:
@@ -516,7 +517,7 @@ def _copies(
             _do("cp.async.bulk.wait_group.read 1; mov.u32 $0, 0;")
             if told:
                 _do("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
-        gl.thread_barrier()
+        _barrier()
         if told:
             _stored(
                 older, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
@@ -535,7 +536,7 @@ def _copies(
         t2 = t3
         i += 1
     _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")
-    gl.thread_barrier()
+    _barrier()
     if (older >= 0) & (older % PER_DRAW == PER_DRAW - 1):
         _stored(
             older, rank, counters, peer_flags, copies, col_blocks, piece_blocks, rows // BM, epoch,
