@@ -30,6 +30,8 @@ with open(sys.argv[1], "rb") as f:
     project = tomllib.load(f)["project"]
 wanted = project["dependencies"] + [r for e in sys.argv[2:] for r in project["optional-dependencies"][e]]
 for requirement in map(Requirement, wanted):
+    if requirement.marker and not requirement.marker.evaluate():
+        continue  # for another platform
     try:
         found = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
