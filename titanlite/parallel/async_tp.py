@@ -1,0 +1,183 @@
+"""Fuse the collectives of a compiled graph with its matmuls, for models that somebody else parallelised with DTensor.
+
+titanlite's own layers call the fused operators. A model under `parallelize_module` has collectives and matmuls apart;
+under `torch.compile` both are in one graph, and this pass rewrites pairs of them to
+
+    torch.ops.titanlite.all_gather_matmul         an all-gather and the matmuls that read it
+    torch.ops.titanlite.matmul_reduce_scatter     a matmul, or a sum of some, and the reduce-scatter that reads it
+
+It looks at elements, not at spellings: `movement.py` follows the gathered tensor through whatever views, splits and
+transposes a graph has, up to each matmul, and from there it is known which operand is split over ranks and along which
+dim. What else reads the gathered tensor reads the operator's first result. Results keep shape, dtype and strides.
+
+Nothing is missed in silence: each collective is in the returned table, with the reason if it was left alone. "Fused"
+says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`, and `strict`
+looks at both.
+
+    report: list[Pair] = []
+    with enable(report, strict=True):  # around the first step: graphs are compiled when they are first needed
+        torch.compile(model)(x).sum().backward()
+    print(*report, sep="\n")
+
+Reading order: this file, `fuse_gather.py`, `gathered.py`, `fuse_scatter.py`; below them `movement.py`, `rewriting.py`.
+"""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch._inductor.config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from titanlite.errors import Problem, StrictError, describe
+from titanlite.kernels.lowering import Lowered, lowered
+from titanlite.parallel import fuse_gather, fuse_scatter, gathered, movement, rewriting
+from titanlite.parallel.fuse_scatter import REDUCE_SCATTER
+from titanlite.parallel.gathered import ALL_GATHER
+from titanlite.parallel.rewriting import MissedError, Rewriting, UnpairedError, name_of
+
+_logger = logging.getLogger(__name__)
+
+
+class Pair(NamedTuple):
+    """A collective and what became of it.
+
+    Attributes:
+        collective: name of its node.
+        matmuls: names of the matmuls that it was fused with.
+        fused: whether it is gone from the graph.
+        reason: why not; if it is, why not with other matmuls that read it, or "".
+        declared: whether that is as it should be: no matmul is next to it, or another collective has that.
+    """
+
+    collective: str
+    matmuls: tuple[str, ...]
+    fused: bool
+    reason: str
+    declared: bool = False
+
+    def __str__(self) -> str:
+        """One line of a table."""
+        partners = f" with {', '.join(self.matmuls)}" if self.matmuls else ""
+        return f"{'fused ' if self.fused else 'missed'} {self.collective}{partners}{self.reason and ': ' + self.reason}"
+
+
+def fuse_collective_matmuls(graph: Graph) -> list[Pair]:
+    """Rewrite collectives and matmuls to the fused operators, where that is possible.
+
+    Args:
+        graph: functional, of aten and `_c10d_functional` operators, with fake tensors in `meta["val"]`: what
+            AOTAutograd gives a compiler, forward or backward. Changed in place, and left in topological order.
+
+    Returns:
+        Every collective of the graph, in its order.
+    """
+    work = Rewriting(graph)
+    collectives = [node for node in graph.nodes if _is_collective(node)]
+    fates: dict[Node, Pair] = {}
+    of_scales: dict[Node, Node] = {}
+    for node in sorted(collectives, key=lambda n: n.target == REDUCE_SCATTER):  # stable: gathers first
+        if work.is_erased(node):
+            continue
+        try:
+            if node.target == ALL_GATHER:
+                matmuls, left, scales = fuse_gather.fuse_gather(work, node)
+                fates[node] = Pair(node.name, matmuls, True, "; ".join(left))
+                if scales is not None:
+                    of_scales[scales] = node
+            elif node.target == REDUCE_SCATTER:
+                fates[node] = Pair(node.name, fuse_scatter.fuse_scatter(work, node), True, "")
+            else:
+                raise UnpairedError(f"there is no operator for {name_of(node)}")
+        except MissedError as missed:
+            work.undo()
+            fates[node] = Pair(node.name, (), False, str(missed), isinstance(missed, UnpairedError))
+    for scales, node in of_scales.items():
+        gone, reason = work.is_erased(scales), f"its scales travel with {node.name}"
+        if not gone:
+            reason += ", but are read otherwise too"
+        fates[scales] = Pair(scales.name, fates[node].matmuls if gone else (), gone, reason, declared=True)
+    stable_topological_sort(graph)
+    return [fates[node] for node in collectives]
+
+
+def _is_collective(node: Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "_c10d_functional"
+        and name_of(node) != "wait_tensor"
+    )
+
+
+@contextlib.contextmanager
+def enable(report: list[Pair] | None = None, strict: bool = False) -> Iterator[None]:
+    """Have inductor run the pass on every graph that it compiles.
+
+    Args:
+        report: receives the pairs of each graph. A graph from inductor's cache passes nothing, so with a report that
+            cache is not used. Without one, misses are logged by this module, at level INFO.
+        strict: hold the first step, forward and backward, against what was asked for: every pair fused, by a kernel.
+            Needs a report, and makes one where none is given.
+
+    Raises:
+        ValueError: inductor has another pass in this place.
+        StrictError: at the end, if `strict`: a pair that is missed and not `declared`, an operator without its kernel,
+            or none fused; with the reasons.
+    """
+    config = torch._inductor.config
+    if config.post_grad_custom_pre_pass is not None:
+        raise ValueError(
+            f"async_tp.enable: inductor's post_grad_custom_pre_pass is {config.post_grad_custom_pre_pass!r}; want "
+            "none. Call fuse_collective_matmuls(graph) from that pass"
+        )
+    if strict and report is None:
+        report = []
+    before = lowered.copy()
+    with config.patch(post_grad_custom_pre_pass=_Pass(report)):  # the graph as AOTAutograd leaves it
+        yield
+    if strict and report is not None:
+        _enforce(report, lowered - before)
+
+
+def _enforce(report: list[Pair], ran: Counter[Lowered]) -> None:
+    """Raise StrictError unless all pairs were fused, and all operators ran as kernels."""
+    n_fused, want = sum(pair.fused for pair in report), "every pair fused"
+    cases = [(pair.collective, pair.reason) for pair in report if not (pair.fused or pair.declared)]
+    cases += [(f"{op} {shapes}", reason) for op, shapes, reason, declared in ran if reason and not declared]
+    if not n_fused:
+        want = "a pair fused"
+        cases = [(pair.collective, pair.reason) for pair in report] or [("no collective", "in what was compiled")]
+    elif not ran:
+        cases.append(("no operator", "has run on a GPU; a CPU computes their definitions"))
+    if cases:
+        lines = "".join(f"\n          {what}: {why}" for what, why in cases)
+        fix = "change what stands in the way; strict=False runs with what was fused"
+        problem = Problem("async_tp.enable(strict)", f"{n_fused} of {len(report)} collectives fused", want + lines, fix)
+        raise StrictError(describe("not all that was asked for was applied", [problem]))
+
+
+class _Pass(CustomGraphPass):
+    """The pass, as inductor calls it."""
+
+    def __init__(self, report: list[Pair] | None) -> None:
+        self._report = report
+
+    def __call__(self, graph: Graph) -> None:
+        pairs = fuse_collective_matmuls(graph)
+        if self._report is not None:
+            self._report.extend(pairs)
+        for pair in pairs:
+            if pair.reason:
+                _logger.info("%s", pair)
+
+    def uuid(self) -> bytes | None:
+        """What a compiled graph depends on beside its source; None to compile each graph anew."""
+        if self._report is not None:
+            return None
+        modules = (fuse_gather, fuse_scatter, gathered, movement, rewriting)
+        return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))

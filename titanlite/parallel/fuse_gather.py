@@ -1,0 +1,221 @@
+"""All-gather and the matmuls that read it, as one `all_gather_matmul`.
+
+One operator has one form, one shard and one scale for all of its products. Of several groups of matmuls that differ in
+these (`gathered.py`), the largest is fused; the others multiply the gathered tensor that it returns, as everybody else
+does.
+"""
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from titanlite.kernels.all_gather_matmul import FORMS  # and the operator with it
+from titanlite.kernels.products import out_dtype_of
+from titanlite.parallel.gathered import ALL_GATHER, Gathered, Product, product_of, shard_size
+from titanlite.parallel.movement import (
+    SPLITS,
+    Atoms,
+    Layout,
+    Movements,
+    identity,
+    length,
+    path,
+    relocated,
+    sources,
+    steps,
+)
+from titanlite.parallel.rewriting import (
+    Collective,
+    MissedError,
+    Rewriting,
+    UnpairedError,
+    check_ranks,
+    collective_of,
+    descendants,
+    is_matmul,
+    matmul_of,
+    name_of,
+)
+
+aten = torch.ops.aten
+
+
+class Fused(NamedTuple):
+    """What was done.
+
+    Attributes:
+        matmuls: names of those that were fused.
+        left: why others were not.
+        scales: a second all-gather, of scales, that is in the operator now.
+    """
+
+    matmuls: tuple[str, ...]
+    left: list[str]
+    scales: Node | None
+
+
+def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
+    """Fuse an all-gather with the matmuls that read it.
+
+    Args:
+        rewriting: the graph.
+        node: the all-gather.
+
+    Returns:
+        What was done.
+
+    Raises:
+        MissedError: nothing can be; the graph has what was inserted until then.
+    """
+    collective = collective_of(node)
+    moved, uses = _readers(node)
+    matmuls = dict.fromkeys(user for _, user in uses if is_matmul(user))
+    if not matmuls:
+        raise UnpairedError(_bystanders([user for _, user in uses]))
+    check_ranks(collective)
+    dependent = descendants(node)
+    groups: dict[Gathered, list[Product]] = defaultdict(list)
+    left: list[str] = []
+    for matmul in matmuls:
+        try:
+            product = product_of(collective, matmul_of(matmul), moved, dependent)
+            groups[product.gathered].append(product)
+        except MissedError as missed:
+            left.append(str(missed))
+    if not groups:
+        raise MissedError("; ".join(left))
+    gathered = max(groups, key=lambda g: (len(groups[g]), -FORMS.index(g.form)))
+    products = groups.pop(gathered)
+    left += [f"{p.matmul.node.name} reads it in another form, {g.form}" for g, group in groups.items() for p in group]
+    fused = [p.matmul.node for p in products]
+    rewriting.check_undisturbed([node, *fused])
+    _rewrite(rewriting, collective, gathered, products, moved, [n for n, user in uses if user not in fused])
+    scales = gathered.scale if gathered.scale_dims is not None else None
+    return Fused(tuple(n.name for n in fused), left, scales)
+
+
+def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, Node]]]:
+    """All that a node's elements are moved to (a split has no layout), and who reads them: (moved node, reader)."""
+    movements = Movements()
+    moved: dict[Node, Layout | None] = {node: identity(node.meta["val"].shape)}
+    uses, left = [], [node]
+    while left:
+        last = left.pop(0)
+        for user in last.users:
+            if user in moved:
+                continue
+            if user.target in SPLITS:
+                moved[user] = None
+                left.append(user)
+                continue
+            trace = movements.trace(user) if sources(user) else None
+            if trace is not None and trace.source is node:
+                moved[user] = trace.layout
+                left.append(user)
+            else:
+                uses.append((last, user))
+    return moved, uses
+
+
+def _rewrite(
+    rewriting: Rewriting,
+    collective: Collective,
+    gathered: Gathered,
+    products: list[Product],
+    moved: dict[Node, Layout | None],
+    escapes: list[Node],
+) -> None:
+    """Put the operator in place of the collective and the matmuls."""
+    rank, form = (collective.ranks, shard_size(collective)), gathered.form
+    restored = _restored(escapes, moved, gathered)
+    with rewriting.graph.inserting_before(products[0].matmul.node):
+        shard = rewriting.typed(collective.input, gathered.dtype)
+        shard = rewriting.arrange(shard, [tuple(a for a in atoms if a != rank) for atoms in gathered.dims])
+        others, biases, other_scales = [], [], []
+        for p in products:
+            other = rewriting.reshape(p.other, p.other.meta["val"].shape[-2:])
+            others.append(rewriting.arrange(other, p.other_dims) if p.other_dims else other)
+            if any(q.matmul.bias for q in products):
+                like = p.matmul.node.meta["val"]
+                biases.append(p.matmul.bias or rewriting.full(like.shape[-1:], 0, like))
+            if p.other_scale is not None:
+                by_row = [1, -1] if form.startswith("left") else [-1, 1]
+                is_one = p.other_scale.meta["val"].numel() == 1
+                other_scales.append(rewriting.reshape(p.other_scale, [] if is_one else by_row))
+        scale = gathered.scale
+        if scale is not None and gathered.scale_dims is not None:
+            scale = rewriting.arrange(scale.args[0], gathered.scale_dims)  # type: ignore[arg-type]
+        elif scale is not None:
+            scale = rewriting.reshape(scale, [-1, 1] if gathered.scale_of == "row" else [])
+        out_dtype = None if gathered.out_dtype == out_dtype_of(gathered.dtype, None) else gathered.out_dtype
+        fused = rewriting.call(
+            torch.ops.titanlite.all_gather_matmul.default,
+            shard, others, gathered.dim, length(gathered.dims[gathered.dim]), collective.group,
+            form, biases, scale, gathered.scale_of, other_scales, out_dtype,
+        )  # fmt: skip
+        whole = rewriting.item(fused, 0)
+        instead = {}
+        for i, p in enumerate(products, 1):
+            instead[p.matmul.node] = rewriting.reshape(rewriting.item(fused, i), p.matmul.node.meta["val"].shape)
+        for node, dims in restored.items():
+            value = rewriting.contiguous(rewriting.arrange(whole, dims))
+            instead[node] = rewriting.typed(value, node.meta["val"].dtype)
+    for old, new in instead.items():
+        old.replace_all_uses_with(new)
+    of_scales: list[Node] = []
+    if gathered.scale is not None and gathered.scale_dims is not None:
+        used = (p.matmul.left_scale if form.startswith("left") else p.matmul.right_scale for p in products)
+        of_scales = [n for each in used if each for n in path(each, gathered.scale)] + [gathered.scale]
+    rewriting.erase([whole, *(p.matmul.node for p in products), *moved, *of_scales])
+
+
+def _restored(escapes: list[Node], moved: dict[Node, Layout | None], gathered: Gathered) -> dict[Node, list[Atoms]]:
+    """Moved tensors that others read, as atoms of the operator's first result.
+
+    A tensor that is not contiguous, a transpose for one, stays a movement of one that is, and keeps its strides.
+    """
+    places, total = [], 1
+    for n, old in reversed([atom for atoms in gathered.dims for atom in atoms]):
+        places.append((n, old, total))
+        total *= n
+    found: dict[Node, list[Atoms]] = {}
+    left = list(dict.fromkeys(escapes))
+    while left:
+        node = left.pop()
+        layout = moved[node]
+        if layout is not None and _is_row_major(node.meta["val"]):
+            dims = [atoms for dim in layout.dims if (atoms := relocated(dim, places)) is not None]
+            if len(dims) == len(layout.dims) and steps(dims, total) is not None:
+                found[node] = dims
+                continue
+        if node.target == ALL_GATHER:
+            raise MissedError("the gathered tensor is also read, and cannot be had from the operator's")
+        left += [n for n in node.all_input_nodes if n in moved]
+    return found
+
+
+def _is_row_major(value: torch.Tensor) -> bool:
+    """Stricter than contiguous, which leaves the stride of a dim of length 1 open."""
+    return value.stride() == tuple(math.prod(value.shape[i + 1 :]) for i in range(value.ndim))
+
+
+def _bystanders(users: list[Node]) -> str:
+    """What reads the gathered tensor, where no matmul does."""
+    for user in users:
+        if user.target in (aten.bmm.default, aten.baddbmm.default):
+            return f"{user.name} multiplies batches of matrices (bmm), for which there is no operator"
+    for user in users:
+        found, left = {user}, [user]
+        while left:
+            last = left.pop()
+            if is_matmul(last):
+                return f"{name_of(user)} stands between it and {last.name}"
+            if torch.Tag.pointwise in getattr(last.target, "tags", ()) or sources(last):
+                fresh = [n for n in last.users if n not in found]
+                found.update(fresh)
+                left += fresh
+    names = ", ".join(dict.fromkeys(map(name_of, users)))
+    return f"no matmul reads it, but {names}" if names else "nothing reads it"

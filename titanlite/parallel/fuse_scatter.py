@@ -1,0 +1,198 @@
+"""A matmul, or a sum of some, and the reduce-scatter that reads it, as one `matmul_reduce_scatter`.
+
+A reduce-scatter gives rank r the r-th part of dim 0. What comes before, splits and concatenations that brought another
+dim there, is followed back to the matmul's own `[M, N]`: the stride of the ranks in it says which rows or columns of
+the product each rank keeps, whatever the shapes in between were.
+
+A bias that each rank adds before the reduction is a product too, of a column of ones and the bias: the sum over the
+ranks then holds the sum of their biases, in the same accumulator.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
+from titanlite.kernels.products import out_dtype_of
+from titanlite.parallel.movement import Layout, Movements, is_static, merged, path, relocated, reshaped, steps
+from titanlite.parallel.rewriting import (
+    Collective,
+    Matmul,
+    MissedError,
+    Rewriting,
+    UnpairedError,
+    check_ranks,
+    collective_of,
+    is_matmul,
+    matmul_of,
+    name_of,
+)
+
+aten = torch.ops.aten
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+MOST_PRODUCTS = 3
+"""In one sum: what the kernels take."""
+
+
+class Sum(NamedTuple):
+    """What is reduced.
+
+    Attributes:
+        matmuls: the products.
+        biases: [N] each, added to all rows.
+        nodes: everything from the products to the reduce-scatter.
+    """
+
+    matmuls: list[Matmul]
+    biases: list[Node]
+    nodes: list[Node]
+
+
+def fuse_scatter(rewriting: Rewriting, node: Node) -> tuple[str, ...]:
+    """Fuse a reduce-scatter with the matmuls that it reads.
+
+    Args:
+        rewriting: the graph.
+        node: the reduce-scatter.
+
+    Returns:
+        Names of the matmuls.
+
+    Raises:
+        MissedError: it cannot be; the graph has what was inserted until then.
+    """
+    collective, reduce_op = collective_of(node), node.args[1]
+    if reduce_op not in ("sum", "avg"):
+        raise UnpairedError(f"reduces by {reduce_op!r}; the operator by 'sum' and 'avg'")
+    movements = Movements()
+    source, layout = movements.trace(collective.input)
+    total = Sum([], [], [*path(collective.input, source)])
+    _add(source, movements, total)
+    check_ranks(collective)
+    if source.meta["val"].dtype != collective.input.meta["val"].dtype:
+        raise MissedError("the product's bytes are reduced as another dtype")
+    if steps(layout.dims, source.meta["val"].numel()) is None:
+        raise MissedError(f"it reduces a part of {source.name}")
+    _check(total, node)
+    rewriting.check_undisturbed([*(m.node for m in total.matmuls), node])
+    _rewrite(rewriting, collective, layout, total, is_mean=reduce_op == "avg")
+    return tuple(m.node.name for m in total.matmuls)
+
+
+def _add(source: Node, movements: Movements, total: Sum) -> None:
+    """Collect the terms of a sum."""
+    total.nodes.append(source)
+    if is_matmul(source):
+        matmul = matmul_of(source)
+        total.matmuls.append(matmul)
+        if matmul.bias is not None:
+            total.biases.append(matmul.bias)
+        return
+    if source.target != aten.add.Tensor or source.kwargs.get("alpha", 1) != 1:
+        raise UnpairedError(_obstacle(source))
+    shape = source.meta["val"].shape
+    for term in source.args[:2]:
+        if not isinstance(term, Node) or not is_static(term):
+            raise MissedError(f"{source.name} adds a number")
+        if term.meta["val"].shape == shape[-1:] and len(shape) > 1:
+            total.biases.append(term)
+            continue
+        inner, layout = movements.trace(term)
+        whole = merged([(inner.meta["val"].numel(), 1)])
+        if term.meta["val"].shape != shape or merged(layout.atoms) != whole:
+            raise MissedError(f"{source.name} adds tensors that do not lie alike")
+        total.nodes.extend(path(term, inner))
+        _add(inner, movements, total)
+
+
+def _obstacle(source: Node) -> str:
+    """Why what is reduced is no product."""
+    reads = source.args[0] if source.args else None
+    if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
+        return "its matmul is fused with an all-gather"
+    if source.target in (aten.bmm.default, aten.baddbmm.default):
+        return f"{source.name} multiplies batches of matrices (bmm), for which there is no operator"
+    if source.op == "placeholder":
+        return f"it reduces an input of the graph, {source.name}"
+    return f"{name_of(source)} stands between it and a matmul, or there is none"
+
+
+def _check(total: Sum, node: Node) -> None:
+    """Raise MissedError if the sum is not one of the operator's."""
+    inside = {*total.nodes, node}
+    for each in total.nodes:
+        for user in each.users:
+            if user not in inside:
+                raise MissedError(f"{each.name} is read by {user.name} as well")
+    n = len(total.matmuls) + bool(total.biases)
+    if n > MOST_PRODUCTS:
+        raise MissedError(f"a sum of {n} products; the operator takes {MOST_PRODUCTS}")
+    first = total.matmuls[0]
+    shape, dtype = first.node.meta["val"].shape, first.left.meta["val"].dtype
+    for m in total.matmuls:
+        if m.node.meta["val"].shape != shape:
+            raise MissedError("a sum of products of several shapes")
+        operands_differ = m.is_scaled != first.is_scaled or (not m.is_scaled and m.left.meta["val"].dtype != dtype)
+        if operands_differ or m.node.meta["val"].dtype != first.node.meta["val"].dtype:
+            raise MissedError("a sum of products of several dtypes")
+    for bias in total.biases:
+        if first.is_scaled or bias.meta["val"].dtype != dtype or bias.meta["val"].shape != shape[-1:]:
+            raise MissedError(f"{bias.name} is added before the reduction, and is no bias in the product's dtype")
+
+
+def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total: Sum, is_mean: bool) -> None:
+    """Put the operator in place of the collective and the matmuls."""
+    node, ranks = collective.node, collective.ranks
+    first, out = total.matmuls[0], node.meta["val"]
+    M, N = first.node.meta["val"].shape[-2:]
+    (n, stride), *rest = merged(layout.atoms)
+    if n % ranks:
+        raise MissedError("the parts of the ranks are not at equal distances in the product")
+    stride *= n // ranks  # from one rank's part of the product to the next
+    outer = M * N // (ranks * stride)
+    parts = relocated(((n // ranks, stride * ranks // n), *rest), [(stride, 1, 1), (outer, ranks * stride, stride)])
+    dims = reshaped(Layout((parts,)), out.shape) if parts is not None else None
+    if dims is None or (stride % N and ranks * stride != N):
+        raise MissedError("the parts of the ranks are no rows and no columns of the product")
+    shape, dim = [M], int(stride % N != 0)  # of the product but for N, and which of its dims is scattered
+    if dim == 0 and outer > 1:
+        shape, dim = [outer, M // outer], 1
+    with rewriting.graph.inserting_before(node):
+        lefts = [rewriting.reshape(m.left, [*shape, m.left.meta["val"].shape[-1]]) for m in total.matmuls]
+        rights = [rewriting.reshape(m.right, m.right.meta["val"].shape[-2:]) for m in total.matmuls]
+        if total.biases:
+            left, right = _bias_product(rewriting, total.biases, shape, first.left.meta["val"])
+            lefts, rights = [*lefts, left], [*rights, right]
+        left_scales, right_scales = [], []
+        for m in total.matmuls:
+            if m.left_scale is not None and m.right_scale is not None:
+                whole = m.left_scale.meta["val"].numel() == 1
+                left_scales.append(rewriting.reshape(m.left_scale, [] if whole else [*shape, 1]))
+                whole = m.right_scale.meta["val"].numel() == 1
+                right_scales.append(rewriting.reshape(m.right_scale, [] if whole else [1, N]))
+        dtype = None if out.dtype == out_dtype_of(lefts[0].meta["val"].dtype, None) else out.dtype
+        op = torch.ops.titanlite.matmul_reduce_scatter.default
+        fused = rewriting.call(op, lefts, rights, dim, collective.group, None, left_scales, right_scales, dtype)
+        result = rewriting.contiguous(rewriting.arrange(fused, dims.dims))
+        if is_mean:
+            result = rewriting.call(aten.div.Tensor, result, ranks)
+    waits = [user for user in node.users if user.target == torch.ops._c10d_functional.wait_tensor.default]
+    for old in (*waits, node):
+        old.replace_all_uses_with(result)
+    rewriting.erase([*waits, node, *total.nodes])
+
+
+def _bias_product(rewriting: Rewriting, biases: list[Node], shape: list[int], like: torch.Tensor) -> tuple[Node, Node]:
+    """Factors whose product is the sum of the biases in each row: ones, and the biases above zeros.
+
+    16 bytes of ones per row, which is the least that the kernels load.
+    """
+    K = 16 // like.dtype.itemsize
+    bias = biases[0]
+    for more in biases[1:]:
+        bias = rewriting.call(aten.add.Tensor, bias, more)
+    row = rewriting.reshape(bias, [1, *bias.meta["val"].shape])
+    ones = rewriting.full([*shape, K], 1, like)
+    return ones, rewriting.call(aten.constant_pad_nd.default, row, [0, 0, 0, K - 1])

@@ -1,0 +1,187 @@
+"""What a matmul reads of a gathered tensor, in the words of `all_gather_matmul`: form, dim, scales.
+
+A matmul's operand is `[rows, columns]` of the gathered tensor, and somewhere in its atoms stand the ranks. Where they
+stand says it all: in a dim that is kept or in the contracted one, in the left or the right operand. Atoms before them
+in the same dim (a batch, where the sequence is split) become a dim of their own if kept; if contracted, the order of
+the sum is free, and the other operand is reordered instead.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from titanlite.parallel.movement import Atom, Atoms, Layout, Movements, identity, length, merged, steps
+from titanlite.parallel.rewriting import Collective, Matmul, MissedError, collective_of
+
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+class Gathered(NamedTuple):
+    """The gathered tensor as the operator takes it, and its scales.
+
+    Attributes:
+        form: of the operator.
+        dim: of the shard.
+        dims: atoms of the gathered tensor, over the collective's result.
+        dtype: of its elements.
+        out_dtype: of the products.
+        scale: a node, or None.
+        scale_of: "tensor" or "row".
+        scale_dims: where `scale` is all-gathered in the graph: atoms of its shard.
+    """
+
+    form: str
+    dim: int
+    dims: tuple[Atoms, ...]
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    scale: Node | None
+    scale_of: str
+    scale_dims: tuple[Atoms, ...] | None
+
+
+class Product(NamedTuple):
+    """A matmul that reads the gathered tensor.
+
+    Attributes:
+        matmul: the matmul.
+        gathered: its operand.
+        other: its other operand.
+        other_dims: atoms of the other operand, if it has to be reordered.
+        other_scale: of the other operand, or None.
+    """
+
+    matmul: Matmul
+    gathered: Gathered
+    other: Node
+    other_dims: tuple[Atoms, ...] | None
+    other_scale: Node | None
+
+
+def product_of(
+    collective: Collective, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
+) -> Product:
+    """What one matmul needs of the gathered tensor.
+
+    Args:
+        collective: the all-gather.
+        matmul: the matmul.
+        moved: everything that the gathered elements are moved to; a split has no layout.
+        dependent: everything that is computed from them.
+
+    Returns:
+        The same product as one of the operator's.
+
+    Raises:
+        MissedError: it is none of those.
+    """
+    name = matmul.node.name
+    is_left = matmul.left in moved
+    if not is_left and matmul.right not in moved:
+        raise MissedError(f"{name} reads it, but as neither operand")
+    operands, scales = (matmul.left, matmul.right), (matmul.left_scale, matmul.right_scale)
+    if not is_left:
+        operands, scales = operands[::-1], scales[::-1]
+    (own, other), (scale, other_scale) = operands, scales
+    if {other, matmul.bias, other_scale} & dependent:
+        raise MissedError(f"{name} has another operand that depends on the gathered tensor")
+    layout = moved[own]
+    assert layout is not None  # noqa: S101  # a matmul reads no split
+    rows, columns = (_ranks_apart(atoms, collective) for atoms in layout.dims[-2:])
+    if steps((rows, columns), math.prod(collective.node.meta["val"].shape)) is None:
+        raise MissedError(f"{name} reads a part of the gathered tensor, as where padding was cut off")
+    rank = (collective.ranks, shard_size(collective))
+    if rank not in (*rows, *columns):
+        raise MissedError(f"{name} reads rows in which the ranks alternate")
+    kept, contracted = (0, 1) if is_left else (1, 0)
+    axis = 0 if rank in rows else 1
+    dims = [rows, columns]
+    before = dims[axis][: dims[axis].index(rank)]
+    after = dims[axis][len(before) + 1 :]
+    other_dims = None
+    if before and axis == contracted:  # a sum may run in any order, if both operands run in the same
+        dims[axis] = (rank, *before, *after)
+        other_dims = _reordered(other, 1 - contracted, length(before), collective.ranks, length(after))
+    elif before and not is_left:
+        raise MissedError(f"{name} has the ranks' columns within others, {length(before)} around them")
+
+    scale_of, scale_dims = "tensor", None
+    if scale is not None and scale.meta["val"].numel() > 1:
+        scale_of = "row"
+        if axis == kept:
+            scale, scale_dims = _gathered_scale(scale, kept, collective, length(before), length(after))
+    if scale in dependent:
+        raise MissedError(f"{name} has a scale that depends on the gathered tensor")
+    batched = bool(before) and axis == kept
+    if scale_of == "row":  # of the tensor as the operator takes it
+        turned = not is_left
+    else:
+        turned = not batched and _lies_turned(dims, rank, collective)
+    if turned:
+        dims.reverse()
+        axis = 1 - axis
+    form = ("left" if is_left else "right") + ("_t" if turned else "")
+    if batched:
+        whole: tuple[Atoms, ...] = (before, (rank, *after), dims[1])
+        axis = 1
+    else:
+        whole = (dims[0], dims[1])
+    dtype, out_dtype = own.meta["val"].dtype, matmul.node.meta["val"].dtype
+    gathered = Gathered(form, axis, whole, dtype, out_dtype, scale, scale_of, scale_dims)
+    return Product(matmul, gathered, other, other_dims, other_scale)
+
+
+def shard_size(collective: Collective) -> int:
+    """Elements of a shard: the stride of the ranks in the flat gathered tensor."""
+    return math.prod(collective.input.meta["val"].shape)
+
+
+def _ranks_apart(atoms: Atoms, collective: Collective) -> Atoms:
+    """Atoms of the gathered tensor, cut so that the ranks are one of them."""
+    size, out = shard_size(collective), []
+    for n, stride in atoms:
+        if stride < size < n * stride and size % stride == 0 and n % (size // stride) == 0:
+            out += [(n * stride // size, size), (size // stride, stride)]
+        else:
+            out.append((n, stride))
+    return tuple(out)
+
+
+def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> tuple[Atoms, ...]:
+    """The other operand with the ranks outermost in one dim."""
+    shape = other.meta["val"].shape[-2:]
+    layout = identity(shape)
+    stride = 1 if axis == 1 else shape[1]
+    dims = list(layout.dims)
+    dims[axis] = merged(((ranks, after * stride), (before, ranks * after * stride), (after, stride)))
+    return tuple(dims)
+
+
+def _lies_turned(dims: list[Atoms], rank: Atom, collective: Collective) -> bool:
+    """Whether the shard is a matrix as it lies only after a transpose."""
+    own = [tuple(atom for atom in atoms if atom != rank) for atoms in dims]
+    size = shard_size(collective)
+    straight, turned = steps(own, size), steps(own[::-1], size)
+    in_order = [how is not None and how.order == sorted(how.order) for how in (straight, turned)]
+    return in_order == [False, True]
+
+
+def _gathered_scale(
+    scale: Node, axis: int, collective: Collective, before: int, after: int
+) -> tuple[Node, tuple[Atoms, ...]]:
+    """The all-gather that brought the scales of the gathered rows, and how they lie in its shard."""
+    reason = "scales by row that are not all-gathered beside the tensor"
+    source, layout = Movements().trace(scale)
+    if source.target != ALL_GATHER:
+        raise MissedError(reason)
+    theirs = collective_of(source)
+    atoms = _ranks_apart(layout.dims[axis], theirs)
+    rank = (collective.ranks, shard_size(theirs))
+    if (theirs.ranks, theirs.group) != (collective.ranks, collective.group) or rank not in atoms:
+        raise MissedError(reason)
+    at = atoms.index(rank)
+    if (length(atoms[:at]), length(atoms[at + 1 :])) != (before, after):
+        raise MissedError(reason)
+    return source, (atoms[:at], atoms[at + 1 :], ())

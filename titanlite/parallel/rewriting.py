@@ -1,0 +1,251 @@
+"""Matmuls and collectives of a graph after autograd: how to read them, and how to put other nodes in their place."""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from titanlite.parallel.movement import Atoms, arguments, is_static, steps
+
+aten = torch.ops.aten
+
+MATMULS = {
+    aten.mm.default,
+    aten.mm.dtype,
+    aten.addmm.default,
+    aten.addmm.dtype,
+    aten._scaled_mm.default,
+}
+MOST_RANKS = 8
+"""Of a group: the GPUs of one host."""
+
+
+class MissedError(Exception):
+    """A collective stays as it is; the message says why."""
+
+
+class UnpairedError(MissedError):
+    """And rightly so: no matmul is next to it, or another collective has that."""
+
+
+class Matmul(NamedTuple):
+    """A matmul of a graph, `left [M, K] @ right [K, N] + bias`; both operands may have a leading batch of 1."""
+
+    node: Node
+    left: Node
+    right: Node
+    bias: Node | None
+    left_scale: Node | None
+    right_scale: Node | None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its operands are float8."""
+        return self.left_scale is not None
+
+
+class Collective(NamedTuple):
+    """An all-gather or reduce-scatter over dim 0."""
+
+    node: Node
+    input: Node
+    ranks: int
+    group: str
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether a node multiplies matrices; a batch of one matrix, which torch makes of `x [1, S, D] @ w`, is one too."""
+    if node.target == aten.bmm.default:
+        return is_static(node) and node.meta["val"].shape[0] == 1
+    return node.target in MATMULS
+
+
+def matmul_of(node: Node) -> Matmul:
+    """Read a matmul.
+
+    Args:
+        node: one for which `is_matmul` is true.
+
+    Returns:
+        Its operands.
+
+    Raises:
+        MissedError: it does what the fused operators cannot.
+    """
+    given = arguments(node)
+    if not is_static(node):
+        raise MissedError(f"{node.name} has a size that is symbolic or zero")
+    names = ("mat1", "mat2") if "mat1" in given else ("self", "mat2")
+    left, right = (given[name] for name in names)
+    if any(given.get(name, 1) != 1 for name in ("alpha", "beta")):
+        raise MissedError(f"{node.name} scales its terms (alpha, beta)")
+    if given.get("scale_result") is not None:
+        raise MissedError(f"{node.name} scales its result")
+    bias = given["self"] if "mat1" in given else given.get("bias")
+    out = node.meta["val"]
+    if bias is not None and list(bias.meta["val"].shape) != [out.shape[-1]]:
+        raise MissedError(f"{node.name} adds a tensor of shape {list(bias.meta['val'].shape)}, no bias")
+    if not (left.meta["val"].is_floating_point() and out.dtype.itemsize > 1):
+        raise MissedError(f"{node.name} multiplies {left.meta['val'].dtype} into {out.dtype}")
+    scales = [given.get("scale_a"), given.get("scale_b")]
+    for scale, rows in zip(scales, out.shape[-2:], strict=True):
+        if scale is not None:
+            value = scale.meta["val"]
+            if value.dtype != torch.float32 or value.numel() not in (1, rows):
+                raise MissedError(f"{node.name} has scales of shape {list(value.shape)}, {value.dtype}")
+    return Matmul(node, left, right, bias, *scales)
+
+
+def collective_of(node: Node) -> Collective:
+    """Read an all-gather or a reduce-scatter.
+
+    Args:
+        node: the collective.
+
+    Returns:
+        What it does.
+
+    Raises:
+        MissedError: shapes or group cannot be told.
+    """
+    source, given = node.args[0], arguments(node)
+    group = given["group_name"]
+    name = group if isinstance(group, str) else getattr(group, "group_name", None)
+    if not isinstance(name, str):
+        raise MissedError("its group has no name")
+    if not is_static(node) or not is_static(source):
+        raise MissedError("a size that is symbolic or zero")
+    return Collective(node, source, given["group_size"], name)  # type: ignore[arg-type]
+
+
+def check_ranks(collective: Collective) -> None:
+    """Raise MissedError for a group that the fused operators do not take."""
+    if collective.ranks == 1:
+        raise UnpairedError("a group of 1 rank, which waits for nobody")
+    if collective.ranks > MOST_RANKS:
+        raise MissedError(f"a group of {collective.ranks} ranks; want 2 to {MOST_RANKS}")
+
+
+class Rewriting:
+    """A graph while it is rewritten.
+
+    Attributes:
+        graph: the graph.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+        self._place = {node: i for i, node in enumerate(graph.nodes)}
+        self._mutations = [i for node, i in self._place.items() if _mutates(node)]
+        self._erased: set[Node] = set()
+        self._new: list[Node] = []
+
+    def check_undisturbed(self, nodes: Iterable[Node]) -> None:
+        """Raise MissedError if something changes tensors in place between some nodes of the original graph."""
+        places = [self._place[node] for node in nodes]
+        if any(min(places) < i < max(places) for i in self._mutations):
+            raise MissedError("tensors are changed in place between the two")
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """Insert a call, with the fake tensor of its result."""
+        node = self.graph.call_function(target, args, kwargs)
+        self._new.append(node)
+        if self._mode is None:
+            raise MissedError("a graph without fake tensors, whose shapes are not known")
+        try:
+            with self._mode:
+                node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        except ValueError as problem:  # an operator's own check
+            raise MissedError(str(problem)) from problem
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        """Insert one of several results."""
+        return self.call(operator.getitem, node, index)
+
+    def reshape(self, node: Node, shape: Sequence[int]) -> Node:
+        """The node under another shape."""
+        if list(node.meta["val"].shape) == list(shape):
+            return node
+        return self.call(aten.reshape.default, node, list(shape))
+
+    def arrange(self, node: Node, dims: Sequence[Atoms]) -> Node:
+        """Rearrange a node's elements.
+
+        Args:
+            node: the source.
+            dims: atoms of each dim of the result, over the flat source; all of its elements.
+
+        Returns:
+            The result, a view where that is possible.
+
+        Raises:
+            MissedError: `dims` does not hold each element once.
+        """
+        how = steps(dims, math.prod(node.meta["val"].shape))
+        if how is None:
+            raise MissedError("rows that neither lie apart nor follow each other")
+        if how.order != sorted(how.order):
+            node = self.call(aten.permute.default, self.reshape(node, how.sizes), how.order)
+        return self.reshape(node, how.shape)
+
+    def typed(self, node: Node, dtype: torch.dtype) -> Node:
+        """The same bytes as another dtype."""
+        return node if node.meta["val"].dtype == dtype else self.call(aten.view.dtype, node, dtype)
+
+    def contiguous(self, node: Node) -> Node:
+        """The node, contiguous."""
+        if node.meta["val"].is_contiguous():
+            return node
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> Node:
+        """A constant of another tensor's dtype and device."""
+        return self.call(aten.full.default, list(shape), value, dtype=like.dtype, device=like.device)
+
+    def erase(self, nodes: Iterable[Node]) -> None:
+        """Erase those of the nodes that nothing reads any more."""
+        left = {n for n in nodes if n not in self._erased}
+        while dead := [n for n in left if not n.users]:
+            for node in dead:
+                self.graph.erase_node(node)
+                self._erased.add(node)
+                left.remove(node)
+
+    def undo(self) -> None:
+        """Erase what was inserted for a rewriting that turned out to be impossible."""
+        self.erase(self._new)
+
+    def is_erased(self, node: Node) -> bool:
+        """Whether the node is gone."""
+        return node in self._erased
+
+
+def descendants(node: Node) -> set[Node]:
+    """All that depends on a node, and the node itself."""
+    found, left = {node}, [node]
+    while left:
+        for user in left.pop().users:
+            if user not in found:
+                found.add(user)
+                left.append(user)
+    return found
+
+
+def name_of(node: Node) -> str:
+    """An operator as people call it."""
+    if node.op == "output":
+        return "the graph's result"
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
