@@ -102,27 +102,27 @@ def test_one_message_and_exit_code_2(
         assert part in err
 
 
-def test_problems_of_recipes_checks_and_data_come_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (  # of recipes, checks and data
+            '[model]\nflavor = "debug"\n[float8]\nrecipe = "rowise"\n[activation_checkpoint]\nrecipe = "ful"\n'
+            '[training]\nsteps = 0\n[data]\nsource = "/no/such/file.txt"\n[job]\nrecipe_dirs = []\n',
+            ("line 4  float8.recipe", "line 6  activation_checkpoint", "line 8  training.steps = 0", "/no/such"),
+        ),
+        (  # beside an unknown flavor
+            '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = 99999\n'
+            '[data]\nsource = "/no/such/file.txt"\n',
+            ('line 2  model.flavor = "9B"', "line 4  optimizer.lr = -1.0", "line 6  lr_scheduler", "/no/such/f"),
+        ),
+    ],
+)
+def test_problems_come_together(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(
-        '[model]\nflavor = "debug"\n[float8]\nrecipe = "rowise"\n[activation_checkpoint]\nrecipe = "ful"\n'
-        '[training]\nsteps = 0\n[data]\nsource = "/no/such/file.txt"\n[job]\nrecipe_dirs = []\n'
-    )
+    path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         checked_run(["--config", str(path)])
-    for part in ("line 4  float8.recipe", "line 6  activation_checkpoint", "line 8  training.steps = 0", "/no/such"):
-        assert part in str(caught.value)
-
-
-def test_an_unknown_flavor_hides_no_other_problem(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(
-        '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = 99999\n'
-        '[data]\nsource = "/no/such/file.txt"\n'
-    )
-    with pytest.raises(ConfigError) as caught:
-        checked_run(["--config", str(path)])
-    for part in ('line 2  model.flavor = "9B"', "line 4  optimizer.lr = -1.0", "line 6  lr_scheduler", "/no/such/f"):
+    for part in parts:
         assert part in str(caught.value)
 
 

@@ -12,7 +12,7 @@ Sizes are axis letters, small on "cpu" and of a few tiles on "cuda"; capitals di
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -441,6 +441,18 @@ class Roundings:
         if bias is not None:
             error = error + self.u * ((total + bias).abs() + error)
         return error
+
+
+def rolled(x: Tensor, dim: int) -> Tensor:
+    """Each of two ranks' rows where the other's belong."""
+    return x.roll(x.shape[dim] // 2, dim)
+
+
+def check_cases(cases: Sequence[Case], world: int) -> None:
+    """Check cases on CPUs, in every group of a world of so many; by each of its ranks."""
+    runs = [(case, name, group) for case in cases for name, group in groups(world).items()]
+    problems = [f"{c.id}, {name}: {text}" for c, name, group in runs for text in check_case(c, "cpu", group)]
+    assert not problems, "\n".join(problems)
 
 
 def check_case(case: Case, device: str, group: Ranks, *, before: Callable[[], object] = lambda: None) -> list[str]:

@@ -17,12 +17,14 @@ from tests.kernels.collective_cases import (
     Gather,
     Given,
     check_case,
+    check_cases,
     contracted,
     families,
     gather_given,
     gather_truths,
     gathers,
     groups,
+    rolled,
     run_gather,
     sizes,
 )
@@ -38,18 +40,7 @@ ONE_OF_EACH_FORM = ["three-products-bias", "right-bias", "left_t-columns", "righ
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cases(family: str, tmp_path):
-    def body() -> None:
-        of = groups(WORLD).items()
-        runs = [(case, name, group) for case in FAMILIES[family] for name, group in of]
-        problems = [f"{c.id}, {name}: {text}" for c, name, group in runs for text in check_case(c, "cpu", group)]
-        assert not problems, "\n".join(problems)
-
-    run_ranks(body, tmp_path, WORLD)
-
-
-def rolled(x: Tensor, dim: int) -> Tensor:
-    """Each of two ranks' rows where the other's belong."""
-    return x.roll(x.shape[dim] // 2, dim)
+    run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
 
 
 def g_of_wrong_order(real, shard, others, dim, *rest, **options):

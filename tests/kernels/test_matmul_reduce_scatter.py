@@ -19,8 +19,10 @@ from tests.kernels.collective_cases import (
     Numbers,
     Scatter,
     check_case,
+    check_cases,
     families,
     groups,
+    rolled,
     run_scatter,
     scatter_given,
     scatter_truths,
@@ -39,18 +41,7 @@ ONE_OF_EACH_KIND = ["three-products-bias-float64", "columns-bias-float64"]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cases(family: str, tmp_path):
-    def body() -> None:
-        of = groups(WORLD).items()
-        runs = [(case, name, group) for case in FAMILIES[family] for name, group in of]
-        problems = [f"{c.id}, {name}: {text}" for c, name, group in runs for text in check_case(c, "cpu", group)]
-        assert not problems, "\n".join(problems)
-
-    run_ranks(body, tmp_path, WORLD)
-
-
-def rolled(x: Tensor, dim: int) -> Tensor:
-    """Each of two ranks' rows where the other's belong."""
-    return x.roll(x.shape[dim] // 2, dim)
+    run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
 
 
 def chunk_of_wrong_rank(real, lefts, rights, dim, *rest, **options):

@@ -207,14 +207,7 @@ def check(
             raise ValueError(f"{op}: scales by shard of a tensor split along the contracted dim; want one scale")
 
 
-# By hand rather than with custom_op, whose wrappers take longer than the launch.
-torch.library.define(
-    "titanlite::all_gather_matmul",
-    torch.library.infer_schema(definition, mutates_args=()),
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.impl("titanlite::all_gather_matmul", "default")(definition)
-torch.library.impl("titanlite::all_gather_matmul", "cuda")(lowering.all_gather_matmul)
+lowering.define("all_gather_matmul", definition, lowering.all_gather_matmul)
 
 
 @torch.library.register_fake("titanlite::all_gather_matmul")

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,22 @@ lowered: Counter[Lowered] = Counter()
 """All collective matmuls that this process has run on its GPU."""
 
 _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
+
+
+def define(name: str, definition: Callable[..., Any], on_gpus: Callable[..., Any]) -> None:
+    """Make an operator `torch.ops.titanlite.<name>` of a function; its signature is the operator's.
+
+    By hand rather than with custom_op, whose wrappers take longer than the launch.
+
+    Args:
+        name: of the operator.
+        definition: runs where no other function does.
+        on_gpus: runs for CUDA tensors.
+    """
+    schema = torch.library.infer_schema(definition, mutates_args=())
+    torch.library.define(f"titanlite::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"titanlite::{name}", "default")(definition)
+    torch.library.impl(f"titanlite::{name}", "cuda")(on_gpus)
 
 
 def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):

@@ -129,14 +129,7 @@ def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -
     return shape
 
 
-# By hand rather than with custom_op, whose wrappers take longer than the launch.
-torch.library.define(
-    "titanlite::matmul_reduce_scatter",
-    torch.library.infer_schema(definition, mutates_args=()),
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.impl("titanlite::matmul_reduce_scatter", "default")(definition)
-torch.library.impl("titanlite::matmul_reduce_scatter", "cuda")(lowering.matmul_reduce_scatter)
+lowering.define("matmul_reduce_scatter", definition, lowering.matmul_reduce_scatter)
 
 
 @torch.library.register_fake("titanlite::matmul_reduce_scatter")

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from titanlite.kernels.device import protocol
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.channel import MAX_RANKS, PIECES, Channel
 from titanlite.kernels.device.launch import Blocks
@@ -41,52 +42,20 @@ PART = gl.constexpr(64)
 """Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
 
 
-@gluon.jit
-def _load_acquire(pointer):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _load_acquire_sys(pointer):
-    return gl.inline_asm_elementwise(
-        "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _store_relaxed_sys(address, value):
-    gl.inline_asm_elementwise(
-        "st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [address, value],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _nanoseconds():
-    return gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+# The instructions of `protocol`, compiled as Gluon.
+_load_acquire = gluon.jit(protocol.load_acquire_gpu.fn)
+_load_acquire_sys = gluon.jit(protocol.load_acquire_sys.fn)
+_store_relaxed_sys = gluon.jit(protocol.store_relaxed_sys.fn)
+_nanoseconds = gluon.jit(protocol.nanoseconds.fn)
+_fence_sys = gluon.jit(protocol.fence_sys.fn)
+_fence_async_proxy = gluon.jit(protocol.fence_async_proxy.fn)
+_fail = gluon.jit(protocol.fail.fn)
 
 
 @gluon.jit
 def _do(asm: gl.constexpr):
     """Run an instruction without operands."""
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fail(failure, epoch, peer, waited, OP: gl.constexpr):
-    """As `protocol.fail`."""
-    gl.store(failure + 1, peer.to(gl.int64))
-    gl.store(failure + 2, waited)
-    gl.store(failure + 3, waited * 0 + OP)
-    _do("fence.acq_rel.sys; mov.u32 $0, 0;")
-    gl.store(failure, epoch.to(gl.int64) + 1)
-    _do("fence.acq_rel.sys; trap; mov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -101,7 +70,7 @@ def _wait_for_count(counter, count, epoch, deadline, failure):
             if waited > limit:
                 _fail(failure, epoch, seen * 0 - 1, waited, 0)
             seen = _load_acquire(counter)
-    _do("fence.proxy.async.global; mov.u32 $0, 0;")
+    _fence_async_proxy()
 
 
 @gluon.jit
@@ -130,14 +99,14 @@ def _wait_for_piece(word, flags, epoch, deadline, failure, RANKS: gl.constexpr):
             if waited > limit:
                 _fail(failure, epoch, word // N_PIECES, waited, 0)
             known = _pieces(flags, epoch, RANKS)
-    _do("fence.proxy.async.global; mov.u32 $0, 0;")
+    _fence_async_proxy()
     return known
 
 
 @gluon.jit
 def _signal(peer_flags, word, epoch, RANKS: gl.constexpr):
     """Store `epoch + 1` in a word of every rank's flags, behind all that this block has seen happen."""
-    _do("fence.acq_rel.sys; mov.u32 $0, 0;")
+    _fence_sys()
     for r in gl.static_range(RANKS):
         _store_relaxed_sys(gl.load(peer_flags + r) + word * 4, epoch + 1)
 
@@ -214,6 +183,19 @@ def _store(
 
 
 @gluon.jit
+def _step(
+    acc, use_acc, it, a_bufs, b_bufs, ready,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the product of step `it`, when its operands are there."""
+    slot = it % STAGES
+    mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+    a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
+    b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
+    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
 def _multiply(
     dests, bias, a_bufs, b_bufs, c_buf, tiles, ready, empty, first_row, x_blocks, y_tiles, steps, N,
     BIAS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
@@ -231,11 +213,7 @@ def _multiply(
         acc = gl.zeros((BM, BN), gl.float32, layout)
         parts = _parts(out)
         for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
-            slot = it % STAGES
-            mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-            a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
-            b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
-            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+            acc = _step(acc, k > 0, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
             if before >= 0:
                 _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
@@ -243,11 +221,7 @@ def _multiply(
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
             it += 1
         for _ in range(PARTS, steps):
-            slot = it % STAGES
-            mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
-            a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
-            b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
-            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = _step(acc, True, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             # The product before this one is done with its buffers.
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
