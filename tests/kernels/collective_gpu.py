@@ -1,6 +1,6 @@
 """All cases of the collective matmuls on GPUs, a process for each, and what only GPUs can get wrong.
 
-    python -m tests.kernels.collective_gpu --world 4 --timeout-s 500 [--only PART-OF-A-NAME]
+    python -m tests.kernels.collective_gpu --world 4 --timeout-s 500 [--workers 8] [--only PART-OF-A-NAME]
 
 Ranks are slow to start, so they run one check after the other, in step. A check that hangs or ends a process costs that
 check alone: the ranks are started anew for what is left. Between operators, memory that is free and the buffers that
@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
@@ -318,6 +319,7 @@ def run(
     device: str = "cuda",
     *,
     only: str = "",
+    workers: int = 1,
     timeout_s: float = 1500,
     check_timeout_s: float = 120,
     tell: Callable[[Result], object] = lambda result: None,
@@ -328,12 +330,22 @@ def run(
         world: how many ranks.
         device: "cuda" or "cpu".
         only: what a check's name must contain.
+        workers: sets of ranks that share the checks and the devices; most of a check's time is compilation.
         timeout_s: for everything; what has not run by then has failed.
         check_timeout_s: for one check; kernels are compiled in it.
         tell: called with each result as soon as it is there.
     """
-    end, results = time.monotonic() + timeout_s, []
-    left = [name for name in names(world, device) if only in name]
+    end, todo = time.monotonic() + timeout_s, [name for name in names(world, device) if only in name]
+    with ThreadPoolExecutor(workers) as pool:
+        parts = [pool.submit(_run, world, device, todo[i::workers], end, check_timeout_s, tell) for i in range(workers)]
+    return [result for part in parts for result in part.result()]
+
+
+def _run(
+    world: int, device: str, left: list[str], end: float, check_timeout_s: float, tell: Callable[[Result], object]
+) -> list[Result]:
+    """Run checks on one set of ranks after another, until none is left."""
+    results = []
     while left:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             ranks = _Ranks(world, device, Path(folder), left, check_timeout_s)
@@ -481,6 +493,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", default="", help="run what has this in its name")
+    parser.add_argument("--workers", type=int, default=8, help="sets of ranks that share the devices")
     parser.add_argument("--timeout-s", type=float, default=540)
     parser.add_argument("--check-timeout-s", type=float, default=120)
     args = parser.parse_args()
@@ -488,6 +501,7 @@ def main() -> None:
         args.world,
         args.device,
         only=args.only,
+        workers=args.workers,
         timeout_s=args.timeout_s,
         check_timeout_s=args.check_timeout_s,
         tell=lambda result: print(result, flush=True),

@@ -12,7 +12,7 @@ def test_on_gpus():
     world = min(torch.cuda.device_count(), 8)
     if world < 2:
         pytest.skip("needs two CUDA devices")
-    failed = [result for result in run(world) if result.problems]
+    failed = [result for result in run(world, workers=8) if result.problems]
     assert not failed, "\n".join(map(str, failed))
 
 
