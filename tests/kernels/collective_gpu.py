@@ -177,6 +177,11 @@ def groups_take_turns(device: str, mine: list[Ranks]) -> list[str]:
     return [text for i, (got, of) in calls for text in differences(f"call {i}", got, of.wanted)]
 
 
+def some_have_met_before(device: str, mine: list[Ranks]) -> list[str]:
+    """Groups of ranks of which some have been in other groups, which share memory with their peers first."""
+    return [text for group in mine for text in check_case(ROWS, device, group)]
+
+
 LAYERS, MICRO_BATCHES = 3, 2
 
 
@@ -273,7 +278,7 @@ def names(world: int, device: str) -> list[str]:
         f"{title} {name}" for title in EXTRA for name in partitions(world) if device == "cuda" or "CUDA" not in title
     ]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
-    return [*extra, "groups take turns", *cases]
+    return [*extra, "groups take turns", "some have met before", *cases]
 
 
 def checks(world: int, device: str) -> dict[str, Callable[[], list[str]]]:
@@ -281,7 +286,11 @@ def checks(world: int, device: str) -> dict[str, Callable[[], list[str]]]:
     mine = groups(world)
     everyone = tuple(range(world))
     turns = own_groups([(0, 1), (2, 3), (0, 2), (1, 3)] if world >= 4 else [everyone, everyone])
-    found = {"groups take turns": lambda: groups_take_turns(device, turns)}
+    overlapping = own_groups([(0, 1, 3), (0, 2), (1, 3), everyone] if world >= 4 else [everyone])
+    found = {
+        "groups take turns": lambda: groups_take_turns(device, turns),
+        "some have met before": lambda: some_have_met_before(device, overlapping),
+    }
     for name, group in mine.items():
         for title, check in EXTRA.items():
             found[f"{title} {name}"] = lambda check=check, group=group: check(device, group)

@@ -72,6 +72,10 @@ class Launches:
                 assert column == 1, name
                 assert all(row > 0 and row * argument.base.dtype.itemsize % 16 == 0 for row in rows), name
                 assert argument.base.data_ptr() % 16 == 0, name
+        if kernel.fn.__name__ == "_matmul_push":  # TMA begins at whole 16 bytes of a row only
+            turned = named["B_K_MAJOR" if named["BY_COLS"] else "A_K_MAJOR"] is False
+            itemsize = named["a0"].base.dtype.itemsize  # type: ignore[attr-defined]
+            assert not turned or named["segment"] * itemsize % 16 == named["size"] * itemsize % 16 == 0  # type: ignore[operator]
         self.arguments.append(named)
 
 

@@ -339,14 +339,3 @@ def test_what_cannot_be_done_is_said(tmp_path) -> None:
             kernels.fused_all_gather_matmul(A, [B], 5, group())
 
     run_ranks(body, tmp_path, WORLD)
-
-
-def test_accumulation_that_the_gpu_kernels_do_not_have_is_refused() -> None:
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-
-    A, B = small(0, 8, 32, dtype=E4M3).as_subclass(OnGpu), small(1, 16, 32, dtype=E4M3).t()
-    with pytest.raises(ValueError, match=r"(?s)use_fast_accum = False.*want: True.*fix:  use_fast_accum=True"):
-        kernels.fused_scaled_matmul_reduce_scatter(
-            A, B, torch.ones(()), torch.ones(()), "sum", 0, 0, "0", [8, 16], out_dtype=BF16
-        )

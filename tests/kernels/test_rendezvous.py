@@ -21,9 +21,7 @@ def exchanges(store: dist.Store, rank: int, first: int) -> list[list[bytes]]:
 def test_numbers_of_a_group_are_its_own():
     under = dist.HashStore()
     under.set_timeout(timedelta(seconds=5))
-    stores = [_GroupStore(), _GroupStore()]
-    for store in stores:
-        store._store = under
+    stores = [_GroupStore(under), _GroupStore(under)]
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(exchanges, stores[0], 0, 3), pool.submit(exchanges, stores[1], 1, 12)]
         seen = [rank.result(timeout=20) for rank in ranks]

@@ -78,7 +78,7 @@ def fused_all_gather_scaled_matmul(
         biases: [N] or None each.
         result_scales: None each.
         out_dtypes: bfloat16, float16 or float32 each. If they differ, products are made in float32 and rounded once.
-        use_fast_accum: on GPUs True each.
+        use_fast_accum: has no effect; sums are added in float32 every 128 products.
 
     Returns:
         The gathered tensor, and the products.
@@ -92,9 +92,7 @@ def fused_all_gather_scaled_matmul(
     for name, given in zip(names, lists, strict=True):
         if len(given) != len(Bs):
             raise _error(f"{op}: {name}", f"{len(given)} entries", f"{len(Bs)}, one for each of Bs", "give one each")
-    dtypes = [
-        _scaled_options(op, A, *options) for options in zip(Bs, result_scales, out_dtypes, use_fast_accum, strict=True)
-    ]
+    dtypes = [_scaled_options(op, A, *options) for options in zip(Bs, result_scales, out_dtypes, strict=True)]
     size = _gathered_size(A, gather_dim, group_name)
     scale, scale_of = _scale_of_shard(op, A, A_scale, gather_dim, named_group(group_name))
     added: list[Tensor] = []
@@ -169,7 +167,7 @@ def fused_scaled_matmul_reduce_scatter(
         bias: [N], added to every rank's product, as torch does it: what is reduced has all ranks' biases in it.
         result_scale: None.
         out_dtype: bfloat16, float16 or float32.
-        use_fast_accum: on GPUs True.
+        use_fast_accum: has no effect; sums are added in float32 every 128 products.
 
     Returns:
         This rank's chunk of `output_shape`.
@@ -178,7 +176,7 @@ def fused_scaled_matmul_reduce_scatter(
         ValueError: operands that do not fit each other, or an option that the kernels do not have.
     """
     op = "fused_scaled_matmul_reduce_scatter"
-    dtype = _scaled_options(op, A, B, result_scale, out_dtype, use_fast_accum)
+    dtype = _scaled_options(op, A, B, result_scale, out_dtype)
     shape = [*A.shape[:-1], B.shape[-1]] if output_shape is None else list(output_shape)
     rows = A.numel() // max(1, A.shape[-1])
     if len(shape) < 2 or shape[-1] != B.shape[-1] or torch.Size(shape[:-1]).numel() != rows:
@@ -215,9 +213,9 @@ def _gathered_size(A: Tensor, gather_dim: int, group_name: str) -> int:
 
 
 def _scaled_options(
-    op: str, A: Tensor, B: Tensor, result_scale: Tensor | None, out_dtype: torch.dtype | None, use_fast_accum: bool
+    op: str, A: Tensor, B: Tensor, result_scale: Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype of a scaled product; raises for what only a float8 result or another accumulation could fulfil."""
+    """The dtype of a scaled product; raises for what only a float8 result could fulfil."""
     if not {A.dtype, B.dtype} <= set(FLOAT8):
         want, fix = f"{' or '.join(map(str, FLOAT8))}", f"{op.replace('_scaled', '')} for other dtypes"
         raise _error(f"{op}: A, B", f"{A.dtype}, {B.dtype}", want, fix)
@@ -228,10 +226,6 @@ def _scaled_options(
         saw = "None, which torch reads as A's float8" if out_dtype is None else str(out_dtype)
         want = " or ".join(map(str, _SCALED_DTYPES))
         raise _error(f"{op}: out_dtype", saw, want, "out_dtype=torch.bfloat16, and cast the result afterwards")
-    if A.is_cuda and not use_fast_accum:
-        want = "True: the fused kernels leave sums to Hopper's float8 tensor cores, which keep fewer bits than float32"
-        fix = "use_fast_accum=True, or a collective beside torch._scaled_mm where that is too coarse"
-        raise _error(f"{op}: use_fast_accum", "False", want, fix)
     return out_dtype
 
 

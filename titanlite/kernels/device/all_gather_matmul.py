@@ -24,7 +24,7 @@ from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, produc
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, launch
-from titanlite.kernels.device.operands import aligned, compact, lies_in_rows
+from titanlite.kernels.device.operands import add_product, aligned, compact, lies_in_rows
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -209,9 +209,9 @@ def _gather_matmul(
                 else:
                     o = o_desc.load([k, y0]).T
                 if G_LEFT:
-                    acc = tl.dot(g, o.T, acc)
+                    acc = add_product(acc, g, o.T, BK)
                 else:
-                    acc = tl.dot(o, g.T, acc)
+                    acc = add_product(acc, o, g.T, BK)
         else:
             for j in range(RANKS):
                 source = (rank + j) % RANKS
@@ -232,9 +232,9 @@ def _gather_matmul(
                     else:
                         o = o_desc.load([k, y0]).T
                     if G_LEFT:
-                        acc = tl.dot(g, o.T, acc)
+                        acc = add_product(acc, g, o.T, BK)
                     else:
-                        acc = tl.dot(o, g.T, acc)
+                        acc = add_product(acc, o, g.T, BK)
 
         xs = tl.arange(0, BX)
         ys = y0 + tl.arange(0, BY)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from titanlite.kernels.device.rendezvous import rendezvous
+from titanlite.kernels.device.rendezvous import Rendezvous
 
 MAX_RANKS = 8
 PIECES = 8
@@ -73,13 +73,15 @@ class Channel:
     capacity: int = 0
     blocks: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
     stream: torch.cuda.Stream | None = None
+    _rendezvous: Rendezvous = field(init=False)
     _kept: list[object] = field(default_factory=list)  # captured graphs may still use outgrown slots
 
     def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
         self.number = next(_numbers)
         self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
-        handle = rendezvous(self.flags, self.process_group)
+        self._rendezvous = Rendezvous(self.process_group)
+        handle = self._rendezvous(self.flags)
         self.flags.zero_()
         self.peer_flags = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
@@ -121,7 +123,7 @@ class Channel:
         self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
         self.slots = symmetric_memory.empty(2 * self.capacity, dtype=torch.uint8, device=self.device)
-        handle = rendezvous(self.slots, self.process_group)
+        handle = self._rendezvous(self.slots)
         self.peers = [handle.get_buffer(r, (2 * self.capacity,), torch.uint8) for r in range(self.ranks)]
         self.peer_slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         torch.cuda.synchronize(self.device)

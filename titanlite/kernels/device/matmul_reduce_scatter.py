@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.launch import Blocks, launch
-from titanlite.kernels.device.operands import aligned, compact, lies_in_rows
+from titanlite.kernels.device.operands import add_product, aligned, compact, lies_in_rows
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -41,7 +41,7 @@ def _accumulate(acc, a_desc, b_desc, m0, n0, K, A_K_MAJOR: tl.constexpr, B_K_MAJ
             b = b_desc.load([n0, k])
         else:
             b = b_desc.load([k, n0]).T
-        acc = tl.dot(a, b.T, acc)
+        acc = add_product(acc, a, b.T, BK)
     return acc
 
 
@@ -221,11 +221,11 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
     return None
 
 
-def _matrices(xs: list[Tensor], float8: bool) -> tuple[list[Tensor], bool]:
+def _matrices(xs: list[Tensor], may_turn: bool) -> tuple[list[Tensor], bool]:
     """Matrices [M, K] as row-major ones, and whether their rows run along K: for all of them alike."""
     if all(lies_in_rows(x) for x in xs):
         return [aligned(x) for x in xs], True
-    if not float8 and all(lies_in_rows(x.t()) for x in xs):
+    if may_turn and all(lies_in_rows(x.t()) for x in xs):
         return [aligned(x.t()) for x in xs], False
     return [compact(x) for x in xs], True
 
@@ -269,9 +269,8 @@ def matmul_reduce_scatter(
     pick, whole = plan.pick, plan.whole
 
     # Everything is allocated before the first launch.
-    float8 = lefts[0].dtype.itemsize == 1
-    a, a_k_major = _matrices([x if x.ndim == 2 else x.flatten(0, -2) for x in lefts], float8)
-    b, b_k_major = _matrices([right.t() for right in rights], float8)
+    a, a_k_major = _matrices([x if x.ndim == 2 else x.flatten(0, -2) for x in lefts], plan.left_may_turn)
+    b, b_k_major = _matrices([right.t() for right in rights], plan.right_may_turn)
     out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
     capacity = to.begin(plan.slot_bytes)
@@ -353,6 +352,8 @@ class Plan:
         slot_bytes: needed.
         own_segment, padded_segment: elements that this rank has together, and how far apart they are staged.
         lanes: ranks, rounded up to a power of two.
+        left_may_turn, right_may_turn: whether rows of the operand may run along M, or N, instead of K. Float8's may
+            not; and TMA begins at a whole 16 bytes of a row, which an owner's part does not always.
     """
 
     pick: Tiles
@@ -374,6 +375,8 @@ class Plan:
     own_segment: int
     padded_segment: int
     lanes: int
+    left_may_turn: bool
+    right_may_turn: bool
 
 
 _plans: dict[Hashable, Plan] = {}
@@ -405,6 +408,8 @@ def _plan(
     specialised = specialised and pick.n < K  # a tile is stored during as many steps as it has parts
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
+    size = whole.size if by_cols else whole.size * whole.inner // N
+    parts_begin_aligned = segment * itemsize % 16 == size * itemsize % 16 == 0
     return Plan(
         pick=pick,
         whole=whole,
@@ -417,7 +422,7 @@ def _plan(
         n=math.prod(shape) // max(1, shape[dim]) * own,
         tma_store=tma_store,
         segment=segment,
-        size=whole.size if by_cols else whole.size * whole.inner // N,
+        size=size,
         staged_rows=staged_rows,
         staged_cols=staged_cols,
         staged=staged_rows * staged_cols,
@@ -425,4 +430,6 @@ def _plan(
         own_segment=max(1, own * inner),
         padded_segment=whole.chunk * inner,
         lanes=triton.next_power_of_2(to.ranks),
+        left_may_turn=itemsize > 1 and (by_cols or parts_begin_aligned),
+        right_may_turn=itemsize > 1 and (not by_cols or parts_begin_aligned),
     )

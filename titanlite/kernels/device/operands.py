@@ -5,6 +5,8 @@ and its descriptors are found again by the strides.
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -24,3 +26,15 @@ def aligned(matrix: Tensor) -> Tensor:
 def compact(matrix: Tensor) -> Tensor:
     """A copy with the strides of a new tensor: `contiguous()` keeps any stride of a dim of length 1."""
     return matrix.clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def add_product(acc, a, b, BK: tl.constexpr):
+    """`acc + a @ b` in float32, of blocks [M, BK] and [BK, N].
+
+    Hopper's tensor cores add float8 products with about 14 bits. What one step of BK has added is therefore added to
+    the sum in float32, as cuBLAS does without `use_fast_accum`.
+    """
+    if a.dtype.primitive_bitwidth == 8:
+        return tl.dot(a, b, acc, max_num_imprecise_acc=BK)
+    return tl.dot(a, b, acc)

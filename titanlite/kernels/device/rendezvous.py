@@ -1,34 +1,26 @@
 """Sharing memory among the ranks of a group, whatever other groups they have shared memory in before.
 
 Torch numbers the exchanges of a rendezvous by process instead of by group, so ranks that have been in different groups
-wait for each other under different keys, for ever (pytorch/pytorch#196082; in 2.11 to 2.13). Each group gets a store
-here that counts its own exchanges.
+wait for each other under different keys, for ever (pytorch/pytorch#196082; in 2.11 to 2.13). Torch is told of a group
+of our own of the same ranks, with a store that counts the group's own exchanges. Torch takes the store from the group
+or from what it has been told of the group's name, by version: both lead to that store.
 """
 
-from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 
 class _GroupStore(dist.Store):
     """A store whose keys "prefix/number/…" are numbered anew, in the order in which the numbers come."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self.process_group: dist.ProcessGroup | None = None
-        self._store: dist.Store = dist.HashStore()
+        self._store = store
         self._numbers: dict[str, int] = {}
-
-    def serve(self, process_group: dist.ProcessGroup) -> None:
-        """Be that group's from now on; names of groups are used again after their end."""
-        if process_group is not self.process_group:
-            store = dist.distributed_c10d._get_process_group_store(process_group)
-            self.process_group, self._numbers = process_group, {}
-            self._store = dist.PrefixStore("titanlite-rendezvous", store)
 
     def _key(self, key: str) -> str:
         prefix, number, *rest = key.split("/")
@@ -47,25 +39,27 @@ class _GroupStore(dist.Store):
         self._store.wait([self._key(key) for key in keys], *timeout)
 
 
-_stores: dict[str, _GroupStore] = {}
+class Rendezvous:
+    """Where the ranks of a process group let each other see their memory."""
 
+    _numbers = count()
 
-def rendezvous(memory: Tensor, process_group: dist.ProcessGroup) -> Any:
-    """Let all ranks of a group see each other's `memory`; a collective.
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        store = dist.distributed_c10d._get_process_group_store(process_group)
+        self._store = _GroupStore(dist.PrefixStore("titanlite-rendezvous", store))
+        rank, ranks = process_group.rank(), process_group.size()
+        self._name = f"titanlite-rendezvous-{next(self._numbers)}"
+        self._group = dist.ProcessGroup(self._store, rank, ranks)
+        _register_process_group(self._name, self._group)
+        _SymmetricMemory.set_group_info(self._name, rank, ranks, self._store)
 
-    Args:
-        memory: from `torch.distributed._symmetric_memory.empty`, of equal size on all ranks.
-        process_group: the ranks.
+    def __call__(self, memory: Tensor) -> Any:
+        """Let all ranks see each other's `memory`; a collective.
 
-    Returns:
-        Torch's handle: `buffer_ptrs`, `get_buffer`.
-    """
-    name = process_group.group_name
-    if name not in _stores:
-        _stores[name] = _GroupStore()
-        # A group in which torch has shared memory before keeps torch's store, and its numbers.
-        with suppress(RuntimeError):
-            _SymmetricMemory.set_group_info(name, process_group.rank(), process_group.size(), _stores[name])
-            symmetric_memory._group_name_to_store[name] = _stores[name]
-    _stores[name].serve(process_group)
-    return symmetric_memory.rendezvous(memory, name)
+        Args:
+            memory: from `torch.distributed._symmetric_memory.empty`, of equal size on all ranks.
+
+        Returns:
+            Torch's handle: `buffer_ptrs`, `get_buffer`.
+        """
+        return _SymmetricMemory.rendezvous(memory, self._name)

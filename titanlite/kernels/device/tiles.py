@@ -53,6 +53,8 @@ def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
     if known is not None:
         return known
     k = 128 // itemsize
+    if itemsize == 1:  # each step's sum is added to the whole, which takes registers
+        return Tiles(n=128, k=k, stages=4)
     if op == "matmul_reduce_scatter":
         return Tiles(n=128, k=k, stages=4) if N <= 128 or K <= 1024 else Tiles(k=k)
     # The longer the gather beside the matmul, the larger its copies, and the fewer the operands on their way.
