@@ -249,7 +249,7 @@ def scatter(
 
 
 NARROW = Tiles(n=128, stages=4, copy_rows=64)
-F8 = Tiles(k=128, specialised=False)
+F8 = Tiles(n=128, k=128, stages=4, specialised=False)
 CALLS = {
     "left": gather,
     "right": partial(gather, "right", other=(256, 2048)),
