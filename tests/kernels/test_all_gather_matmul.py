@@ -184,7 +184,7 @@ def test_operator(tmp_path):
             operands, n = gather_given(of, "cpu", group, group.me, "normal").operands, len(of.others)
             shard, *rest = (t.requires_grad_() for t in operands)
             size = sizes(of.whole, "cpu")[of.dim]
-            args = (shard, rest[:n], of.dim, size, group.name, of.form, rest[n:], None, "tensor", [], None)
+            args = (shard, rest[:n], of.dim, size, group.name, of.form, rest[n:], None, "tensor", [], None, False)
             torch.library.opcheck(torch.ops.titanlite.all_gather_matmul.default, args)
             results = torch.ops.titanlite.all_gather_matmul(*args)
             assert not any(result._is_view() for result in results), "FSDP warns of a module that returns a view"

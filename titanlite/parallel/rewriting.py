@@ -42,6 +42,7 @@ class Matmul(NamedTuple):
     bias: Node | None
     left_scale: Node | None
     right_scale: Node | None
+    fast_accum: bool
 
     @property
     def is_scaled(self) -> bool:
@@ -98,7 +99,7 @@ def matmul_of(node: Node) -> Matmul:
             value = scale.meta["val"]
             if value.dtype != torch.float32 or value.numel() not in (1, rows):
                 raise MissedError(f"{node.name} has scales of shape {list(value.shape)}, {value.dtype}")
-    return Matmul(node, left, right, bias, *scales)
+    return Matmul(node, left, right, bias, *scales, bool(given.get("use_fast_accum")))
 
 
 def collective_of(node: Node) -> Collective:
