@@ -27,6 +27,7 @@ from titanlite.kernels.device import matmul_reduce_scatter as scatter_device
 from titanlite.kernels.device.tiles import Tiles
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
+FAST = os.environ.get("FAST","1")=="1"
 LINK = 340e9  # bytes per second and direction that stores to all peers reach
 MODELS = {"8b": (4096, 6144, 14336), "70b": (8192, 10240, 28672)}  # model width, wq + wk + wv, ffn width
 
@@ -138,7 +139,10 @@ class Operands:
         if self.scales is None:
             torch.mm(self.whole, self.b, out=self.out)
         else:
-            torch._scaled_mm(self.whole, self.b, self.row_scale, self.scales[1], out_dtype=torch.bfloat16, out=self.out)
+            torch._scaled_mm(
+                self.whole, self.b, self.row_scale, self.scales[1],
+                out_dtype=torch.bfloat16, use_fast_accum=True, out=self.out,
+            )  # fmt: skip
 
     def collective(self) -> None:
         if self.case.gathers:
@@ -184,9 +188,9 @@ class Operands:
         if self.case.gathers:
             extra = {}
             if self.scales:
-                extra = {"scale": self.scales[0], "scale_of": "row", "other_scales": [self.scales[1]]}
+                extra = {"scale": self.scales[0], "scale_of": "row", "other_scales": [self.scales[1]], "fast_accum": FAST}
             return all_gather_matmul(self.a, [self.b], 0, self.M, self.group, **extra)[1]
-        extra = {"left_scales": [self.scales[0]], "right_scales": [self.scales[1]]} if self.scales else {}
+        extra = {"left_scales": [self.scales[0]], "right_scales": [self.scales[1]], "fast_accum": FAST} if self.scales else {}
         return matmul_reduce_scatter([self.a], [self.b], 0, self.group, **extra)
 
     def with_tiles(self, tiles: Tiles) -> Any:
@@ -194,9 +198,9 @@ class Operands:
         if self.case.gathers:
             scale = left[0] if left else None
             return gather_device.all_gather_matmul(
-                self.a, [self.b], 0, self.M, self.group, "left", [], scale, "row", right, None, tiles
+                self.a, [self.b], 0, self.M, self.group, "left", [], scale, "row", right, None, FAST, tiles
             )[1]
-        return scatter_device.matmul_reduce_scatter([self.a], [self.b], 0, self.group, None, left, right, None, tiles)
+        return scatter_device.matmul_reduce_scatter([self.a], [self.b], 0, self.group, None, left, right, None, FAST, tiles)
 
     def error(self) -> float:
         """Relative error of titanlite's result against float32, over the first and last 128 rows of each part."""

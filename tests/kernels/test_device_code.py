@@ -475,7 +475,7 @@ def test_each_of_two_waits_has_its_fence() -> None:
 
 def test_scales_are_with_the_peers_before_the_ranks_meet() -> None:
     ptx = kernels("specialised gather, float8 by row")["meet"].asm["ptx"]
-    rules = (Has(STORE), Before(SIGNAL, (FENCE_SYS, BARRIER), STORE))
+    rules = {"": (Has(STORE), Before(SIGNAL, (FENCE_SYS, BARRIER), STORE))}
     assert not problems(ptx, rules)
     assert problems(without_before(ptx, BARRIER, SIGNAL), rules)
     assert problems(without(ptx, FENCE_SYS), rules)

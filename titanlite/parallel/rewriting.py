@@ -93,7 +93,7 @@ def matmul_of(node: Node) -> Matmul:
         raise MissedError(f"{node.name} adds a tensor of shape {list(bias.meta['val'].shape)}, no bias")
     if not (left.meta["val"].is_floating_point() and out.dtype.itemsize > 1):
         raise MissedError(f"{node.name} multiplies {left.meta['val'].dtype} into {out.dtype}")
-    scales = [given.get("scale_a"), given.get("scale_b")]
+    scales = given.get("scale_a"), given.get("scale_b")
     for scale, rows in zip(scales, out.shape[-2:], strict=True):
         if scale is not None:
             value = scale.meta["val"]

@@ -603,15 +603,16 @@ def gather_matmul(
     counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, slot_bytes, scale_bytes, rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr,
-    FAST: gl.constexpr, B_K_MAJOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    FAST: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
     """As `all_gather_matmul._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
 
     s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
-    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied. OF_ROWS, OF_COLUMNS: scales of G and of O:
-    0 none, 1 one number, 2 one for each row; those of G's rows are in this rank's slot since the ranks met. FAST: add all
-    products in the tensor cores.
+    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied. OF_ROWS, OF_COLUMNS: scales of
+    G and of O: 0 none, 1 one number, 2 one for each row; those of G's rows are in this rank's slot since the ranks met.
+    FAST: add all products in the tensor cores.
     """
     epoch = gl.load(epoch_word)
     if OF_ROWS == 2:
