@@ -101,6 +101,11 @@ def scales_of_wrong_rows(real, *args, **options):
     return real(*args, **{**options, "scale": options["scale"].flip(-2)})
 
 
+def returned_scales_of_wrong_rank(real, *args, **options):
+    *results, scales = real(*args, **options)
+    return [*results, rolled(scales, 0)]
+
+
 def first_of_the_other_scales(real, *args, **options):
     return real(*args, **{**options, "other_scales": [scale.flatten()[0] for scale in options["other_scales"]]})
 
@@ -121,6 +126,8 @@ def first_of_the_other_scales(real, *args, **options):
         (own_scale_for_all, "e4m3-by-shard"),
         (scale_of_wrong_rank, "e4m3-by-shard-batch"),
         (scales_of_wrong_rows, "e4m3-by-row-contracted"),
+        (returned_scales_of_wrong_rank, "e4m3-by-row"),
+        (returned_scales_of_wrong_rank, "e4m3-by-shard"),
         (first_of_the_other_scales, "e4m3-by-row"),
     ],
 )

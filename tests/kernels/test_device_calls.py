@@ -29,6 +29,7 @@ pytest.importorskip("triton")
 import triton
 
 from tests.kernels.compile_only import _Driver, fake_channel
+from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
@@ -110,8 +111,11 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
         rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
         other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
     rest = (biases, scale, case.scale_of, other_scales, case.out_dtype, False)
-    gathered, out = gather.all_gather_matmul(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
-    for result, shape in ((gathered, whole), (out, product)):
+    gathered, out, *scales = gather.all_gather_matmul(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
+    assert len(scales) == (
+        case.dtype in FLOAT8 and gather_definition.scales_travel(case.scale_of, case.dim, shard.ndim)
+    )
+    for result, shape in ((gathered, whole), (out, product), *((scale, [*whole[:-1], 1]) for scale in scales)):
         assert (list(result.shape), result.stride()) == (shape, torch.empty(shape, device="meta").stride())
 
 

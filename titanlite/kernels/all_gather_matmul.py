@@ -68,7 +68,8 @@ def all_gather_matmul(
             float32 every 128 products.
 
     Returns:
-        G, then the products in the order of `others`; all contiguous.
+        G, then the products in the order of `others`, then, where scales travel, those of G's rows, [..., 1] float32;
+        all contiguous.
 
     Raises:
         ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
@@ -100,7 +101,15 @@ def definition(
     dim %= shard.ndim
     gathered = gather_dim(shard, dim, size, ranks)
     whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
-    return [gathered, *products(gathered, whole_scale, form, others, biases, other_scales, out_dtype, fast_accum)]
+    multiplied = products(gathered, whole_scale, form, others, biases, other_scales, out_dtype, fast_accum)
+    if whole_scale is not None and scales_travel(scale_of, dim, shard.ndim):
+        return [gathered, *multiplied, whole_scale.contiguous()]
+    return [gathered, *multiplied]
+
+
+def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
+    """Whether the scales of a gathered tensor are gathered with it."""
+    return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
 
 
 def products(
@@ -222,7 +231,10 @@ def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_
     shape = list(shard.shape)
     shape[dim] = size
     dtype = out_dtype_of(shard.dtype, out_dtype)
-    return [shard.new_empty(shape), *(shard.new_empty(s, dtype=dtype) for s in out_shapes(shape, others, form))]
+    results = [shard.new_empty(shape), *(shard.new_empty(s, dtype=dtype) for s in out_shapes(shape, others, form))]
+    if scale is not None and scales_travel(scale_of, dim, shard.ndim):
+        results.append(scale.new_empty([*shape[:-1], 1]))
+    return results
 
 
 def _save(ctx, inputs, output) -> None:
@@ -243,7 +255,7 @@ def _backward(ctx, grads):
             "all_gather_matmul: float8 operands have no gradient; the caller defines backward's casts"
         )
     gathered, *others = ctx.saved_tensors
-    grad_gathered, *grads = grads
+    grad_gathered, *grads = grads[: 1 + len(others)]
     d_biases = []
     if ctx.bias_dtypes:
         d_biases = [

@@ -393,6 +393,7 @@ def all_gather_matmul(
     out = shard.new_empty(plan.out, dtype=plan.out_dtype)
     o, o_k_major = _other(other, form, shard.dtype in FLOAT8)
     moves_scale = plan.moves_scale
+    scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
     row_bytes = at.columns * shard.dtype.itemsize
     slot_rows = -(-to.begin(plan.slot_bytes) // row_bytes)
     slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
@@ -405,24 +406,25 @@ def all_gather_matmul(
         of_rows = 0 if scale is None else 2 if moves_scale else 1
         of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
         launch(
-            meet, key, 1, (scale,),
+            meet, key, 1, (scale, scale_whole),
             lambda: (
-                scale if moves_scale else None, to.peer_slots, slot_bytes, plan.scale_bytes, at.rows, at.segment,
+                *((scale, scale_whole) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
+                plan.scale_bytes, at.rows, at.segment,
                 to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 to.rank, to.ranks, plan.lanes, 0 if not moves_scale else 2 if scale_of == "row" else 1,
             ),
             num_warps=4 if moves_scale else 1,
         )  # fmt: skip
         launch(
-            gather_matmul, key, multiprocessors(to.device), (shard, gathered, o, out, bias, scale, o_scale),
+            gather_matmul, key, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
             lambda: (
                 blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
                 blocks(o, o.shape, o.stride(0), (BN, BK) if o_k_major else (BK, BN)),
-                blocks(out, (M, N), N, (BM, PART.value)), bias, to.slots, None if moves_scale else scale, o_scale,
+                blocks(out, (M, N), N, (BM, PART.value)), bias, scale_whole, o_scale,
                 blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
                 *peer_blocks(to, shard.dtype, at.columns, copied),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
-                slot_rows, slot_bytes, plan.scale_bytes, at.rows, at.segment, N, at.K, to.rank,
+                slot_rows, at.rows, at.segment, N, at.K, to.rank,
                 to.ranks, pick.group, bias is not None, of_rows, of_columns, fast_accum or scale is None,
                 o_k_major, BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied,
             ),
@@ -438,7 +440,6 @@ def all_gather_matmul(
         flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
         copy_words = min(1024, triton.next_power_of_2(words))
         by_row = moves_scale or scale_of == "row"
-        scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
         launch(
             _publish, key, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
             lambda: (
@@ -472,11 +473,15 @@ def all_gather_matmul(
 
     if not at.whole.even:
         gathered = gathered[:, :size].contiguous().view(*shape[:dim], size, *shape[dim + 1 :])
+    scales: list[Tensor] = []
+    if moves_scale and scale_whole is not None:
+        rows = scale_whole.view(at.whole.outer, -1)[:, : plan.size].contiguous()
+        scales = [rows.view(*gathered.shape[:-1], 1)]
     if len(others) == 1:
-        return [gathered, out]
-    whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
+        return [gathered, out, *scales]
+    whole_scale = scales[0] if scales else gather_scale(scale, scale_of, shard, dim, size, group)
     rest = others[1:], biases[1:], other_scales[1:]
-    return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum)]
+    return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum), *scales]
 
 
 @dataclass(frozen=True)

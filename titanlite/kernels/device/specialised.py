@@ -598,10 +598,10 @@ def _gather_copy(
 
 @gluon.jit(do_not_specialize=["rank"])
 def gather_matmul(
-    s_desc, g_desc, o_desc, c_desc, bias, slots, scale, other_scale,
+    s_desc, g_desc, o_desc, c_desc, bias, scale, other_scale,
     shard_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
     counters, flags, peer_flags, epoch_word, deadline, failure,
-    slot_rows, slot_bytes, scale_bytes, rows, segment, N, K, rank,
+    slot_rows, rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr,
     FAST: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
@@ -611,12 +611,10 @@ def gather_matmul(
 
     s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
     w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied. OF_ROWS, OF_COLUMNS: scales of
-    G and of O: 0 none, 1 one number, 2 one for each row; those of G's rows are in this rank's slot since the ranks met.
+    G and of O: 0 none, 1 one number, 2 one for each row.
     FAST: add all products in the tensor cores.
     """
     epoch = gl.load(epoch_word)
-    if OF_ROWS == 2:
-        scale = (slots + (epoch & 1).to(gl.int64) * slot_bytes + scale_bytes).to(gl.pointer_type(gl.float32))
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
     b_bufs = gl.allocate_shared_memory(o_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], o_desc.layout)
     c_buf = gl.allocate_shared_memory(c_desc.dtype, [BM, PART], c_desc.layout)
