@@ -122,7 +122,7 @@ def test_nothing_is_reduced_but_the_products(tmp_path) -> None:
             called.clear()
             with Collectives():
                 matmul.fused.scattered(x, w, group).sum().backward()
-            fused = [name for name in called if name.startswith("titanlite")]
+            fused = [name for name in called if name.startswith(("titanlite.matmul", "titanlite.all"))]
             assert fused == ["titanlite.matmul_reduce_scatter", "titanlite.all_gather_matmul"]
             others = [name for name in called if "all_reduce" in name or "allreduce" in name]
             assert not others

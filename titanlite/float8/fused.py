@@ -19,6 +19,7 @@ from torch import Tensor
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
+from titanlite.kernels.float8_cast import cast_turned, turn
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.products import product
 
@@ -81,7 +82,7 @@ def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: 
     """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it."""
     if hasattr(weight, "_data"):
         data = weight._data  # type: ignore[attr-defined]
-        return (data.t() if turned else data).contiguous(), weight._scale.reciprocal()  # type: ignore[attr-defined]
+        return turn(data) if turned else data.contiguous(), weight._scale.reciprocal()  # type: ignore[attr-defined]
     return cast(weight.t() if turned else weight, of, recipe.weight.dtype, recipe.scale_rounding)
 
 
@@ -104,8 +105,9 @@ def _weight_gradient(
         recipe: the arithmetic.
         turned: whether the result is [B, A].
     """
-    moved, moved_scale = cast((other.float() * scales).t(), of, dtype, recipe.scale_rounding)  # [B, M]
-    kept, one = kept.t().contiguous(), torch.ones_like(scales[0, 0])  # [A, M]
+    pow2 = recipe.scale_rounding == "pow2_floor"
+    moved, moved_scale = cast_turned(other, scales, of == "row", DTYPES[dtype], pow2)  # [B, M]
+    kept, one = turn(kept), scales.new_ones(())  # [A, M]
     fast = recipe.accumulation.grad_weight == "fast"
     if turned:
         return product(moved, kept.t(), None, moved_scale, one, other.dtype, fast)

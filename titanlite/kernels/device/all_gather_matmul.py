@@ -560,7 +560,7 @@ def _plan(
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
     tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store
-    specialised = specialised and shard.dtype == other.dtype and dtype.itemsize == 2
+    specialised = specialised and dtype.itemsize == 2
     specialised = specialised and pick.n // PART.value <= triton.cdiv(at.K, pick.k)  # stored in parts, one a step
     own = at.whole.length(to.rank)
     length = own * at.whole.inner * itemsize // 8

@@ -412,7 +412,7 @@ def _plan(
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
     tma_store = row_bytes % 16 == 0 and whole_tiles and whole.even
     specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
-    specialised = specialised and lefts[0].dtype == rights[0].dtype and dtype.itemsize == 2
+    specialised = specialised and dtype.itemsize == 2
     specialised = specialised and pick.n // PART.value <= triton.cdiv(K, pick.k)  # stored in parts, one a step
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
