@@ -7,8 +7,8 @@ from torch import Tensor
 
 ROWS, COLUMNS = 128, 64
 """Of a tile: 128 bytes are written together."""
-CHUNK = 1024
-"""Rows whose maxima a thread block takes."""
+CHUNK, WIDTH = 512, 128
+"""Rows and columns whose maxima a thread block takes."""
 
 
 @triton.jit
@@ -72,9 +72,9 @@ def amax(x: Tensor, factors: Tensor, by_column: bool) -> Tensor:
     """
     M, K = x.shape
     out = factors.new_zeros((K, 1) if by_column else ())
-    grid = triton.cdiv(K, COLUMNS), triton.cdiv(M, CHUNK)
+    grid = triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)
     bits = out.view(torch.int32)
-    _amax[grid](x, factors, bits, M, K, x.stride(0), by_column, CHUNK, 64, COLUMNS, num_warps=8)
+    _amax[grid](x, factors, bits, M, K, x.stride(0), by_column, CHUNK, 64, WIDTH, num_warps=8)
     return out
 
 
