@@ -151,5 +151,6 @@ def _check_attention(rules: BlockRules, block: nn.Module) -> None:
 
 def _is_pointwise(op: str) -> bool:
     """Whether an operation, like "aten.abs.default", computes each element for itself."""
-    tags = reduce(getattr, op.split("."), torch.ops).tags  # type: ignore[attr-defined]
-    return torch.Tag.pointwise in tags or op in _MOVES
+    if op in _MOVES:
+        return True
+    return torch.Tag.pointwise in reduce(getattr, op.split("."), torch.ops).tags  # type: ignore[attr-defined]

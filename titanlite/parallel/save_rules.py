@@ -57,10 +57,12 @@ class Decision(NamedTuple):
         action: "save" or "recompute".
         rules: numbers of the rules that matched: none if the default decided, two at most, for an operation that is
             two in one.
+        by: the one of them that decided, or None.
     """
 
     action: Action
     rules: tuple[int, ...]
+    by: int | None
 
 
 class BlockRules:
@@ -105,7 +107,7 @@ class BlockRules:
             if action == "save" and self._recomputed:
                 raise RecipeError(self._other_bits(rules))
             self._recomputed.clear()
-        return Decision(action, rules)
+        return Decision(action, rules, next((rule for rule, says in matched if says == action), None))
 
     def _class(self, op: str, to_float8: bool) -> str | None:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
