@@ -90,6 +90,14 @@ def test_a_list_that_keeps_more_computes_less_again() -> None:
     assert [t.flops for t in ordered] == sorted((t.flops for t in ordered), reverse=True)
 
 
+def test_matmuls_computes_nothing_dear_again() -> None:
+    """No more than 5 FLOPs an element of the stream: the mean squares of norms."""
+    for degree in ("1", "2"):
+        run = checked("--activation_checkpoint.recipe", "matmuls", "--parallelism.tensor_parallel_degree", degree)
+        layout, sizes = layout_of(run), run.dimensions
+        assert totals(run, layout).flops <= 5 * sizes.n_layers * layout.tokens * sizes.dim
+
+
 RULE = '[[rules]]\nop = "{}"\naction = "save"\n{}'
 
 
