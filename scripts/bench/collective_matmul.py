@@ -5,6 +5,9 @@ alone, both one after the other (NCCL and cuBLAS), torch's own fused operator an
 replayed from a CUDA graph. The floor is the longer of the matmul and the bytes at 340 GB/s. Times are milliseconds, the
 median over repeats, the slowest rank; `cpu` is microseconds of host time per call. All operands are random.
 
+Float8 operands have scales by row; "rowwise" leaves sums to the tensor cores, "rowwise_in_steps" adds them in float32
+every 128 products.
+
 With --tune, titanlite's operators are timed with every candidate for their tiles, and the best is printed as an entry
 for `titanlite/kernels/device/tiles.toml`.
 """
@@ -125,7 +128,8 @@ class Operands:
         b = torch.randn((case.N, case.K) if case.weight_is_turned else (case.K, case.N), device="cuda", dtype=bf16)
         b = b.t() if case.weight_is_turned else b
         self.scales: tuple[Tensor, Tensor] | None = None
-        if dtype == "rowwise":
+        self.fast = dtype == "rowwise"
+        if dtype != "bf16":
             self.scales = (torch.rand(rows, 1, device="cuda") + 0.5, torch.rand(1, case.N, device="cuda") + 0.5)
             a, b = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
         self.a, self.b = a, b
@@ -138,7 +142,10 @@ class Operands:
         if self.scales is None:
             torch.mm(self.whole, self.b, out=self.out)
         else:
-            torch._scaled_mm(self.whole, self.b, self.row_scale, self.scales[1], out_dtype=torch.bfloat16, out=self.out)
+            torch._scaled_mm(
+                self.whole, self.b, self.row_scale, self.scales[1],
+                out_dtype=torch.bfloat16, use_fast_accum=self.fast, out=self.out,
+            )  # fmt: skip
 
     def collective(self) -> None:
         if self.case.gathers:
@@ -184,9 +191,18 @@ class Operands:
         if self.case.gathers:
             extra = {}
             if self.scales:
-                extra = {"scale": self.scales[0], "scale_of": "row", "other_scales": [self.scales[1]]}
+                extra = {
+                    "scale": self.scales[0],
+                    "scale_of": "row",
+                    "other_scales": [self.scales[1]],
+                    "fast_accum": self.fast,
+                }
             return all_gather_matmul(self.a, [self.b], 0, self.M, self.group, **extra)[1]
-        extra = {"left_scales": [self.scales[0]], "right_scales": [self.scales[1]]} if self.scales else {}
+        extra = (
+            {"left_scales": [self.scales[0]], "right_scales": [self.scales[1]], "fast_accum": self.fast}
+            if self.scales
+            else {}
+        )
         return matmul_reduce_scatter([self.a], [self.b], 0, self.group, **extra)
 
     def with_tiles(self, tiles: Tiles) -> Any:
@@ -194,9 +210,11 @@ class Operands:
         if self.case.gathers:
             scale = left[0] if left else None
             return gather_device.all_gather_matmul(
-                self.a, [self.b], 0, self.M, self.group, "left", [], scale, "row", right, None, tiles
+                self.a, [self.b], 0, self.M, self.group, "left", [], scale, "row", right, None, self.fast, tiles
             )[1]
-        return scatter_device.matmul_reduce_scatter([self.a], [self.b], 0, self.group, None, left, right, None, tiles)
+        return scatter_device.matmul_reduce_scatter(
+            [self.a], [self.b], 0, self.group, None, left, right, None, self.fast, tiles
+        )
 
     def error(self) -> float:
         """Relative error of titanlite's result against float32, over the first and last 128 rows of each part."""
@@ -234,7 +252,7 @@ def candidates(case: Case, itemsize: int) -> list[Tiles]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["8b"])
-    parser.add_argument("--dtype", choices=("bf16", "rowwise"), nargs="+", default=["bf16"])
+    parser.add_argument("--dtype", choices=("bf16", "rowwise", "rowwise_in_steps"), nargs="+", default=["bf16"])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--only", nargs="+", default=[], help="names of operators")
     parser.add_argument("--tune", action="store_true")

@@ -495,7 +495,12 @@ def _check_gather(case: Gather, device: str, group: Ranks, kind: str, before: Ca
         positive = [Given([t.double().abs() for t in g.operands], g.scales) for g in every]
         magnitudes = gather_truths(case, positive, [group.me])(*(t for g in positive for t in g.operands))[0]
     roundings, K = Roundings(case, device), contracted(case, device)
-    for i, (out, truth) in enumerate(zip(outs[1:], wanted[1:], strict=True)):
+    n = 1 + len(case.others)
+    if len(outs) != len(wanted):
+        problems.append(f"{len(outs)} results, want {len(wanted)}")
+    for out, truth in zip(outs[n:], wanted[n:], strict=False):
+        problems += _compare("scales", out, truth, torch.zeros_like(truth), F32)  # moved, not computed
+    for i, (out, truth) in enumerate(zip(outs[1:n], wanted[1:n], strict=True)):
         # Of several products only the first is fused.
         bias = mine.operands[1 + len(case.others) + i].double() if case.bias and (i or not fused) else None
         allowed = roundings.product(truth, magnitudes[i + 1], K, bias) if kind == "normal" else 0
@@ -678,6 +683,7 @@ def gather_truths(case: Gather, every: list[Given], ranks) -> Truths:
         of = [leaves[r * per_rank : (r + 1) * per_rank] for r in range(len(every))]
         gathered = torch.cat([operands[0] for operands in of], case.dim)
         valued = gathered
+        scales: list[Tensor] = []
         if every[0].scales:
             scales = [given.scales[0].double() for given in every]
             if case.scale_of == "tensor" or scales[0].shape == (*gathered.shape[:-1], 1):
@@ -694,6 +700,9 @@ def gather_truths(case: Gather, every: list[Given], ranks) -> Truths:
                 other = rest[i] * every[r].scales[1 + i].double() if every[r].scales else rest[i]
                 product = valued @ other if case.form.startswith("left") else other @ valued
                 results[-1].append(product + rest[n + i] if case.bias else product)
+            if every[0].scales and gather_stem.scales_travel(case.scale_of, case.dim, gathered.ndim):
+                rows = [s.expand(*o[0].shape[:-1], 1) for o, s in zip(of, scales, strict=True)]
+                results[-1].append(torch.cat(rows, case.dim))
         return results
 
     return truths

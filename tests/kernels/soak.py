@@ -37,7 +37,7 @@ def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[
         turned = shapes.random() < 0.5
         weight = normal(N, K).t() if turned else normal(K, N)
         kind = shapes.choice(("gather", "scatter", "batch", "sum", "right", "float8"))
-        none = ("left", [], None, "tensor", [], None)
+        none = ("left", [], None, "tensor", [], None, False)
         if kind == "gather":
             args = (normal(M // ranks, K), [weight], 0, M, group.group_name, *none)
         elif kind == "batch":
@@ -48,12 +48,25 @@ def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[
             shard, scale = normal(M // ranks, K).to(FLOAT8), torch.rand(M // ranks, 1, device="cuda") + 0.5
             weight = normal(N, K).to(FLOAT8).t()
             scales = [torch.rand(1, N, device="cuda") + 0.5]
-            args = (shard, [weight], 0, M, group.group_name, "left", [], scale, "row", scales, BF16)
+            args = (
+                shard,
+                [weight],
+                0,
+                M,
+                group.group_name,
+                "left",
+                [],
+                scale,
+                "row",
+                scales,
+                BF16,
+                shapes.random() < 0.5,
+            )
         else:
             lefts, rights = [normal(M, K)], [weight]
             if kind == "sum":
                 lefts, rights = [*lefts, normal(M, 64)], [*rights, normal(N, 64).t() if turned else normal(64, N)]
-            args = (lefts, rights, 0, group.group_name, None, [], [], None)
+            args = (lefts, rights, 0, group.group_name, None, [], [], None, False)
         if kind in ("scatter", "sum"):
             made.append((_one(torch.ops.titanlite.matmul_reduce_scatter, args), _one(scatter.definition, args)))
         else:

@@ -101,6 +101,11 @@ def scales_of_wrong_rows(real, *args, **options):
     return real(*args, **{**options, "scale": options["scale"].flip(-2)})
 
 
+def returned_scales_of_wrong_rank(real, *args, **options):
+    *results, scales = real(*args, **options)
+    return [*results, rolled(scales, 0)]
+
+
 def first_of_the_other_scales(real, *args, **options):
     return real(*args, **{**options, "other_scales": [scale.flatten()[0] for scale in options["other_scales"]]})
 
@@ -121,6 +126,8 @@ def first_of_the_other_scales(real, *args, **options):
         (own_scale_for_all, "e4m3-by-shard"),
         (scale_of_wrong_rank, "e4m3-by-shard-batch"),
         (scales_of_wrong_rows, "e4m3-by-row-contracted"),
+        (returned_scales_of_wrong_rank, "e4m3-by-row"),
+        (returned_scales_of_wrong_rank, "e4m3-by-shard"),
         (first_of_the_other_scales, "e4m3-by-row"),
     ],
 )
@@ -184,7 +191,7 @@ def test_operator(tmp_path):
             operands, n = gather_given(of, "cpu", group, group.me, "normal").operands, len(of.others)
             shard, *rest = (t.requires_grad_() for t in operands)
             size = sizes(of.whole, "cpu")[of.dim]
-            args = (shard, rest[:n], of.dim, size, group.name, of.form, rest[n:], None, "tensor", [], None)
+            args = (shard, rest[:n], of.dim, size, group.name, of.form, rest[n:], None, "tensor", [], None, False)
             torch.library.opcheck(torch.ops.titanlite.all_gather_matmul.default, args)
             results = torch.ops.titanlite.all_gather_matmul(*args)
             assert not any(result._is_view() for result in results), "FSDP warns of a module that returns a view"

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
-from titanlite.kernels.linear import linear
+from titanlite.kernels.linear import FusedLinear, linear
 
 M, D = 12, 5
 
@@ -84,7 +84,5 @@ def test_linear_layers_on_ranks_are_one_linear_layer(tmp_path):
 def test_what_cannot_be_fused_is_refused(sides: tuple[str, ...]):
     # It used to be dropped in silence: the scatter, or all of the fusing.
     group = Group("of nobody", 2, 0)
-    with pytest.raises(ValueError, match=r"linear: fuse with .* want one of gather and scatter, and F.linear"):
-        linear(of_rank(0, M, D), of_rank(1, 8, D), **dict.fromkeys(sides, group), fuse=True)
-    with pytest.raises(ValueError, match=r"linear: fuse with .* want one of gather and scatter, and F.linear"):
-        linear(of_rank(0, M, D), of_rank(1, 8, D), gather=group, matmul=lambda x, w: x @ w.T, fuse=True)
+    with pytest.raises(ValueError, match=r"linear: fused with gather .*; want one of the two"):
+        linear(of_rank(0, M, D), of_rank(1, 8, D), **dict.fromkeys(sides, group), fused=FusedLinear())

@@ -29,6 +29,7 @@ pytest.importorskip("triton")
 import triton
 
 from tests.kernels.compile_only import _Driver, fake_channel
+from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
@@ -109,9 +110,12 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
         scale = torch.ones([*shape[:-1], 1] if case.scale_of == "row" else [])
         rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
         other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
-    rest = (biases, scale, case.scale_of, other_scales, case.out_dtype)
-    gathered, out = gather.all_gather_matmul(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
-    for result, shape in ((gathered, whole), (out, product)):
+    rest = (biases, scale, case.scale_of, other_scales, case.out_dtype, False)
+    gathered, out, *scales = gather.all_gather_matmul(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
+    assert len(scales) == (
+        case.dtype in FLOAT8 and gather_definition.scales_travel(case.scale_of, case.dim, shard.ndim)
+    )
+    for result, shape in ((gathered, whole), (out, product), *((scale, [*whole[:-1], 1]) for scale in scales)):
         assert (list(result.shape), result.stride()) == (shape, torch.empty(shape, device="meta").stride())
 
 
@@ -130,7 +134,7 @@ def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
     if case.dtype in FLOAT8:
         left, right = [*rows, 1] if case.left_scale_of == "row" else [], [1, N] if case.right_scale_of == "row" else []
         scales = [[torch.ones(shape) for _ in inner] for shape in (left, right)]
-    out = scatter.matmul_reduce_scatter(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype)
+    out = scatter.matmul_reduce_scatter(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
     assert (list(out.shape), out.stride()) == (own, torch.empty(own, device="meta").stride())
 
 
@@ -149,12 +153,14 @@ def test_cases(ranks: int, launches: Launches):
 
 
 def gather_rows(x: Tensor, w: Tensor, **changed) -> list[Tensor]:
-    to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None} | changed
+    to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None}
+    to |= {"fast_accum": False} | changed
     return gather.all_gather_matmul(x, [w], 0, 4 * x.shape[0], "g", "left", **to)
 
 
 def scatter_rows(xs: list[Tensor], ws: list[Tensor], **changed) -> Tensor:
-    to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None} | changed
+    to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None}
+    to |= {"fast_accum": False} | changed
     return scatter.matmul_reduce_scatter(xs, ws, 0, "g", **to)
 
 
@@ -183,7 +189,7 @@ def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Laun
     for rank, ranks in ((1, 4), (0, 2)):
         launches.join(rank, ranks)
         launches.arguments.clear()
-        gather.all_gather_matmul(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None)
+        gather.all_gather_matmul(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
         out = scatter_rows([torch.zeros(512, 64, dtype=BF16)], [w])
         assert out.shape == (512 // ranks, 256)
         assert all(named["RANKS"] == ranks for named in launches.arguments if "RANKS" in named)

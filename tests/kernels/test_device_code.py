@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -131,7 +132,7 @@ _MULTIPLYING = (
     Before(ARRIVE, BARRIER, PRODUCED),
     # Each buffer has its own wait for its product: all but the one just begun are done, or all.
     Before(ARRIVE, PRODUCED + "[01]", f"{PRODUCT}|{ARRIVE}"),
-    Before(PRODUCED + "1", PRODUCT, f"{PRODUCED}|{ARRIVE}"),
+    Before(PRODUCED + "1", PRODUCT, f"{PRODUCED}|{ARRIVE}", may_lack=True),  # float8 in steps awaits each at once
     # One thread stores what all have put into the buffer, through another proxy,
     Before(TMA_STORE, (BARRIER, PROXY_SHARED), FILL),
     # and nobody fills it again before that has been read.
@@ -217,7 +218,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
 
 def gather(
     form="left", dim=0, whole=(2048, 512), other=(512, 1024), dtype=BF16, choice=PLAIN, scale_of="", bias=False,
-    ranks=RANKS,
+    fast=False, ranks=RANKS,
 ):  # fmt: skip
     length = -(-whole[dim] // ranks)
     shape = list(whole)
@@ -229,13 +230,14 @@ def gather(
     other_scales = [] if scale is None else [torch.empty(1, N) if scale_of == "row" else torch.empty(())]
     gather_stem.all_gather_matmul(
         shard, [right], dim, whole[dim], "g", form, [torch.empty(N, dtype=BF16)] if bias else [],
-        scale, scale_of or "tensor", other_scales, None, choice=choice,
+        scale, scale_of or "tensor", other_scales, None, fast, choice=choice,
     )  # fmt: skip
 
 
 def scatter(
-    dim=0, rows=(2048,), K=512, N=1024, pairs=1, dtype=BF16, choice=PLAIN, by_row=False, bias=False, ranks=RANKS
-):
+    dim=0, rows=(2048,), K=512, N=1024, pairs=1, dtype=BF16, choice=PLAIN, by_row=False, bias=False, fast=False,
+    ranks=RANKS,
+):  # fmt: skip
     lefts = [torch.empty(*rows, K, dtype=dtype) for _ in range(pairs)]
     rights = [torch.empty(N, K, dtype=dtype).t() for _ in range(pairs)]
     left_scales = right_scales = []
@@ -244,12 +246,13 @@ def scatter(
         right_scales = [torch.empty(1, N) if by_row else torch.empty(()) for _ in rights]
     scatter_stem.matmul_reduce_scatter(
         lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, None,
-        choice=choice,
+        fast, choice=choice,
     )  # fmt: skip
 
 
 NARROW = Tiles(n=128, stages=4, copy_rows=64)
 F8 = Tiles(n=128, k=128, stages=4, specialised=False)
+F8_WIDE = Tiles(k=128)
 CALLS = {
     "left": gather,
     "right": partial(gather, "right", other=(256, 2048)),
@@ -265,6 +268,11 @@ CALLS = {
     "left, float8 by row": partial(gather, dtype=E4M3, choice=F8, scale_of="row"),
     "specialised gather": partial(gather, choice=Tiles()),
     "specialised gather, narrow, bias": partial(gather, choice=NARROW, bias=True),
+    "specialised gather, float8": partial(gather, dtype=E4M3, choice=F8_WIDE, scale_of="tensor", fast=True),
+    "specialised gather, float8 by row": partial(gather, dtype=E4M3, choice=F8_WIDE, scale_of="row", fast=True),
+    "specialised gather, float8 in steps": partial(
+        gather, dtype=E4M3, choice=replace(F8_WIDE, n=128), scale_of="row", bias=True
+    ),
     "rows": scatter,
     "columns": partial(scatter, dim=1),
     "sum of 2": partial(scatter, pairs=2),
@@ -272,6 +280,8 @@ CALLS = {
     "float8 by row": partial(scatter, dtype=E4M3, choice=F8, by_row=True),
     "specialised scatter": partial(scatter, choice=Tiles()),
     "specialised scatter, narrow": partial(scatter, choice=NARROW),
+    "specialised scatter, float8 by row": partial(scatter, dtype=E4M3, choice=F8_WIDE, by_row=True, fast=True),
+    "specialised scatter, float8 in steps": partial(scatter, dtype=E4M3, choice=replace(F8_WIDE, n=128), by_row=True),
 }
 # Where neither rows nor columns are in whole tiles, nor columns a multiple of 16, each element is a store of its own,
 # and their addresses do not fit into registers. That is slow and right.
@@ -461,3 +471,11 @@ def test_a_missing_or_moved_instruction_is_found(name: str, change: str) -> None
 def test_each_of_two_waits_has_its_fence() -> None:
     ptx = sound("left, contracted", "_gather_matmul")
     assert problems(without(ptx, PROXY), RULES["_gather_matmul"])
+
+
+def test_scales_are_with_the_peers_before_the_ranks_meet() -> None:
+    ptx = kernels("specialised gather, float8 by row")["meet"].asm["ptx"]
+    rules = {"": (Has(STORE), Before(SIGNAL, (FENCE_SYS, BARRIER), STORE))}
+    assert not problems(ptx, rules)
+    assert problems(without_before(ptx, BARRIER, SIGNAL), rules)
+    assert problems(without(ptx, FENCE_SYS), rules)

@@ -41,13 +41,15 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
             for dim in (0, -2) if rank else (0, 0):
                 none: list[Tensor] = []
                 biases = [torch.zeros(other.shape[1])] * rank
-                lowering.all_gather_matmul(shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None)
+                lowering.all_gather_matmul(
+                    shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None, False
+                )
                 bias = torch.zeros(other.shape[1]) if rank else None
-                lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None)
+                lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None, False)
         assert next(calls) == 4  # two operators with w, and two with another shape
         unequal = torch.zeros(6, 7 - 2 * rank)
         with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×6, 6×5 scattered"):
-            lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None)
+            lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
 
     run_ranks(body, tmp_path)
 
@@ -67,7 +69,7 @@ def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
     def body() -> None:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         shard = torch.zeros(4, 6, dtype=torch.bfloat16)
-        lowering.all_gather_matmul(shard, [], 0, 8, group, "left", [], None, "tensor", [], None)
+        lowering.all_gather_matmul(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
         assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", declared=True)]
 
     run_ranks(body, tmp_path)

@@ -170,7 +170,7 @@ def test_operator(tmp_path):
             given = scatter_given(of, "cpu", group, group.me, "normal")
             operands, n = [t.requires_grad_() for t in given.operands], len(of.inner)
             bias = operands[-1] if of.bias else None
-            args = (operands[:n], operands[n : 2 * n], of.dim, group.name, bias, [], [], None)
+            args = (operands[:n], operands[n : 2 * n], of.dim, group.name, bias, [], [], None, False)
             torch.library.opcheck(torch.ops.titanlite.matmul_reduce_scatter.default, args)
             result = torch.ops.titanlite.matmul_reduce_scatter(*args)
             assert not result._is_view(), "FSDP warns of a module that returns a view"

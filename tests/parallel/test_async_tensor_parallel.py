@@ -104,7 +104,7 @@ class BiasedColumn(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, group = self.weight.to_local(), self.group  # type: ignore[operator]
-        if not self.is_fused:
+        if self.fused is None:
             return F.linear(gather_tokens(x, group), weight, self.bias)
         return all_gather_matmul(x, [weight.t()], 0, len(x) * group.size, group.name, biases=[self.bias])[1]
 
@@ -116,7 +116,7 @@ class BiasedRow(RowParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, group = self.weight.to_local(), self.group  # type: ignore[operator]
-        if not self.is_fused:
+        if self.fused is None:
             return scatter_tokens(F.linear(x, weight), group) + self.bias
         return matmul_reduce_scatter([x], [weight.t()], 0, group.name, bias=self.bias)
 

@@ -170,12 +170,20 @@ def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
     assert entry["skipped"] == []
 
 
-def test_float8_layers_are_declared_not_to_be_fused(desk: Desk) -> None:
-    run = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2")
+def test_float8_layers_are_fused(desk: Desk) -> None:
+    entry = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2").receipt
+    assert entry["async_tensor_parallel"]["applied"]["layers"] == 9
+    assert entry["async_tensor_parallel"]["skipped"] == []
+    assert entry["float8"]["applied"]["layers"] == len(LINEARS)
+
+
+def test_layers_partly_in_float8_are_declared_not_to_be_fused(desk: Desk) -> None:
+    run = desk.run("partly float8", 2, *ASYNC, "--float8.recipe=rowwise_with_gw_hp", "--job.stop_after=2")
     entry = run.receipt["async_tensor_parallel"]
     assert entry["applied"]["layers"] == 1
     assert sorted(case["what"] for case in entry["skipped"]) == sorted(LINEARS)
-    assert {case["why"] for case in entry["skipped"]} == {"computes in float8, whose collectives are not fused yet"}
+    (why,) = {case["why"] for case in entry["skipped"]}
+    assert why.startswith("has a matmul in high precision")
 
 
 def test_nothing_fused_ends_the_run(desk: Desk) -> None:
@@ -185,9 +193,9 @@ def test_nothing_fused_ends_the_run(desk: Desk) -> None:
         apply = build.apply_float8
         build.apply_float8 = lambda model, recipe, filter_fqns, *rest: apply(model, recipe, (), *rest)
 
-    run = desk.run("none fused", 2, *ASYNC, "--float8.recipe=rowwise", plant=plant, ends=2)
+    run = desk.run("none fused", 2, *ASYNC, "--float8.recipe=rowwise_with_gw_hp", plant=plant, ends=2)
     assert "parallelism.async_tensor_parallel = true\n    want: applied somewhere" in run.output.replace("\n  ", "\n")
-    assert "layers.0.attention.wqkv: computes in float8" in run.output
+    assert "layers.0.attention.wqkv: has a matmul in high precision" in run.output
     assert run.receipt["async_tensor_parallel"]["applied"]["layers"] == 0
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
+from titanlite.float8.fused import DTYPES, FusedFloat8
 from titanlite.models.layers import Linear
 
 
@@ -39,6 +40,10 @@ class Float8Matmul:
     Args:
         recipe: the arithmetic.
         emulate: multiply the casted operands in high precision.
+
+    Attributes:
+        fused: the same with a collective in it.
+        unfused: why there is no such thing for this recipe, or None.
     """
 
     def __init__(self, recipe: Float8Recipe, emulate: bool) -> None:
@@ -53,6 +58,8 @@ class Float8Matmul:
         )
         self.products = LinearMMConfig(*(ScaledMMConfig(emulate, g.use_fast_accum, False, False) for g in gemms))
         self.function = matmul_with_hp_or_float8_args
+        self.unfused = FusedFloat8.obstacle(recipe)
+        self.fused = FusedFloat8(recipe)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
@@ -78,12 +85,11 @@ def torchao_config(recipe: Float8Recipe, emulate: bool = False):
     )
 
     granularities = {"tensor": ScalingGranularity.TENSORWISE, "row": ScalingGranularity.AXISWISE}
-    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
     def cast(granularity: Granularity, dtype: str) -> CastConfig:
         if granularity == "none":
-            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=dtypes[dtype])
-        return CastConfig(scaling_granularity=granularities[granularity], target_dtype=dtypes[dtype])
+            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=DTYPES[dtype])
+        return CastConfig(scaling_granularity=granularities[granularity], target_dtype=DTYPES[dtype])
 
     x, w, g, add = recipe.input, recipe.weight, recipe.grad_output, recipe.accumulation
     return Float8LinearConfig(
@@ -124,6 +130,8 @@ def apply_float8(
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     emulate = capability[0] + capability[1] / 10 < recipe.min_compute_capability
     matmul = Float8Matmul(recipe, emulate)
+    if emulate and device.type == "cuda":
+        matmul.unfused = f"is emulated on compute capability {capability[0]}.{capability[1]}"
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     if unused := [f for f in filter_fqns if not any(f in name for name in linears)]:
         want = f"part of the name of a linear layer: {', '.join(dict.fromkeys(n.split('.')[-1] for n in linears))}, …"

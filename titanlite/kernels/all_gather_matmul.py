@@ -46,6 +46,7 @@ def all_gather_matmul(
     scale_of: str = "tensor",
     other_scales: Sequence[Tensor] = (),
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> list[Tensor]:
     """Gather a tensor over ranks and multiply it.
 
@@ -63,17 +64,21 @@ def all_gather_matmul(
             elements, the scales are those of whole rows and equal on all ranks; by shard it cannot be split so.
         other_scales: float8 only, float32: [] each, or [1, N] for the "left" forms and […, 1] for the "right" ones.
         out_dtype: of the products: `shard`'s by default, and bfloat16 for float8.
+        fast_accum: float8 only: sums may be left to tensor cores, which keep about 14 bits; otherwise they are added in
+            float32 every 128 products.
 
     Returns:
-        G, then the products in the order of `others`; all contiguous.
+        G, then the products in the order of `others`, then, where scales travel, those of G's rows, [..., 1] float32;
+        all contiguous.
 
     Raises:
         ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
             dtypes that differ between the ranks.
     """
     return torch.ops.titanlite.all_gather_matmul(
-        shard, list(others), dim, size, group, form, list(biases), scale, scale_of, list(other_scales), out_dtype
-    )
+        shard, list(others), dim, size, group, form,
+        list(biases), scale, scale_of, list(other_scales), out_dtype, fast_accum,
+    )  # fmt: skip
 
 
 def definition(
@@ -88,6 +93,7 @@ def definition(
     scale_of: str,
     other_scales: list[Tensor],
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
 ) -> list[Tensor]:
     """What `all_gather_matmul` means: a collective, then plain matmuls. Arguments and results are the operator's."""
     check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
@@ -95,7 +101,15 @@ def definition(
     dim %= shard.ndim
     gathered = gather_dim(shard, dim, size, ranks)
     whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
-    return [gathered, *products(gathered, whole_scale, form, others, biases, other_scales, out_dtype)]
+    multiplied = products(gathered, whole_scale, form, others, biases, other_scales, out_dtype, fast_accum)
+    if whole_scale is not None and scales_travel(scale_of, dim, shard.ndim):
+        return [gathered, *multiplied, whole_scale.contiguous()]
+    return [gathered, *multiplied]
+
+
+def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
+    """Whether the scales of a gathered tensor are gathered with it."""
+    return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
 
 
 def products(
@@ -106,6 +120,7 @@ def products(
     biases: list[Tensor],
     other_scales: list[Tensor],
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
 ) -> list[Tensor]:
     """The products of the gathered tensor, plain."""
     operand = gathered.t() if form.endswith("_t") else gathered
@@ -113,10 +128,10 @@ def products(
     for i, other in enumerate(others):
         bias, other_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
         if form.startswith("left"):
-            outs.append(product(operand, other, bias, scale, other_scale, out_dtype))
+            outs.append(product(operand, other, bias, scale, other_scale, out_dtype, fast_accum))
         else:
             turned = scale.reshape(1, -1) if scale is not None and scale.numel() > 1 else scale
-            outs.append(product(other, operand, bias, other_scale, turned, out_dtype))
+            outs.append(product(other, operand, bias, other_scale, turned, out_dtype, fast_accum))
     return outs
 
 
@@ -211,12 +226,15 @@ lowering.define("all_gather_matmul", definition, lowering.all_gather_matmul)
 
 
 @torch.library.register_fake("titanlite::all_gather_matmul")
-def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, out_dtype):
+def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, out_dtype, fast_accum):
     check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
     shape = list(shard.shape)
     shape[dim] = size
     dtype = out_dtype_of(shard.dtype, out_dtype)
-    return [shard.new_empty(shape), *(shard.new_empty(s, dtype=dtype) for s in out_shapes(shape, others, form))]
+    results = [shard.new_empty(shape), *(shard.new_empty(s, dtype=dtype) for s in out_shapes(shape, others, form))]
+    if scale is not None and scales_travel(scale_of, dim, shard.ndim):
+        results.append(scale.new_empty([*shape[:-1], 1]))
+    return results
 
 
 def _save(ctx, inputs, output) -> None:
@@ -237,7 +255,7 @@ def _backward(ctx, grads):
             "all_gather_matmul: float8 operands have no gradient; the caller defines backward's casts"
         )
     gathered, *others = ctx.saved_tensors
-    grad_gathered, *grads = grads
+    grad_gathered, *grads = grads[: 1 + len(others)]
     d_biases = []
     if ctx.bias_dtypes:
         d_biases = [
@@ -251,7 +269,7 @@ def _backward(ctx, grads):
     if ctx.needs_input_grad[0] and pairs:
         lefts, rights = zip(*(_grad_of_gathered(grad, other, form) for grad, other in pairs), strict=True)
         reduce = torch.ops.titanlite.matmul_reduce_scatter  # the other stem, which imports this one
-        d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None)
+        d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None, False)
     if ctx.needs_input_grad[0] and grad_gathered is not None:
         own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))
         d_shard = own if d_shard is None else d_shard + own
@@ -259,7 +277,7 @@ def _backward(ctx, grads):
         None if grad is None or not needed else _grad_of_other(gathered, grad, other, form)
         for grad, other, needed in zip(grads, others, ctx.needs_input_grad[1], strict=True)
     ]
-    return d_shard, d_others, None, None, None, None, d_biases, None, None, [], None
+    return d_shard, d_others, None, None, None, None, d_biases, None, None, [], None, None
 
 
 def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ def fused_all_gather_scaled_matmul(
         biases: [N] or None each.
         result_scales: None each.
         out_dtypes: bfloat16, float16 or float32 each. If they differ, products are made in float32 and rounded once.
-        use_fast_accum: has no effect; sums are added in float32 every 128 products.
+        use_fast_accum: for each; sums are left to the tensor cores if all allow it.
 
     Returns:
         The gathered tensor, and the products.
@@ -110,8 +110,9 @@ def fused_all_gather_scaled_matmul(
         scale_of=scale_of,
         other_scales=B_scales,
         out_dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
+        fast_accum=all(use_fast_accum),
     )
-    return gathered, [product.to(dtype) for product, dtype in zip(products, dtypes, strict=True)]
+    return gathered, [product.to(dtype) for product, dtype in zip(products, dtypes, strict=False)]
 
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
@@ -167,7 +168,7 @@ def fused_scaled_matmul_reduce_scatter(
         bias: [N], added to every rank's product, as torch does it: what is reduced has all ranks' biases in it.
         result_scale: None.
         out_dtype: bfloat16, float16 or float32.
-        use_fast_accum: has no effect; sums are added in float32 every 128 products.
+        use_fast_accum: whether sums may be left to the tensor cores.
 
     Returns:
         This rank's chunk of `output_shape`.
@@ -199,6 +200,7 @@ def fused_scaled_matmul_reduce_scatter(
         left_scales=[A_scale],
         right_scales=[B_scale],
         out_dtype=wide,
+        fast_accum=use_fast_accum,
     )
     return _reduced(out, dtype, reduce_op, group)
 

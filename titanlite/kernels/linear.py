@@ -5,6 +5,7 @@ of it without a change of any model: gather → matmul is column-parallel, matmu
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +18,30 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 """`x [M, K], weight [N, K] → x @ weight.T [M, N]`, differentiable."""
 
 
+class Fused(Protocol):
+    """An arithmetic of which the collective is part, forward and backward."""
+
+    def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        """`all_gather(x [M/tp, K]) @ weight [N, K].T` → [M, N]."""
+        ...
+
+    def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        """`reduce_scatter(x [M, K] @ weight [N, K].T)` → [M/tp, N]."""
+        ...
+
+
+class FusedLinear:
+    """`F.linear`'s, in the dtype of its operands."""
+
+    def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        """As `Fused`."""
+        return all_gather_matmul(x, [weight.t()], 0, x.shape[0] * group.size, group.name)[1]
+
+    def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        """As `Fused`."""
+        return matmul_reduce_scatter([x], [weight.t()], 0, group.name)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -24,7 +49,7 @@ def linear(
     gather: Group | None = None,
     scatter: Group | None = None,
     matmul: Matmul = F.linear,
-    fuse: bool = False,
+    fused: Fused | None = None,
 ) -> Tensor:
     """`x @ weight.T`, gathering the tokens before or scattering them after.
 
@@ -34,22 +59,20 @@ def linear(
         gather: the ranks whose tokens are gathered first (column-parallel).
         scatter: the ranks over which partial sums are reduced and tokens scattered (row-parallel).
         matmul: the arithmetic.
-        fuse: hide the collective behind the matmul, forward and backward; only with one collective, and with
-            `F.linear` as arithmetic.
+        fused: does both in one, instead of `matmul`; only with one collective.
 
     Returns:
         [M, N], or [M/tp, N] with `scatter`.
 
     Raises:
-        ValueError: `fuse` with what cannot be fused.
+        ValueError: `fused` with none or both.
     """
-    if fuse and (matmul is not F.linear or (gather is None) == (scatter is None)):
-        want = "one of gather and scatter, and F.linear"
-        raise ValueError(f"linear: fuse with gather {gather}, scatter {scatter}, matmul {matmul}; want {want}")
-    if fuse and gather is not None:
-        return all_gather_matmul(x, [weight.t()], 0, x.shape[0] * gather.size, gather.name)[1]
-    if fuse and scatter is not None:
-        return matmul_reduce_scatter([x], [weight.t()], 0, scatter.name)
+    if fused is not None and (gather is None) == (scatter is None):
+        raise ValueError(f"linear: fused with gather {gather}, scatter {scatter}; want one of the two")
+    if fused is not None and gather is not None:
+        return fused.gathered(x, weight, gather)
+    if fused is not None and scatter is not None:
+        return fused.scattered(x, weight, scatter)
     if gather is not None:
         x = gather_tokens(x, gather)
     y = matmul(x, weight)

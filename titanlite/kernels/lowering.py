@@ -62,7 +62,7 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
     from titanlite.kernels import all_gather_matmul as stem
 
-    biases, scale, scale_of, other_scales, out_dtype = rest
+    biases, scale, scale_of, other_scales, out_dtype, fast_accum = rest
     call = (
         _call(group, shard, *others, *biases, scale, *other_scales),
         len(others),
@@ -71,6 +71,7 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
         form,
         scale_of,
         out_dtype,
+        fast_accum,
     )
     known = _verdicts.get(call)
     if known is None:
@@ -101,8 +102,8 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
     from titanlite.kernels import matmul_reduce_scatter as stem
 
-    bias, left_scales, right_scales, out_dtype = rest
-    call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts), out_dtype
+    bias, left_scales, right_scales, out_dtype, fast_accum = rest
+    call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts), out_dtype, fast_accum
     known = _verdicts.get(call)
     if known is None:
         stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)

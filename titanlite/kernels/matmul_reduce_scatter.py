@@ -30,6 +30,7 @@ def matmul_reduce_scatter(
     left_scales: Sequence[Tensor] = (),
     right_scales: Sequence[Tensor] = (),
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> Tensor:
     """Sum `lefts[i] @ rights[i]` over i and over the ranks, and keep this rank's chunk.
 
@@ -43,6 +44,8 @@ def matmul_reduce_scatter(
         left_scales: float8 only, float32: [] or […, 1] each.
         right_scales: float8 only, float32: [] or [1, N] each.
         out_dtype: of the result: `lefts`' by default, and bfloat16 for float8.
+        fast_accum: float8 only: sums over K may be left to tensor cores, which keep about 14 bits; otherwise they are
+            added in float32 every 128 products.
 
     Returns:
         The product's shape with `dim` cut to this rank's chunk; contiguous.
@@ -52,7 +55,7 @@ def matmul_reduce_scatter(
             dtypes that differ between the ranks.
     """
     return torch.ops.titanlite.matmul_reduce_scatter(
-        list(lefts), list(rights), dim, group, bias, list(left_scales), list(right_scales), out_dtype
+        list(lefts), list(rights), dim, group, bias, list(left_scales), list(right_scales), out_dtype, fast_accum
     )
 
 
@@ -65,18 +68,19 @@ def definition(
     left_scales: list[Tensor],
     right_scales: list[Tensor],
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
 ) -> Tensor:
     """What `matmul_reduce_scatter` means: plain matmuls, then a collective. Arguments and result are the operator's."""
     check(lefts, rights, dim, group, bias, left_scales, right_scales)
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
     if len(lefts) == 1:
         ls, rs = (scales[0] if scales else None for scales in (left_scales, right_scales))
-        total = product(lefts[0], rights[0], None, ls, rs, dtype)
+        total = product(lefts[0], rights[0], None, ls, rs, dtype, fast_accum)
     elif not left_scales:  # one accumulator for all: the products side by side along K
         total = product(torch.cat(lefts, -1), torch.cat(rights), out_dtype=dtype)
     else:
         operands = zip(lefts, rights, left_scales, right_scales, strict=True)
-        parts = [product(left, right, None, ls, rs, torch.float32) for left, right, ls, rs in operands]
+        parts = [product(left, right, None, ls, rs, torch.float32, fast_accum) for left, right, ls, rs in operands]
         total = torch.stack(parts).sum(0).to(dtype)
     out = scatter_dim(total, dim % total.ndim, named_group(group))
     return out if bias is None else (out + bias).to(dtype)
@@ -133,7 +137,7 @@ lowering.define("matmul_reduce_scatter", definition, lowering.matmul_reduce_scat
 
 
 @torch.library.register_fake("titanlite::matmul_reduce_scatter")
-def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype):
+def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum):
     check(lefts, rights, dim, group, bias, left_scales, right_scales)
     return lefts[0].new_empty(out_shape(lefts, rights, dim, group), dtype=out_dtype_of(lefts[0].dtype, out_dtype))
 
@@ -168,7 +172,7 @@ def _backward(ctx, grad: Tensor):
     d_bias = None
     if ctx.bias_dtype is not None:  # a bias that is added to one rank's rows still sees the gradient of those alone
         d_bias = gradient_of_bias(grad, ctx.bias_dtype)
-    return d_lefts, d_rights, None, None, d_bias, [], [], None
+    return d_lefts, d_rights, None, None, d_bias, [], [], None, None
 
 
 torch.library.register_autograd("titanlite::matmul_reduce_scatter", _backward, setup_context=_save)

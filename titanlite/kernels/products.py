@@ -40,6 +40,7 @@ def product(
     left_scale: Tensor | None = None,
     right_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    fast_accum: bool = False,
 ) -> Tensor:
     """`left @ right + bias`, accumulated in float32 (float64's in float64) and rounded once.
 
@@ -50,6 +51,7 @@ def product(
         left_scale: float8 only: [] or […, 1] float32.
         right_scale: float8 only: [] or [1, N] float32.
         out_dtype: of the result; the operands' (bfloat16 for float8) if None.
+        fast_accum: float8 only: sums may be left to tensor cores, which keep about 14 bits.
 
     Returns:
         […, N], contiguous.
@@ -58,7 +60,8 @@ def product(
     shape = product_shape(left.shape, right.shape)
     left = left.flatten(0, -2)
     if left_scale is not None and right_scale is not None:
-        out = _scaled(left, right, left_scale, right_scale, torch.float32 if bias is not None else dtype)
+        wide = torch.float32 if bias is not None else dtype
+        out = _scaled(left, right, left_scale, right_scale, wide, fast_accum)
         return unviewed(out if bias is None else (out + bias).to(dtype), shape)
     if bias is not None and bias.dtype == dtype == left.dtype:
         return unviewed(torch.addmm(bias, left, right), shape)
@@ -69,7 +72,9 @@ def product(
     return unviewed((wide if bias is None else wide + bias).to(dtype), shape)
 
 
-def _scaled(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _scaled(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
     """A float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture."""
     M, N = left.shape[0], right.shape[1]
     left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
@@ -77,9 +82,11 @@ def _scaled(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor
         return (left.float() * left_scale @ (right.float() * right_scale)).to(dtype)
     left, right = left.contiguous(), right if right.stride(0) == 1 else right.t().contiguous().t()
     if left_scale.numel() == right_scale.numel() == 1:
-        return torch._scaled_mm(left, right, left_scale.view(()), right_scale.view(()), out_dtype=dtype)
+        scales = left_scale.view(()), right_scale.view(())
+        return torch._scaled_mm(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
     if dtype == torch.bfloat16:
         left_scale, right_scale = left_scale.expand(M, 1).contiguous(), right_scale.expand(1, N).contiguous()
-        return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype)
+        return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
     one = left_scale.new_ones(())  # cuBLAS scales rows of a bfloat16 result only
-    return (torch._scaled_mm(left, right, one, one, out_dtype=torch.float32) * left_scale * right_scale).to(dtype)
+    wide = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+    return (wide * left_scale * right_scale).to(dtype)

@@ -154,7 +154,7 @@ def _rewrite(
         fused = rewriting.call(
             torch.ops.titanlite.all_gather_matmul.default,
             shard, others, gathered.dim, length(gathered.dims[gathered.dim]), collective.group,
-            form, biases, scale, gathered.scale_of, other_scales, out_dtype,
+            form, biases, scale, gathered.scale_of, other_scales, out_dtype, all(p.matmul.fast_accum for p in products),
         )  # fmt: skip
         whole = rewriting.item(fused, 0)
         instead = {}

@@ -174,7 +174,8 @@ def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total
                 right_scales.append(rewriting.reshape(m.right_scale, [] if whole else [1, N]))
         dtype = None if out.dtype == out_dtype_of(lefts[0].meta["val"].dtype, None) else out.dtype
         op = torch.ops.titanlite.matmul_reduce_scatter.default
-        fused = rewriting.call(op, lefts, rights, dim, collective.group, None, left_scales, right_scales, dtype)
+        fast = all(m.fast_accum for m in total.matmuls)
+        fused = rewriting.call(op, lefts, rights, dim, collective.group, None, left_scales, right_scales, dtype, fast)
         result = rewriting.contiguous(rewriting.arrange(fused, dims.dims))
         if is_mean:
             result = rewriting.call(aten.div.Tensor, result, ranks)

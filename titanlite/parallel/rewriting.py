@@ -42,6 +42,7 @@ class Matmul(NamedTuple):
     bias: Node | None
     left_scale: Node | None
     right_scale: Node | None
+    fast_accum: bool
 
     @property
     def is_scaled(self) -> bool:
@@ -92,13 +93,13 @@ def matmul_of(node: Node) -> Matmul:
         raise MissedError(f"{node.name} adds a tensor of shape {list(bias.meta['val'].shape)}, no bias")
     if not (left.meta["val"].is_floating_point() and out.dtype.itemsize > 1):
         raise MissedError(f"{node.name} multiplies {left.meta['val'].dtype} into {out.dtype}")
-    scales = [given.get("scale_a"), given.get("scale_b")]
+    scales = given.get("scale_a"), given.get("scale_b")
     for scale, rows in zip(scales, out.shape[-2:], strict=True):
         if scale is not None:
             value = scale.meta["val"]
             if value.dtype != torch.float32 or value.numel() not in (1, rows):
                 raise MissedError(f"{node.name} has scales of shape {list(value.shape)}, {value.dtype}")
-    return Matmul(node, left, right, bias, *scales)
+    return Matmul(node, left, right, bias, *scales, bool(given.get("use_fast_accum")))
 
 
 def collective_of(node: Node) -> Collective:

@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.kernels.collectives import Group, scatter_tokens
-from titanlite.kernels.linear import linear
+from titanlite.kernels.linear import Fused, FusedLinear, linear
 from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
 from titanlite.models.layers import Embedding, Linear, RMSNorm
+
+_FUSED_LINEAR = FusedLinear()
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -48,12 +50,14 @@ class ParallelLinear(Linear):
     @property
     def unfused(self) -> str | None:
         """Why its collectives stand beside its matmuls although `asynchronous` is set, or None."""
-        return None if self.matmul is F.linear else "computes in float8, whose collectives are not fused yet"
+        return getattr(self.matmul, "unfused", None)
 
     @property
-    def is_fused(self) -> bool:
-        """Whether its collectives are fused."""
-        return self.asynchronous and self.unfused is None
+    def fused(self) -> Fused | None:
+        """What fuses its collectives with its matmuls, if they are to be fused."""
+        if not self.asynchronous or self.unfused is not None:
+            return None
+        return getattr(self.matmul, "fused", _FUSED_LINEAR)
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -61,7 +65,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M, N/tp]."""
-        return linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fuse=self.is_fused)
+        return linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -69,7 +73,7 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, K/tp] → [M/tp, N]."""
-        return linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul, fuse=self.is_fused)
+        return linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul, fused=self.fused)
 
 
 class SequenceParallelRMSNorm(RMSNorm):

@@ -76,7 +76,7 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
     """Layers that are to be fused; on GPUs also the operators that were, as a shape may stand in the way."""
     layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, ParallelLinear)]
     plain = [Skipped(name, "its collectives were left beside its matmuls") for name, m in layers if not m.asynchronous]
-    count = sum(m.is_fused for _, m in layers)
+    count = sum(m.fused is not None for _, m in layers)
     applied: dict[str, int | str] = {"layers": count, "lowering": "definition"}
     if run.mesh.device.type == "cuda":
         fused = sum(n for call, n in lowered.items() if call.reason is None)

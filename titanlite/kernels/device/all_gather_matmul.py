@@ -37,8 +37,8 @@ ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
 HEADER = tl.constexpr(COUNTERS_HEADER)
 UNIT = 128
 """Rows of a shard whose arrival is counted together."""
-COPY_COLUMNS = 64
-"""Of what the specialised kernel copies at once: 128 bytes, the width that TMA swizzles."""
+COPY_BYTES = 128
+"""Of each row that the specialised kernel copies at once: the width that TMA swizzles."""
 PUBLISHERS = 264
 """Thread blocks of the first kernel."""
 
@@ -92,7 +92,7 @@ def _gather_matmul(
     G_K_MAJOR: tl.constexpr, O_K_MAJOR: tl.constexpr,
     G_SCALE: tl.constexpr, O_SCALE: tl.constexpr, MOVE_SCALE: tl.constexpr, BIAS: tl.constexpr, TMA_STORE: tl.constexpr,
     BX: tl.constexpr, BY: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, COPIERS: tl.constexpr,
-    UNIT: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_WORDS: tl.constexpr,
+    UNIT: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_WORDS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Pull and multiply.
 
@@ -209,9 +209,9 @@ def _gather_matmul(
                 else:
                     o = o_desc.load([k, y0]).T
                 if G_LEFT:
-                    acc = add_product(acc, g, o.T, BK)
+                    acc = add_product(acc, g, o.T, BK, FAST)
                 else:
-                    acc = add_product(acc, o, g.T, BK)
+                    acc = add_product(acc, o, g.T, BK, FAST)
         else:
             for j in range(RANKS):
                 source = (rank + j) % RANKS
@@ -232,9 +232,9 @@ def _gather_matmul(
                     else:
                         o = o_desc.load([k, y0]).T
                     if G_LEFT:
-                        acc = add_product(acc, g, o.T, BK)
+                        acc = add_product(acc, g, o.T, BK, FAST)
                     else:
-                        acc = add_product(acc, o, g.T, BK)
+                        acc = add_product(acc, o, g.T, BK, FAST)
 
         xs = tl.arange(0, BX)
         ys = y0 + tl.arange(0, BY)
@@ -363,6 +363,7 @@ def all_gather_matmul(
     scale_of: str,
     other_scales: list[Tensor],
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
     choice: Tiles | None = None,
 ) -> list[Tensor]:
     """The operator's arguments and results; `obstacle` has found none. The first product is fused with the gather.
@@ -379,10 +380,10 @@ def all_gather_matmul(
     scale = None if scale is None else scale.contiguous()
     scales = None if scale is None or o_scale is None else (scale_of, o_scale.numel() > 1)
     key = (shape, shard.dtype, other.shape, other.stride(), other.dtype, dim, size, to.rank, to.ranks, form)
-    key = (*key, None if bias is None else bias.dtype, scales, out_dtype, choice)
+    key = (*key, None if bias is None else bias.dtype, scales, out_dtype, fast_accum, choice)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _plan(to, shard, other, dim, size, form, scale, scale_of, out_dtype, choice)
+        plan = _plans[key] = _plan(to, shard, other, dim, size, form, scale, scale_of, out_dtype, fast_accum, choice)
     at, pick = plan.at, plan.pick
 
     # Everything is allocated before the first launch.
@@ -399,26 +400,33 @@ def all_gather_matmul(
 
     key = (key, to.number, slot_bytes)
     if plan.specialised:
-        copied = (pick.copy_rows, COPY_COLUMNS)
+        copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
         N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
         M, box = at.rows * to.ranks, (pick.m, pick.k)
+        of_rows = 0 if scale is None else 2 if moves_scale else 1
+        of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
         launch(
-            meet, key, 1, (),
-            lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, to.rank, to.ranks, plan.lanes),
-            num_warps=1,
+            meet, key, 1, (scale, scale_whole),
+            lambda: (
+                *((scale, scale_whole) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
+                plan.scale_bytes, at.rows, at.segment,
+                to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
+                to.rank, to.ranks, plan.lanes, 0 if not moves_scale else 2 if scale_of == "row" else 1,
+            ),
+            num_warps=4 if moves_scale else 1,
         )  # fmt: skip
         launch(
-            gather_matmul, key, multiprocessors(to.device), (shard, gathered, o, out, bias),
+            gather_matmul, key, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
             lambda: (
                 blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
                 blocks(o, o.shape, o.stride(0), (BN, BK) if o_k_major else (BK, BN)),
-                blocks(out, (M, N), N, (BM, PART.value)), bias,
+                blocks(out, (M, N), N, (BM, PART.value)), bias, scale_whole, o_scale,
                 blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
                 *peer_blocks(to, shard.dtype, at.columns, copied),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
-                to.ranks, pick.group, bias is not None, o_k_major, BM, BN, BK,
-                stages(pick, 4 * math.prod(copied) * 2), *copied,
+                to.ranks, pick.group, bias is not None, of_rows, of_columns, fast_accum or scale is None,
+                o_k_major, BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied,
             ),
             num_warps=8,
         )  # fmt: skip
@@ -458,18 +466,22 @@ def all_gather_matmul(
                 to.rank, to.ranks, at.wait, left, last, o_k_major,
                 0 if scale is None else 2 if by_row else 1, 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1,
                 moves_scale, bias is not None, plan.tma_store,
-                BX, BY, pick.k, pick.group, pick.copiers, UNIT, min(UNIT, 8192 // copy_words), copy_words,
+                BX, BY, pick.k, pick.group, pick.copiers, UNIT, min(UNIT, 8192 // copy_words), copy_words, fast_accum,
             ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
 
     if not at.whole.even:
         gathered = gathered[:, :size].contiguous().view(*shape[:dim], size, *shape[dim + 1 :])
+    scales: list[Tensor] = []
+    if moves_scale and scale_whole is not None:
+        rows = scale_whole.view(at.whole.outer, -1)[:, : plan.size].contiguous()
+        scales = [rows.view(*gathered.shape[:-1], 1)]
     if len(others) == 1:
-        return [gathered, out]
-    whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
+        return [gathered, out, *scales]
+    whole_scale = scales[0] if scales else gather_scale(scale, scale_of, shard, dim, size, group)
     rest = others[1:], biases[1:], other_scales[1:]
-    return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype)]
+    return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum), *scales]
 
 
 @dataclass(frozen=True)
@@ -532,6 +544,7 @@ def _plan(
     scale: Tensor | None,
     scale_of: str,
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
     choice: Tiles | None,
 ) -> Plan:
     at = layout(list(shard.shape), dim, size, to.ranks, form)
@@ -539,15 +552,16 @@ def _plan(
     dtype = out_dtype_of(shard.dtype, out_dtype)
     Y = other.shape[1] if left else math.prod(other.shape[:-1])
     M, N = (at.X, Y) if left else (Y, at.X)
-    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K)
+    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K, fast_accum)
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)
     together = at.whole.chunk if by_columns else at.segment
     moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
     tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
-    specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store and scale is None
-    specialised = specialised and itemsize == dtype.itemsize == 2 and pick.n < at.K  # stored in parts, one a step
+    specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store
+    specialised = specialised and dtype.itemsize == 2
+    specialised = specialised and pick.n // PART.value <= triton.cdiv(at.K, pick.k)  # stored in parts, one a step
     own = at.whole.length(to.rank)
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))
@@ -567,7 +581,7 @@ def _plan(
         moves_scale=moves_scale,
         scale_bytes=scale_bytes,
         scales=shard.numel() // at.columns if moves_scale else 0,
-        slot_bytes=scale_bytes + 4 * at.rows + at.columns * itemsize,
+        slot_bytes=scale_bytes + 4 * at.rows * to.ranks + at.columns * itemsize,
         length=length,
         slot_stride=at.whole.chunk * at.whole.inner * itemsize // 8,
         own_segment=at.rows if by_columns else max(1, own * at.whole.inner // at.columns),

@@ -30,7 +30,10 @@ REDUCE_BLOCK = 4096
 
 
 @triton.jit
-def _accumulate(acc, a_desc, b_desc, m0, n0, K, A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, BK: tl.constexpr):
+def _accumulate(
+    acc, a_desc, b_desc, m0, n0, K,
+    A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
     """Add one tile of `A @ B`."""
     for k in range(0, K, BK):
         if A_K_MAJOR:
@@ -41,7 +44,7 @@ def _accumulate(acc, a_desc, b_desc, m0, n0, K, A_K_MAJOR: tl.constexpr, B_K_MAJ
             b = b_desc.load([n0, k])
         else:
             b = b_desc.load([k, n0]).T
-        acc = add_product(acc, a, b.T, BK)
+        acc = add_product(acc, a, b.T, BK, FAST)
     return acc
 
 
@@ -72,7 +75,7 @@ def _matmul_push(
     rank, RANKS: tl.constexpr, LANES: tl.constexpr, BY_COLS: tl.constexpr, PAIRS: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, L_SCALE: tl.constexpr, R_SCALE: tl.constexpr,
     TMA_STORE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Multiply and push.
 
@@ -111,21 +114,21 @@ def _matmul_push(
             rows_left = min(segment, size - owner * segment) - within
             cols_left = N - n0
         acc = tl.zeros((BM, BN), tl.float32)
-        acc = _accumulate(acc, a0, b0, m0, n0, K0, A_K_MAJOR, B_K_MAJOR, BK)
+        acc = _accumulate(acc, a0, b0, m0, n0, K0, A_K_MAJOR, B_K_MAJOR, BK, FAST)
         if L_SCALE == 0:
             if PAIRS > 1:
-                acc = _accumulate(acc, a1, b1, m0, n0, K1, A_K_MAJOR, B_K_MAJOR, BK)
+                acc = _accumulate(acc, a1, b1, m0, n0, K1, A_K_MAJOR, B_K_MAJOR, BK, FAST)
             if PAIRS > 2:
-                acc = _accumulate(acc, a2, b2, m0, n0, K2, A_K_MAJOR, B_K_MAJOR, BK)
+                acc = _accumulate(acc, a2, b2, m0, n0, K2, A_K_MAJOR, B_K_MAJOR, BK, FAST)
         else:
             acc = _scaled(acc, ls0, rs0, m0, n0, M, N, L_SCALE, R_SCALE, BM, BN)
             if PAIRS > 1:
                 more = tl.zeros((BM, BN), tl.float32)
-                more = _accumulate(more, a1, b1, m0, n0, K1, A_K_MAJOR, B_K_MAJOR, BK)
+                more = _accumulate(more, a1, b1, m0, n0, K1, A_K_MAJOR, B_K_MAJOR, BK, FAST)
                 acc += _scaled(more, ls1, rs1, m0, n0, M, N, L_SCALE, R_SCALE, BM, BN)
             if PAIRS > 2:
                 more = tl.zeros((BM, BN), tl.float32)
-                more = _accumulate(more, a2, b2, m0, n0, K2, A_K_MAJOR, B_K_MAJOR, BK)
+                more = _accumulate(more, a2, b2, m0, n0, K2, A_K_MAJOR, B_K_MAJOR, BK, FAST)
                 acc += _scaled(more, ls2, rs2, m0, n0, M, N, L_SCALE, R_SCALE, BM, BN)
         out = acc.to(like.dtype.element_ty)
         if TMA_STORE:
@@ -246,6 +249,7 @@ def matmul_reduce_scatter(
     left_scales: list[Tensor],
     right_scales: list[Tensor],
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
     choice: Tiles | None = None,
 ) -> Tensor:
     """The operator's arguments and result; `obstacle` has found none.
@@ -262,10 +266,10 @@ def matmul_reduce_scatter(
         kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales))
     if bias is not None:
         bias = bias.contiguous()
-    key = (operands, dim, to.rank, to.ranks, None if bias is None else bias.dtype, kinds, out_dtype, choice)
+    key = (operands, dim, to.rank, to.ranks, None if bias is None else bias.dtype, kinds, out_dtype, fast_accum, choice)
     plan = _plans.get(key)
     if plan is None:
-        plan = _plans[key] = _plan(to, lefts, rights, dim, out_dtype, choice)
+        plan = _plans[key] = _plan(to, lefts, rights, dim, out_dtype, fast_accum, choice)
     pick, whole = plan.pick, plan.whole
 
     # Everything is allocated before the first launch.
@@ -280,15 +284,17 @@ def matmul_reduce_scatter(
     key = (key, to.number, slot_bytes)
     M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
     if plan.specialised:
+        scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
         launch(
-            matmul_push, key, multiprocessors(to.device), (a[0], b[0]),
+            matmul_push, key, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
             lambda: (
                 blocks(a[0], a[0].shape, a[0].stride(0), (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
                 blocks(b[0], b[0].shape, b[0].stride(0), (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
-                *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
+                scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
                 to.counters, to.peer_flags, to.epoch,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
-                to.ranks, a_k_major, b_k_major, pick.m, pick.n, pick.k, stages(pick),
+                to.ranks, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
+                pick.m, pick.n, pick.k, stages(pick, a[0].dtype.itemsize),
             ),
             num_warps=8,
         )  # fmt: skip
@@ -314,7 +320,7 @@ def matmul_reduce_scatter(
                 *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
                 to.rank, to.ranks, plan.lanes, plan.by_cols, len(lefts), a_k_major, b_k_major,
-                *kinds, plan.tma_store, pick.m, pick.n, pick.k,
+                *kinds, plan.tma_store, pick.m, pick.n, pick.k, fast_accum,
             ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
@@ -388,6 +394,7 @@ def _plan(
     rights: list[Tensor],
     dim: int,
     out_dtype: torch.dtype | None,
+    fast_accum: bool,
     choice: Tiles | None,
 ) -> Plan:
     shape = product_shape(lefts[0].shape, rights[0].shape)
@@ -397,7 +404,7 @@ def _plan(
     whole = split(shape, dim, shape[dim], to.ranks)
     by_cols = dim == len(shape) - 1
     K = sum(left.shape[-1] for left in lefts)
-    pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K)
+    pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K, fast_accum)
     segment = whole.chunk if by_cols else whole.chunk * whole.inner // N
     staged_rows, staged_cols = (M, segment) if by_cols else (whole.outer * segment, N)
     row_bytes = staged_cols * dtype.itemsize
@@ -405,7 +412,8 @@ def _plan(
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
     tma_store = row_bytes % 16 == 0 and whole_tiles and whole.even
     specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
-    specialised = specialised and pick.n < K  # a tile is stored during as many steps as it has parts
+    specialised = specialised and dtype.itemsize == 2
+    specialised = specialised and pick.n // PART.value <= triton.cdiv(K, pick.k)  # stored in parts, one a step
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N
@@ -413,7 +421,7 @@ def _plan(
     return Plan(
         pick=pick,
         whole=whole,
-        specialised=specialised and itemsize == dtype.itemsize == 2,
+        specialised=specialised,
         by_cols=by_cols,
         M=M,
         N=N,

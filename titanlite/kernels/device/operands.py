@@ -29,12 +29,12 @@ def compact(matrix: Tensor) -> Tensor:
 
 
 @triton.jit
-def add_product(acc, a, b, BK: tl.constexpr):
+def add_product(acc, a, b, BK: tl.constexpr, FAST: tl.constexpr):
     """`acc + a @ b` in float32, of blocks [M, BK] and [BK, N].
 
-    Hopper's tensor cores add float8 products with about 14 bits. What one step of BK has added is therefore added to
-    the sum in float32, as cuBLAS does without `use_fast_accum`.
+    Hopper's tensor cores add float8 products with about 14 bits. Unless that is allowed (FAST), what one step of BK has
+    added is added to the sum in float32, as cuBLAS does without `use_fast_accum`.
     """
-    if a.dtype.primitive_bitwidth == 8:
+    if a.dtype.primitive_bitwidth == 8 and not FAST:
         return tl.dot(a, b, acc, max_num_imprecise_acc=BK)
     return tl.dot(a, b, acc)

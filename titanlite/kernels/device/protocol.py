@@ -117,11 +117,35 @@ def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, L
 
 
 @triton.jit(do_not_specialize=["rank"])
-def meet(flags, peer_flags, epoch_word, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Wait until every rank has come to this operator: one thread block, before a kernel that fills the GPU."""
+def meet(
+    scale, scale_whole, slots, peer_slots, slot_bytes, scale_bytes, rows, segment,
+    flags, peer_flags, epoch_word, deadline, failure,
+    rank, RANKS: tl.constexpr, LANES: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Wait until every rank has come to this operator: one thread block, before a kernel that fills the GPU.
+
+    It takes the scales along, one for each of the `rows` of this rank's shard: to every rank's slot, in the order of
+    the gathered rows, and from there to `scale_whole`. SCALES: 0 none, 1 one number, 2 one for each row.
+    """
     epoch = tl.load(epoch_word)
+    if SCALES > 0:
+        offset = (epoch & 1).to(tl.int64) * slot_bytes + scale_bytes
+        for start in range(0, rows, 1024):
+            row = start + tl.arange(0, 1024)
+            value = tl.load(scale + row * (SCALES - 1), mask=row < rows)
+            to = (row // segment * RANKS + rank) * segment + row % segment
+            for r in tl.static_range(RANKS):
+                address = (tl.load(peer_slots + r) + offset).to(tl.pointer_type(tl.float32))
+                tl.store(address + to, value, mask=row < rows)
+        tl.debug_barrier()
     signal_peers(peer_flags, epoch, rank, RANKS, LANES)
     wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 0)
+    if SCALES > 0:
+        offset = (epoch & 1).to(tl.int64) * slot_bytes + scale_bytes
+        arrived = (slots + offset).to(tl.pointer_type(tl.float32))
+        for start in range(0, rows * RANKS, 4096):
+            row = start + tl.arange(0, 4096)
+            tl.store(scale_whole + row, tl.load(arrived + row, mask=row < rows * RANKS), mask=row < rows * RANKS)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ Tiles and copies are drawn, not dealt out: a block that gets its multiprocessor 
 has it, finds less left to do and holds nobody up.
 
 Written in Gluon, Triton's lower layer, because Triton itself specialises no warps on Hopper. It takes the common
-shapes: rows in whole tiles, 16-bit operands. The kernels of the two stems take the others.
+shapes: rows in whole tiles. The kernels of the two stems take the others.
 """
 
 from functools import cache
@@ -196,13 +196,40 @@ def _step(
 
 
 @gluon.jit
+def _scaled(
+    acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
+    OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """A tile times the scales of its operands: 0 none, 1 one number, 2 one for each row, or column."""
+    if OF_ROWS == 1:
+        acc = acc * gl.load(row_scale)
+    elif OF_ROWS == 2:
+        owner = tile // y_tiles // x_blocks
+        x = (tile // y_tiles) % x_blocks
+        row = (x // per_segment * OWNERS + owner) * segment + x % per_segment * BM
+        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
+        acc = acc * gl.load(row_scale + rows)[:, None]
+    if OF_COLUMNS == 1:
+        acc = acc * gl.load(column_scale)
+    elif OF_COLUMNS == 2:
+        columns = (tile % y_tiles) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        acc = acc * gl.load(column_scale + columns, mask=columns < N, other=0.0)[None, :]
+    return acc
+
+
+@gluon.jit
 def _multiply(
-    dests, bias, a_bufs, b_bufs, c_buf, tiles, ready, empty, first_row, x_blocks, y_tiles, steps, N,
-    BIAS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    dests, bias, row_scale, column_scale, a_bufs, b_bufs, c_buf, tiles, ready, empty,
+    first_row, x_blocks, y_tiles, steps, N, segment, per_segment,
+    BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
+    FAST: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
+    """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column.
+
+    OWNERS: among how many the rows of the operand are dealt out, `segment` rows each; a destination is an owner.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
     PARTS: gl.constexpr = BN // PART
     it = 0
     before = -1
@@ -212,22 +239,43 @@ def _multiply(
     while tile >= 0:
         acc = gl.zeros((BM, BN), gl.float32, layout)
         parts = _parts(out)
-        for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
-            acc = _step(acc, k > 0, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-            if before >= 0:
-                _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            if k > 0:
+        if FAST:
+            for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
+                acc = _step(acc, k > 0, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                if before >= 0:
+                    _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                if k > 0:
+                    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+                it += 1
+            for _ in range(PARTS, steps):
+                acc = _step(acc, True, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+                # The product before this one is done with its buffers.
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-            it += 1
-        for _ in range(PARTS, steps):
-            acc = _step(acc, True, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            # The product before this one is done with its buffers.
+                it += 1
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-            it += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        else:
+            step = gl.zeros((BM, BN), gl.float32, layout)
+            for k in gl.static_range(PARTS):
+                step = _step(step, False, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                if before >= 0:
+                    _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+                step = warpgroup_mma_wait(num_outstanding=0, deps=(step,))
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                acc += step
+                it += 1
+            for _ in range(PARTS, steps):
+                step = _step(step, False, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                step = warpgroup_mma_wait(num_outstanding=0, deps=(step,))
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                acc += step
+                it += 1
+        acc = _scaled(
+            acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
+            OF_ROWS, OF_COLUMNS, OWNERS, BM, BN,
+        )  # fmt: skip
         if BIAS:
             columns = (tile % y_tiles) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
             acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
@@ -550,17 +598,21 @@ def _gather_copy(
 
 @gluon.jit(do_not_specialize=["rank"])
 def gather_matmul(
-    s_desc, g_desc, o_desc, c_desc, bias, shard_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
+    s_desc, g_desc, o_desc, c_desc, bias, scale, other_scale,
+    shard_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
     counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, rows, segment, N, K, rank,
-    RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr,
+    FAST: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
     """As `all_gather_matmul._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
 
     s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
-    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied.
+    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied. OF_ROWS, OF_COLUMNS: scales of
+    G and of O: 0 none, 1 one number, 2 one for each row.
+    FAST: add all products in the tensor cores.
     """
     epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
@@ -584,9 +636,9 @@ def gather_matmul(
     gl.warp_specialize(
         [
             (_multiply, (
-                (c_desc,), bias, a_bufs, b_bufs, c_buf, tiles, ready, empty,
-                0, RANKS * (rows // BM), y_tiles, steps, N,
-                BIAS, True, B_K_MAJOR, BM, BN, STAGES,
+                (c_desc,), bias, scale, other_scale, a_bufs, b_bufs, c_buf, tiles, ready, empty,
+                0, RANKS * (rows // BM), y_tiles, steps, N, segment, per_segment,
+                BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES,
             )),
             (_gather_load, (
                 s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
@@ -633,9 +685,10 @@ def _push_load(
 
 @gluon.jit(do_not_specialize=["rank"])
 def matmul_push(
-    a_desc, b_desc, d0, d1, d2, d3, d4, d5, d6, d7, counters, peer_flags, epoch_word,
+    a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7, counters, peer_flags, epoch_word,
     slot_rows, staged_rows, segment, N, K, rank,
-    RANKS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    RANKS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_reduce_scatter._matmul_push`, for one product scattered along rows in whole tiles."""
@@ -655,9 +708,10 @@ def matmul_push(
     gl.warp_specialize(
         [
             (_multiply, (
-                _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, a_bufs, b_bufs, c_buf, tiles, ready, empty,
-                (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N,
-                False, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES,
+                _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, scale, other_scale,
+                a_bufs, b_bufs, c_buf, tiles, ready, empty,
+                (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N, segment, segment // BM,
+                False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES,
             )),
             (_push_load, (
                 a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters,
@@ -676,7 +730,12 @@ def matmul_push(
 SHARED_MEMORY = 232448
 """Bytes that a thread block may have on sm_90."""
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
 
 
 @cache
@@ -684,20 +743,21 @@ def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
 
 
-def stages(pick: Tiles, ring: int = 0) -> int:
+def stages(pick: Tiles, itemsize: int, ring: int = 0) -> int:
     """How many steps of operands fit into a multiprocessor's shared memory.
 
     Args:
         pick: tiles.
+        itemsize: bytes of an operand's element.
         ring: bytes of the buffers for copies.
     """
     words = 2048  # barriers and what warp specialisation keeps there
     free = SHARED_MEMORY - words - ring - pick.m * PART.value * 2
-    return free // ((pick.m + pick.n) * pick.k * 2)
+    return free // ((pick.m + pick.n) * pick.k * itemsize)
 
 
 def blocks(matrix: Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Blocks:
-    """A matrix of 16-bit floats at the beginning of a tensor, seen in blocks of the shape `box`."""
+    """A matrix at the beginning of a tensor, seen in blocks of the shape `box`."""
     return Blocks(matrix, shape, stride, box, _layout(box, matrix.dtype))
 
 

@@ -5,7 +5,7 @@ nobody tunes at run time and all ranks choose alike.
 """
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
@@ -38,7 +38,7 @@ class Tiles:
 
 
 @cache
-def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
+def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int, fast_accum: bool = False) -> Tiles:
     """The tiles for a product of `[M, K] @ [K, N]`.
 
     Args:
@@ -48,13 +48,14 @@ def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int) -> Tiles:
         M: rows of the whole product.
         N: its columns.
         K: contracted.
+        fast_accum: whether float8 products are added by the tensor cores alone.
     """
+    if itemsize == 1 and not fast_accum:  # each step's sum is added to the whole: both take registers
+        return replace(tiles(op, itemsize, ranks, M, N, K, True), n=128, stages=4)
     known = _table().get((op, itemsize, ranks, M, N, K))
     if known is not None:
         return known
     k = 128 // itemsize
-    if itemsize == 1:  # each step's sum is added to the whole, which takes registers
-        return Tiles(n=128, k=k, stages=4)
     if op == "matmul_reduce_scatter":
         return Tiles(n=128, k=k, stages=4) if N <= 128 or K <= 1024 else Tiles(k=k)
     # The longer the gather beside the matmul, the larger its copies, and the fewer the operands on their way.

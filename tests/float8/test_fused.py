@@ -1,0 +1,135 @@
+"""Float8 with its collectives fused: the casts are torchao's, and backward's products are as exact as its own."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from titanlite import recipes
+from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.float8.convert import Float8Matmul
+from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
+
+RECIPES = ("rowwise", "tensorwise")
+M, K, N = 128, 64, 96
+
+
+def numbers(seed: int, *shape: int, spread: bool = False) -> Tensor:
+    """Normal numbers; with `spread`, tokens of very different sizes."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=rng, dtype=torch.float64)
+    return x * torch.exp(torch.randn(shape[0], 1, generator=rng, dtype=torch.float64)) if spread else x
+
+
+def sqnr(got: Tensor, truth: Tensor) -> float:
+    """Decibels."""
+    truth = truth.double()
+    noise = (got.double() - truth).norm().item()
+    return 20 * math.log10(truth.norm().item() / noise) if noise else math.inf
+
+
+def world_of_two() -> tuple[Group, int]:
+    return Group(dist.group.WORLD.group_name, 2, dist.get_rank()), dist.get_rank()  # type: ignore[union-attr]
+
+
+class Run:
+    """A tensor-parallel layer in float8, fused and not, and in float64; forward and backward."""
+
+    def __init__(self, recipe: Float8Recipe, gathers: bool, spread: bool = False) -> None:
+        group, rank = world_of_two()
+        matmul = Float8Matmul(recipe, emulate=True)
+        tokens, whole, grad = numbers(0, M, K, spread=spread), numbers(1, N, K), numbers(2, M, N, spread=spread)
+        x = tokens.chunk(2)[rank] if gathers else tokens.chunk(2, 1)[rank]
+        w = whole.chunk(2, 0 if gathers else 1)[rank]
+        g = grad.chunk(2, 1)[rank] if gathers else grad.chunk(2)[rank]
+
+        def ran(function, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+            a, b = (t.to(dtype).requires_grad_() for t in (x, w))
+            y = function(a, b)
+            return y.detach(), *torch.autograd.grad(y, (a, b), g.to(dtype))
+
+        if gathers:
+            self.fused = ran(lambda a, b: matmul.fused.gathered(a, b, group), torch.float32)
+            self.plain = ran(lambda a, b: matmul(gather_tokens(a, group), b), torch.float32)
+            self.truth = ran(lambda a, b: gather_tokens(a, group) @ b.t(), torch.float64)
+        else:
+            self.fused = ran(lambda a, b: matmul.fused.scattered(a, b, group), torch.float32)
+            self.plain = ran(lambda a, b: scatter_tokens(matmul(a, b), group), torch.float32)
+            self.truth = ran(lambda a, b: scatter_tokens(a @ b.t(), group), torch.float64)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_rowwise_forward_and_input_gradient_are_torchaos(gathers: bool, tmp_path) -> None:
+    def body() -> None:
+        run = Run(recipes.load("float8", "rowwise"), gathers, spread=True)
+        for fused, plain in zip(run.fused[:2], run.plain[:2], strict=True):
+            # The same bits and scales, added in another order: float32's rounding, and no cast's.
+            assert sqnr(fused, plain) > 110
+
+    run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_are_as_exact_as_torchaos(recipe: str, gathers: bool, tmp_path) -> None:
+    def body() -> None:
+        for spread in (False, True):
+            run = Run(recipes.load("float8", recipe), gathers, spread)
+            for name, fused, plain, truth in zip(("y", "d_x", "d_w"), run.fused, run.plain, run.truth, strict=True):
+                ours, theirs = sqnr(fused, truth), sqnr(plain, truth)
+                assert ours > theirs - 0.5, f"{name}: {ours:.1f} dB, torchao {theirs:.1f}"
+                assert ours < 40, f"{name}: {ours:.1f} dB is not float8"
+
+    run_ranks(body, tmp_path, 2)
+
+
+def test_scales_of_other_rows_are_found(tmp_path, monkeypatch) -> None:
+    from titanlite.float8 import fused
+
+    real = fused.all_gather_matmul
+
+    def rolled(*args, **options):
+        gathered, y, scales = real(*args, **options)
+        return [gathered, y, scales.roll(1, 0)]
+
+    def body() -> None:
+        run = Run(recipes.load("float8", "rowwise"), True, spread=True)
+        assert sqnr(run.fused[2], run.truth[2]) < sqnr(run.plain[2], run.truth[2]) - 10
+
+    monkeypatch.setattr(fused, "all_gather_matmul", rolled)
+    run_ranks(body, tmp_path, 2)
+
+
+def test_nothing_is_reduced_but_the_products(tmp_path) -> None:
+    """No maximum is agreed on over the ranks: forward and backward of a layer are one collective each."""
+
+    def body() -> None:
+        called: list[str] = []
+
+        class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                if func.namespace in ("titanlite", "_c10d_functional", "c10d"):
+                    called.append(str(func.overloadpacket))
+                return func(*args, **(kwargs or {}))
+
+        group, _ = world_of_two()
+        for recipe in RECIPES:
+            matmul = Float8Matmul(recipes.load("float8", recipe), emulate=True)
+            x, w = numbers(0, M, K).float().requires_grad_(), numbers(1, N, K).float().requires_grad_()
+            called.clear()
+            with Collectives():
+                matmul.fused.scattered(x, w, group).sum().backward()
+            fused = [name for name in called if name.startswith(("titanlite.matmul", "titanlite.all"))]
+            assert fused == ["titanlite.matmul_reduce_scatter", "titanlite.all_gather_matmul"]
+            others = [name for name in called if "all_reduce" in name or "allreduce" in name]
+            assert not others
+
+    run_ranks(body, tmp_path, 2)
+
+
+def test_a_matmul_in_high_precision_is_not_fused() -> None:
+    assert Float8Matmul(recipes.load("float8", "rowwise"), emulate=True).unfused is None
+    assert "high precision" in str(Float8Matmul(recipes.load("float8", "rowwise_with_gw_hp"), emulate=True).unfused)

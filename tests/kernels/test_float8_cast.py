@@ -1,0 +1,79 @@
+"""Casts that turn a matrix: torchao's bits, wherever they run."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanlite.kernels import float8_cast
+from titanlite.kernels.float8_cast import cast_turned, turn
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(256, 128), (130, 67), (1, 48), (2500, 1)]
+
+
+def outliers(M: int, K: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Normal numbers, some rows and columns of which are large, and a column of zeros."""
+    rng = torch.Generator().manual_seed(M + K)
+    x = torch.randn(M, K, generator=rng)
+    x[:, :: max(1, K // 3)] *= 100
+    x[:: max(1, M // 3)] *= 1e-3
+    x[:, -1] = 0
+    return x.to(device, dtype)
+
+
+def torchaos(x: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    of = ScalingGranularity.AXISWISE if by_column else ScalingGranularity.TENSORWISE
+    options = {"scaling_granularity": of, "axiswise_dim": 0 if by_column else None}
+    scale = tensor_to_scale(x, dtype, round_scales_to_power_of_2=pow2, **options)
+    return to_fp8_saturated(x * scale, dtype).t(), scale.reciprocal().t() if by_column else scale.reciprocal()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "by_column", "pow2"), [(E4M3, True, True), (E4M3, False, False), (E5M2, False, False)]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_are_torchaos(shape, dtype, by_column, pow2, source, device):
+    x = outliers(*shape, source, device)
+    factors = torch.exp2(torch.arange(shape[0], device=device) % 5 - 2.0)[:, None]
+    for view in (x, outliers(*shape[::-1], source, device).t()):
+        bits, scale = cast_turned(view, factors, by_column, dtype, pow2)
+        wanted, wanted_scale = torchaos(view.float() * factors, by_column, dtype, pow2)
+        assert bits.is_contiguous()
+        assert bits.dtype == dtype
+        assert torch.equal(bits.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        assert torch.equal(scale, wanted_scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("by_column", [True, False])
+def test_not_a_number_stays_one(by_column, device):
+    x = torch.ones(300, 130, device=device)
+    x[7, 5] = torch.nan
+    bits, scale = cast_turned(x, torch.ones(300, 1, device=device), by_column, E4M3, False)
+    assert scale.isnan().sum() == 1
+    assert bits.float().isnan().sum() == (300 if by_column else bits.numel())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_turned_bytes(shape, device):
+    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
+    for dtype in (E4M3, E5M2):
+        turned = turn(x.view(dtype))
+        assert turned.is_contiguous()
+        assert turned.dtype == dtype
+        assert torch.equal(turned.view(torch.uint8), x.t())
+
+
+def test_operators():
+    fake = {"test_utils": "test_faketensor"}  # the others compute with results, which float8 on CPUs does not
+    x, factors = outliers(64, 48, torch.bfloat16, "cpu"), torch.ones(64, 1)
+    torch.library.opcheck(torch.ops.titanlite.cast_turned.default, (x, factors, True, E4M3, True), **fake)
+    torch.library.opcheck(torch.ops.titanlite.turn.default, (x.to(E4M3),), **fake)
+    assert float8_cast.scale_of(torch.zeros(()), E4M3, False).isfinite()

@@ -1,0 +1,84 @@
+"""Float8 casts that turn a matrix, for the products that sum over tokens.
+
+Hopper multiplies float8 along rows only, so both factors of a weight's gradient are wanted with tokens along their
+rows: one is cast so, the other was cast before and is only turned. Compilers write bytes one by one into such a
+transpose; the kernels here write 128 together (`titanlite/kernels/device/float8_cast.py`).
+
+Scales are torchao's to the bit (`torchao.float8.float8_utils.amax_to_scale`): a quotient in float64, rounded to
+float32, and rounded down to a power of two if asked.
+"""
+
+import torch
+from torch import Tensor
+
+from titanlite.kernels import lowering
+
+EPS = 1e-12
+"""The least maximum that a scale is made of."""
+
+
+def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Cast the transpose of `x · factors`.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32; rows contiguous.
+        factors: [M, 1] float32, one for each row of `x`.
+        by_column: whether each of x's columns has a scale; one for all otherwise.
+        dtype: float8.
+        pow2: round scales down to a power of two.
+
+    Returns:
+        Bytes [K, M], contiguous; and the value of one unit of them, [K, 1] or [] float32.
+    """
+    return torch.ops.titanlite.cast_turned(x, factors, by_column, dtype, pow2)
+
+
+def turn(x: Tensor) -> Tensor:
+    """The transpose [K, M] of float8 bytes [M, K]; both contiguous."""
+    return torch.ops.titanlite.turn(x)
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
+    """What takes numbers up to `amax` to the range of a float8 dtype; float32."""
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if pow2 else scale
+
+
+def _cast(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    turned = (x.float() * factors).t()  # [K, M]
+    amax = turned.abs().amax(1, keepdim=True) if by_column else turned.abs().amax()
+    scale, most = scale_of(amax, dtype, pow2), torch.finfo(dtype).max
+    return (turned * scale).clamp(-most, most).to(dtype).contiguous(), scale.reciprocal()
+
+
+def _cast_on_gpus(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    from titanlite.kernels.device import float8_cast as device
+
+    x, factors = x if x.stride(1) == 1 else x.contiguous(), factors.contiguous()
+    scale = scale_of(device.amax(x, factors, by_column), dtype, pow2)
+    return device.cast_turned(x, factors, scale, dtype), scale.reciprocal()
+
+
+def _turn(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+
+def _turn_on_gpus(x: Tensor) -> Tensor:
+    from titanlite.kernels.device import float8_cast as device
+
+    return device.turn(x.contiguous())
+
+
+lowering.define("cast_turned", _cast, _cast_on_gpus)
+lowering.define("turn", _turn, _turn_on_gpus)
+
+
+@torch.library.register_fake("titanlite::cast_turned")
+def _fake_cast(x, factors, by_column, dtype, pow2):
+    M, K = x.shape
+    return x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
+
+
+@torch.library.register_fake("titanlite::turn")
+def _fake_turn(x):
+    return x.new_empty(x.shape[::-1])
