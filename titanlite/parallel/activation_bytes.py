@@ -37,7 +37,7 @@ class Layout:
         tensor_parallel: t.
         itemsize: e, bytes of an element of the compute dtype.
         compiled: whether blocks are compiled.
-        fused: whether the collectives of tensor parallelism are fused into matmuls; never into those in float8.
+        fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
         float8: the arithmetic of the layers in `converted`.
         converted: linear layers of a block that compute in float8.
     """
@@ -57,7 +57,13 @@ class Layout:
 
     def is_fused(self, layer: str) -> bool:
         """Whether the collective of a layer and its matmul are one operation."""
-        return self.fused and layer not in self.converted
+        if self.float8 is None or layer not in self.converted:
+            return self.fused
+        x, w, g = self.float8.input, self.float8.weight, self.float8.grad_output
+        return self.fused and "none" not in (
+            *(x.output, x.grad_weight, w.output, w.grad_input),
+            *(g.grad_input, g.grad_weight),
+        )
 
 
 @dataclass(frozen=True)
@@ -166,9 +172,10 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
     rows, stream = M // t, block_input(sizes, layout)
     qkv = e * M * (H + 2 * K) * E // t + e * M * (H + K) * E // t  # for the sake of v, and q and k once rotated
     attention = e * M * H * E // t + 4 * M * H // t
-    normed = stream if t == 1 else e * M * D
+    normed = stream if t == 1 else _gathered(LAYERS[0], D, layout)
     if layout.compiled:
         recast = layout.float8 is not None and layout.float8.input.grad_weight != "none"
+        recast = recast and not layout.is_fused(LAYERS[0])  # whose casts in backward are kernels, and not merged
         inputs = stream if recast else stream + e * M * F // t  # what wo adds to, or its result; that of SwiGLU
         if not recast:
             inputs += 2 * normed
@@ -189,12 +196,19 @@ def _column_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activat
     rows, received = M // t, e * M * K * (t - 1) // t
     found = [Activation(_MEAN, layer, 4 * rows, 2 * rows * K, e * rows * K)]
     matmul = _matmul(layer, K, N // t, layout)
-    if layout.is_fused(layer):
-        both = e * M * K + matmul.bytes  # the gathered tokens are a result, too
-        return [*found, Activation(_GATHER_MATMUL, layer, both, matmul.flops, matmul.moved + received)]
+    if layout.is_fused(layer):  # cast before it is gathered
+        gathered, received = _gathered(layer, K, layout), received * (1 if layout.is_float8(layer) else e) // e
+        fused = Activation(_GATHER_MATMUL, layer, gathered + matmul.bytes, matmul.flops, matmul.moved + received)
+        return [*found, *_operands(layer, rows, K, N // t, layout), fused]
     if t > 1:
-        found.append(Activation(_GATHER, layer, e * M * K, 0, received))
-    return [*found, *_operands(layer, K, N // t, layout), matmul]
+        found.append(Activation(_GATHER, layer, _gathered(layer, K, layout), 0, received))
+    return [*found, *_operands(layer, M, K, N // t, layout), matmul]
+
+
+def _gathered(layer: str, K: int, layout: Layout) -> int:
+    """Bytes of the gathered tokens; what a matmul gathers in float8 comes with a scale for each."""
+    M, e = layout.tokens, layout.itemsize
+    return M * K + 4 * M if layout.is_fused(layer) and layout.is_float8(layer) else e * M * K
 
 
 def _row_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:
@@ -202,10 +216,11 @@ def _row_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation
     M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
     scattered, received = e * M // t * N, e * M * N * (t - 1) // t
     matmul = _matmul(layer, K // t, N, layout)
+    operands = _operands(layer, M, K // t, N, layout)
     if layout.is_fused(layer):
-        return [Activation(_MATMUL_SCATTER, layer, scattered, matmul.flops, matmul.moved + received)]
+        return [*operands, Activation(_MATMUL_SCATTER, layer, scattered, matmul.flops, matmul.moved + received)]
     scatter = [Activation(_SCATTER, layer, scattered, 0, received)] if t > 1 else []
-    return [*_operands(layer, K // t, N, layout), matmul, *scatter]
+    return [*operands, matmul, *scatter]
 
 
 def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
@@ -215,9 +230,9 @@ def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
     return Activation(_MATMUL, layer, e * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
 
 
-def _operands(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:
-    """The float8 operands of a layer: maxima and cast of the activation, maxima of the weight."""
-    M, e, float8 = layout.tokens, layout.itemsize, layout.float8
+def _operands(layer: str, M: int, K: int, N: int, layout: Layout) -> list[Activation]:
+    """The float8 operands of a layer, [M, K] and [N, K]: maxima and cast of the activation, maxima of the weight."""
+    e, float8 = layout.itemsize, layout.float8
     if float8 is None or not layout.is_float8(layer):
         return []
 
@@ -238,8 +253,9 @@ def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout)
     if op == _MATMUL:
         return (_SCATTER, layer) not in kept
     if op in (_ROW_MAXIMA, _MAXIMUM, _CAST) and layout.float8 is not None:
-        multiplies_again = not is_last and not kept & {(_MATMUL, layer), (_SCATTER, layer)}
-        return multiplies_again or layout.float8.input.output == layout.float8.input.grad_weight == "tensor"
+        products = {(product, layer) for product in (_MATMUL, _SCATTER, _GATHER_MATMUL, _MATMUL_SCATTER)}
+        is_shared = layout.float8.input.output == layout.float8.input.grad_weight == "tensor"
+        return (is_shared and not layout.is_fused(layer)) or not (is_last or kept & products)
     return True
 
 
