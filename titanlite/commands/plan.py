@@ -59,16 +59,15 @@ def run(argv: list[str]) -> int:
         RecipeError: the save-list cannot work here, or has no price.
     """
     flags = [word for word in argv if word != "--activation-checkpoint"]
-    if flags and not flags[0].startswith("-"):
+    if not {"-h", "--help"} & set(flags):
+        if not flags or flags[0].startswith("-"):
+            fix = _USAGE.replace("FILE", "configs/debug.toml")
+            problem = Problem("FILE", "", "a config, as the first argument", fix)
+            raise ConfigError(describe("command line", [problem]))
+        if flags == argv:
+            problem = Problem("titanlite plan", "", "to be told what to show", _USAGE)
+            raise ConfigError(describe("command line", [problem]))
         flags = ["--config", *flags]
-    elif not {"-h", "--help"} & set(flags):
-        problem = Problem(
-            "FILE", "", "a config, as the first argument", f"{_USAGE.replace('FILE', 'configs/debug.toml')}"
-        )
-        raise ConfigError(describe("command line", [problem]))
-    if len(flags) == len(argv) + 1 and not {"-h", "--help"} & set(flags):
-        problem = Problem("titanlite plan", "", "to be told what to show", _USAGE)
-        raise ConfigError(describe("command line", [problem]))
     checked = checked_run(flags, _USAGE)
     _print(checked, flags[1])
     return 0
