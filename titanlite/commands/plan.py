@@ -1,4 +1,4 @@
-"""Say what a run would hold, before it is started: plan FILE --activation-checkpoint [--section.key VALUE ...].
+"""Say what a run would hold before it is started: plan FILE --activation-checkpoint [flags of train.py].
 
     --activation-checkpoint    the price of each rule of the save-list, and what every list would keep
 
