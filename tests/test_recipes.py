@@ -245,6 +245,14 @@ def test_rules_that_leave_something_to_later_rules_are_legal(tmp_path: Path) -> 
     assert [r.every for r in load("activation_checkpoint", str(path)).rules] == [1, 2, 1, 1]
 
 
+def test_a_save_list_extends_another(tmp_path: Path) -> None:
+    rules = '[[rules]]\nop = "statistics"\naction = "save"\n'
+    path = write(tmp_path, "activation_checkpoint", "mine", 'extends = "balanced"\nhelp = "mine"\n')
+    assert load("activation_checkpoint", str(path)) == replace(load("activation_checkpoint", "balanced"), help="mine")
+    path.write_text(path.read_text() + rules)  # a list is replaced whole: which rule is first decides
+    assert [rule.op for rule in load("activation_checkpoint", str(path)).rules] == ["statistics"]
+
+
 def test_a_model_of_the_config_is_its_flavor_and_the_overrides(tmp_path: Path) -> None:
     assert model_dimensions(Config()) == load("model", "llama3-8B")
     changed = model_dimensions(replace(Config(), model=Model(flavor="1B", n_layers=2, rope_theta=1e4)))

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 Kind = Literal["model", "float8", "activation_checkpoint"]
-OP_CLASSES = ("attention", "matmul", "communication")
+OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
 
 
 def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
@@ -222,8 +222,8 @@ def _check_save_list(recipe: SaveList, problems: Problems) -> None:
         if rule.every < 1 or (rule.every > 1 and not is_class):
             want = "at least 1, and 1 for a rule that names one op"
             problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
-        if rule.module and rule.op != "matmul":
-            want = 'no modules: only a rule with op = "matmul" chooses by linear layer'
+        if rule.module and (not is_class or rule.op == "attention"):
+            want = f"no modules: a rule chooses by linear layer among {', '.join(OP_CLASSES[1:])}"
             problems.add(f"{where}.module", show(rule.module), want, "remove module")
         try:
             rule.blocks(1)

@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.errors import RecipeError
+from titanlite.kernels import float8_cast, linear  # noqa: F401  # they define titanlite's operators
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
 SIZES = ModelRecipe("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -78,14 +80,16 @@ ATTENTION = SaveRule("attention", "save")
 CASES = {
     "none": (NONE, []),
     "everything": (save_list(), ["wqkv", "attention", "wo", "w13"]),
-    "attention": (save_list(ATTENTION), ["wqkv", "wo", "w13"]),
+    "attention": (save_list(ATTENTION, matmul("wqkv")), ["wo", "w13"]),
     "some layers": (save_list(ATTENTION, matmul("wqkv", "w13")), ["wo"]),
     "a layer by more of its name": (save_list(ATTENTION, matmul("attention.wqkv")), ["wo", "w13"]),
+    "a module by a pattern": (save_list(ATTENTION, matmul("attention.*")), ["w13"]),
     "every matmul": (save_list(ATTENTION, matmul()), []),
     "every second matmul": (save_list(ATTENTION, matmul(every=2)), ["wo"]),
     "one op": (save_list(ATTENTION, SaveRule("aten.mm.default", "save")), []),
     "all but one layer": (save_list(matmul("w13", action="recompute"), default="save"), ["w13"]),
-    "the first rule decides": (save_list(matmul("wo"), matmul(action="recompute"), default="save"), ["wqkv", "w13"]),
+    "the first rule decides": (save_list(matmul("w*o", "wqkv"), matmul(action="recompute"), default="save"), ["w13"]),
+    "attention can be recomputed beside its input": (save_list(matmul("w13")), ["wqkv", "attention", "wo"]),
 }
 
 
@@ -118,7 +122,7 @@ def test_each_rule_of_a_shipped_list_is_used(name):
 
 def test_a_rule_that_matched_nothing_is_reported():
     unused, forgiven = SaveRule("communication", "save"), SaveRule("aten.bmm.default", "save", optional=True)
-    _, use, _ = backward_ops(save_list(unused, ATTENTION, forgiven), compiled=False)
+    _, use, _ = backward_ops(save_list(unused, ATTENTION, matmul("wqkv"), forgiven), compiled=False)
     assert use.unmatched() == [unused]
 
 
@@ -142,3 +146,74 @@ def test_recomputing_elementwise_work_is_not():
     ops, use, _ = backward_ops(save_list(rule, default="save"), compiled=False)
     assert not ops
     assert use.matches[0] == LAYERS
+
+
+@pytest.mark.parametrize("op", ["aten._to_copy.default", "aten.abs.default"])
+def test_saving_a_conversion_or_a_magnitude_is_an_error_even_if_optional(op):
+    rule = SaveRule(op, "save", optional=True)
+    with pytest.raises(RecipeError, match="less to recompute"):
+        apply_activation_checkpoint(Llama3(SIZES, S), save_list(ATTENTION, rule))
+
+
+@pytest.mark.parametrize(
+    ("saved", "seen"),
+    [
+        (save_list(ATTENTION), r'rules\[0\].op = "attention"'),
+        (save_list(ATTENTION, matmul("wqkv", layers="1:")), r'rules\[0\].op = "attention"'),
+        (save_list(matmul("wqkv", action="recompute"), default="save"), r'default = "save"'),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kept_statistics_need_the_q_k_v_that_they_are_of(saved, seen, compiled):
+    with pytest.raises(RecipeError, match=seen) as error:
+        backward_ops(saved, compiled)
+    assert 'module = ["wqkv"]' in str(error.value)
+
+
+def decisions(saved: SaveList, ops: list[str], layers: tuple[str, ...] = ("a.wqkv", "a.wo", "f.w13", "f.w2")) -> str:
+    """One letter per operation: saved or recomputed. A cast to float8 is written "cast"."""
+    rules = BlockRules(saved, frozenset(range(len(saved.rules))), layers)
+    return "".join(
+        rules.decide("aten._to_copy.default" if op == "cast" else op, to_float8=op == "cast").action[0] for op in ops
+    )
+
+
+MM, MEAN, AMAX = "aten.mm.default", "aten.mean.dim", "aten.amax.default"
+GATHER, SCATTER = (CLASSES["communication"][i] for i in (0, 1))
+FLOAT8_LAYER = [AMAX, "cast", AMAX, "cast", MM]  # the activation's, then the weight's
+
+
+def test_only_activations_are_cast_and_measured_for_a_class():
+    ops = [MEAN, "aten._to_copy.default", *FLOAT8_LAYER, *FLOAT8_LAYER]
+    assert decisions(save_list(SaveRule("cast", "save")), ops) == "rr" + "rsrrr" * 2
+    assert decisions(save_list(SaveRule("statistics", "save")), ops) == "sr" + "srrrr" * 2
+    assert decisions(save_list(SaveRule(AMAX, "save")), ops) == "rr" + "srsrr" * 2  # by its own name, each
+
+
+def test_what_surrounds_a_matmul_belongs_to_its_layer():
+    ops = [MEAN, GATHER, "cast", MM, MM, SCATTER, MEAN, GATHER, "cast", MM, MM, SCATTER]
+    for name, layer, expected in [
+        ("communication", "wqkv", "rsrrrrrrrrrr"),
+        ("communication", "wo", "rrrrrsrrrrrr"),
+        ("communication", "f.*", "rrrrrrrsrrrs"),
+        ("statistics", "w13", "rrrrrrsrrrrr"),
+        ("cast", "w13", "rrrrrrrrsrrr"),
+        ("matmul", "w13", "rrrrrrrrrsrr"),
+    ]:
+        assert decisions(save_list(SaveRule(name, "save", module=(layer,))), ops) == expected
+
+
+def test_an_operation_that_is_two_in_one_is_kept_for_either():
+    fused = list(FUSED)
+    ops = [fused[0], fused[1], fused[0], fused[1]]
+    assert decisions(save_list(matmul("w13")), ops) == "rrsr"
+    assert decisions(save_list(SaveRule("communication", "save", module=("wo",))), ops) == "rsrr"
+    assert decisions(save_list(matmul(action="recompute"), SaveRule("communication", "save")), ops) == "ssss"
+    assert decisions(save_list(SaveRule(fused[1], "save")), ops) == "rsrs"
+    assert decisions(save_list(matmul(every=2)), ops) == decisions(save_list(matmul(every=2)), [MM] * 4) == "srsr"
+
+
+def test_every_operator_of_titanlite_has_a_class():
+    in_backward = {"titanlite.turn.default", "titanlite.cast_turned.default"}  # where no rule applies
+    spelled = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("titanlite::")}
+    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *in_backward}

@@ -16,6 +16,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 _COMMANDS = {
     "validate": "titanlite.commands.validate",
     "recipes": "titanlite.commands.recipes",
+    "plan": "titanlite.commands.plan",
     "prepare": "titanlite.commands.prepare",
     "compare": "titanlite.commands.compare",
 }

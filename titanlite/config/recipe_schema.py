@@ -44,9 +44,9 @@ class ModelRecipe:
 class SaveRule:
     """One line of a save-list; the first rule that matches an operation decides."""
 
-    op: str  # "attention", "matmul", "communication": a class of ops; or one op, as "aten.max.default"
+    op: str  # a class: attention, matmul, communication, statistics, cast; or one op, as "aten.mm.default"
     action: Literal["save", "recompute"]
-    module: tuple[str, ...] = ()  # only the matmuls of these linear layers, as "wqkv"; empty: any
+    module: tuple[str, ...] = ()  # only what belongs to these linear layers, as "wqkv", "feed_forward.*"; empty: any
     every: int = 1  # of the ops that match, the first of every so many
     layers: str = ":"  # which blocks, as a Python slice: "5:" is all but the first five
     optional: bool = False  # may match nothing

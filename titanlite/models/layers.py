@@ -54,6 +54,14 @@ class Linear(nn.Module):
         return {name: piece.flatten(0, 1) for name, piece in zip(self.parts, pieces, strict=True)}
 
 
+class CausalAttention(nn.Module):
+    """Attention of each token to those before it and itself. A module without weights, so that it has a place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, H, S, E], [B, K, S, E], [B, K, S, E] → [B, H, S, E]; H is a multiple of K."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+
+
 class RMSNorm(nn.Module):
     """RMSNorm with a learned scale.
 

@@ -10,13 +10,12 @@ Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.2.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.rope import rope, rope_table
 from titanlite.kernels.swiglu import BLOCK, swiglu
-from titanlite.models.layers import Embedding, Linear, RMSNorm
+from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
 
 INIT_STD = 0.02
 
@@ -35,6 +34,7 @@ class Attention(nn.Module):
         self.queries_per_kv = sizes.n_heads // sizes.n_kv_heads
         E, R = self.head_dim, self.queries_per_kv
         self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=INIT_STD)
+        self.attend = CausalAttention()
         self.wo = Linear(sizes.dim, {"wo": sizes.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
         q, k = rope(q.flatten(1, 2), cos, sin), rope(k.flatten(1, 2), cos, sin)  # [M, H, E], [M, K, E]
         q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q, k, v.squeeze(2)))  # [B, heads, S, E]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=R > 1)
+        out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
 

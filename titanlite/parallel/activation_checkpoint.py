@@ -1,8 +1,7 @@
 """Save-lists: which activations of a block are kept for backward and which are recomputed.
 
 A save-list (`recipes/activation_checkpoint/*.toml`) is a list of rules over operations; the first that matches decides,
-in eager mode and under `torch.compile` alike. Operations are named by class. A matmul is counted by its place in the
-block, so that a rule for `wqkv` holds whatever arithmetic the layer runs in.
+in eager mode and under `torch.compile` alike (`save_rules.py` has the classes that they name).
 
 Whether a rule was used is counted: a rule that matched nothing is reported, and without `optional` it is an error.
 """
@@ -20,30 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.models.layers import Linear
+from titanlite.kernels.products import FLOAT8
+from titanlite.models.layers import CausalAttention, Linear
+from titanlite.parallel.save_rules import CLASSES, BlockRules, is_named
 
-_CLASSES: dict[str, tuple[str, ...]] = {
-    "attention": (
-        "aten._scaled_dot_product_cudnn_attention.default",
-        "aten._scaled_dot_product_flash_attention.default",
-        "aten._scaled_dot_product_efficient_attention.default",
-        "aten._scaled_dot_product_fused_attention_overrideable.default",
-        "aten._scaled_dot_product_attention_math.default",
-        "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    ),
-    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"),
-    "communication": (
-        "_c10d_functional.all_gather_into_tensor.default",
-        "_c10d_functional.reduce_scatter_tensor.default",
-    ),
-}
-"""The operations behind each class that a rule can name. What is not listed here is recomputed unless named itself."""
-
-_FUSED = {
-    "titanlite.all_gather_matmul.default": ("communication", "matmul"),
-    "titanlite.matmul_reduce_scatter.default": ("matmul", "communication"),
-}
-"""Operations that are two in one. Rules see both; the whole is kept if one of the two is."""
+_MOVES = ("aten._to_copy.default", "aten.copy.default")
+"""Elementwise too, though torch does not tag them so."""
 
 
 @dataclass
@@ -70,20 +51,23 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
         Counts that fill up as the model runs.
 
     Raises:
-        RecipeError: a rule names an operation or a layer that does not exist, or keeps an elementwise operation.
+        RecipeError: a rule names an operation or a layer that does not exist, or keeps an elementwise operation; or
+            attention is kept without the matmuls that its q, k and v come from.
     """
     use = SaveListUse(save_list.rules)
     if save_list.default == "save" and not save_list.rules:
         return use
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    _check_rules(save_list.rules, _matmul_names(blocks[0]))
+    layers = _matmul_names(blocks[0])
+    _check_rules(save_list.rules, layers)
     classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
     for number, block in enumerate(blocks):
         rules = frozenset(i for i, rule in enumerate(save_list.rules) if number in rule.blocks(len(blocks)))
         if rules not in classes:
+            _check_attention(BlockRules(save_list, rules, layers), block)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             if rules or save_list.default == "save":
-                options["context_fn"] = partial(_contexts, save_list, rules, _matmul_names(block), use)
+                options["context_fn"] = partial(_contexts, save_list, rules, layers, use)
             classes[rules] = _checkpointed(type(block), options)
         block.__class__ = classes[rules]
         use.blocks += 1
@@ -119,37 +103,14 @@ def _policy(
     save_list: SaveList, rules: frozenset[int], matmuls: tuple[str, ...], use: SaveListUse
 ) -> Callable[..., CheckpointPolicy]:
     """Decide for one operation at a time. Forward and recomputation count separately, so that they agree."""
-    ops = [frozenset((rule.op, *_CLASSES.get(rule.op, ()))) for rule in save_list.rules]
-    mms = frozenset((*_CLASSES["matmul"], "matmul"))
-    counts: dict[bool, Counter[object]] = {False: Counter(), True: Counter()}
+    passes = {is_recompute: BlockRules(save_list, rules, matmuls) for is_recompute in (False, True)}
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
-    def action(name: str, is_view: bool, is_recompute: bool) -> str:
-        """What the first rule that matches says of an operation, or of a part of one, named by its class."""
-        layer, count = "", counts[is_recompute]
-        if name in mms:
-            layer = matmuls[count["matmul"] % len(matmuls)]
-            count["matmul"] += 1
-        for i, rule in enumerate(save_list.rules):
-            if (
-                i not in rules
-                or name not in ops[i]
-                or (rule.module and not any(_is_named(layer, m) for m in rule.module))
-            ):
-                continue
-            if not is_recompute:
-                use.matches[i] += 1
-            count[i] += 1
-            if (count[i] - 1) % rule.every == 0:
-                return rule.action
-            return "recompute" if rule.action == "save" else "save"
-        # A view costs nothing to recompute, and saving it would keep what it views, whatever the rule for that says.
-        return "recompute" if is_view else save_list.default
-
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
-        name = str(func)
-        parts = [action(part, func.is_view, ctx.is_recompute) for part in _FUSED.get(name, (name,))]
-        return actions["save" if "save" in parts else "recompute"]
+        decision = passes[ctx.is_recompute].decide(str(func), func.is_view, kwargs.get("dtype") in FLOAT8)
+        if not ctx.is_recompute:
+            use.matches.update(decision.rules)
+        return actions[decision.action]
 
     return decide
 
@@ -161,16 +122,16 @@ def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     problems: list[Problem] = []
     for i, rule in enumerate(rules):
-        if rule.op not in _CLASSES and rule.op not in known:
+        if rule.op not in CLASSES and rule.op not in known:
             near = difflib.get_close_matches(rule.op, known, n=1)
-            fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(_CLASSES)}"
+            fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(CLASSES)}"
             want = "an operation of torch with its overload, as aten.mm.default"
             problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, fix))
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
             want = "no elementwise operation: it costs less to recompute than to store and load"
             problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule"))
         for module in rule.module:
-            if not rule.optional and not any(_is_named(layer, module) for layer in layers):
+            if not rule.optional and not any(is_named(layer, [module]) for layer in layers):
                 near = difflib.get_close_matches(module, last_names, n=1)
                 fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
                 want = f"a linear layer of a block: {', '.join(last_names)}"
@@ -179,11 +140,17 @@ def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
         raise RecipeError(describe("save-list", problems))
 
 
+def _check_attention(rules: BlockRules, block: nn.Module) -> None:
+    """Raise if attention is kept without its q, k and v: here, because the compiler would wrap the error."""
+    for module in block.modules():  # in the order in which they run, as for their names
+        if isinstance(module, Linear):
+            rules.decide(CLASSES["matmul"][0])
+        elif isinstance(module, CausalAttention):
+            rules.decide(CLASSES["attention"][0])
+
+
 def _is_pointwise(op: str) -> bool:
-    """Whether torch knows an operation, like "aten.abs.default", as elementwise."""
+    """Whether an operation, like "aten.abs.default", computes each element for itself."""
+    if op in _MOVES:
+        return True
     return torch.Tag.pointwise in reduce(getattr, op.split("."), torch.ops).tags  # type: ignore[attr-defined]
-
-
-def _is_named(layer: str, module: str) -> bool:
-    """Whether a rule's `module`, like "wo" or "attention.wo", is the end of a layer's name."""
-    return f".{layer}".endswith(f".{module}")

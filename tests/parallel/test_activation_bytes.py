@@ -1,0 +1,143 @@
+"""The price list against what a block really holds between forward and backward, and what backward does again.
+
+Compiled blocks go through inductor's partitioner, which decides what is kept, but not through its code generation.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.float8.float8_linear  # noqa: F401  # every rank would import it for itself
+
+from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
+from tests.ranks import run_ranks
+from titanlite import recipes
+from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.parallel import activation_checkpoint
+from titanlite.parallel.activation_bytes import LAYERS, Layout, block_input, held_without_checkpointing, price
+from titanlite.parallel.save_rules import CLASSES, FUSED
+
+# Every width differs from every other, so that no formula is right by accident; M = 96.
+D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
+SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+LISTS = recipes.names("activation_checkpoint")
+FLOAT8 = [None, "tensorwise", "rowwise"]
+MODES = ["eager", "compiled"]
+# Lists that differ in what the partitioner decides under tensor parallelism; the others make the same choices.
+FEW = ["none", "matmuls", "every_second_matmul"]
+
+
+def predicted(save_list: SaveList, layout: Layout, sizes: ModelRecipe = SIZES) -> Held:
+    """Bytes and matmuls of the first block by the price list; 8 matmuls are backward's own."""
+    if save_list.default == "save":
+        return Held(held_without_checkpointing(sizes, layout), 8)
+    active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(sizes.n_layers))
+    priced = price(sizes, layout, save_list, active)
+    again = sum(p.again and p.activation.op in (*CLASSES["matmul"], *FUSED) for p in priced)
+    return Held(block_input(sizes, layout) + sum(p.held for p in priced), 8 + again)
+
+
+def measured(
+    save_list: SaveList,
+    mode: str,
+    float8: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    fused: bool = False,
+    sizes: ModelRecipe = SIZES,
+    batch: int = B,
+) -> tuple[Held, Held]:
+    """The first block's bytes and matmuls, and what the price list says."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tokens = batch * S
+    model = build(sizes, S, save_list, float8, dtype, tokens, fused)
+    found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, sizes.dim, dtype))
+    layout = Layout(
+        tokens=tokens,
+        seq_len=S,
+        tensor_parallel=world,
+        itemsize=dtype.itemsize,
+        compiled=mode == "compiled",
+        fused=fused,
+        float8=recipes.load("float8", float8) if float8 else None,
+        converted=LAYERS if float8 else (),
+    )
+    return found, predicted(save_list, layout, sizes)
+
+
+def check(what: object, found: Held, expected: Held) -> None:
+    assert found.bytes == pytest.approx(expected.bytes, rel=0.01), what
+    assert found.matmuls == expected.matmuls, what
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("float8", FLOAT8)
+@pytest.mark.parametrize("mode", MODES)
+def test_shipped_lists(name, float8, mode):
+    check(name, *measured(recipes.load("activation_checkpoint", name), mode, float8))
+
+
+@pytest.mark.parametrize("float8", FLOAT8)
+def test_shipped_lists_under_tensor_parallelism(float8, tmp_path):
+    def body() -> None:
+        for name in LISTS:
+            for mode in MODES if float8 is None or name in FEW else ["eager"]:
+                check((name, mode), *measured(recipes.load("activation_checkpoint", name), mode, float8))
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("float8", FLOAT8)
+def test_shipped_lists_with_fused_collectives(float8, tmp_path):
+    def body() -> None:
+        for name in LISTS:
+            for mode in MODES if float8 is None or name in FEW else ["eager"]:
+                check((name, mode), *measured(recipes.load("activation_checkpoint", name), mode, float8, fused=True))
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["none", "matmuls"])
+def test_float32(name, mode):
+    check(name, *measured(recipes.load("activation_checkpoint", name), mode, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+def test_bytes_do_not_depend_on_the_width_of_weights(float8, mode):
+    """What is kept has a row for every token: twice the tokens, twice the bytes, and nothing for what has no tokens.
+
+    A scalar for each operand of a tensorwise layer is let through. The list that keeps maxima stands for all.
+    """
+    chosen = recipes.load("activation_checkpoint", "every_second_matmul")
+    one, two = (measured(chosen, mode, float8, batch=batch)[0].bytes for batch in (1, 2))
+    assert abs(two - 2 * one) <= 2 * len(LAYERS) * torch.float32.itemsize
+
+
+def save_list(*rules: SaveRule) -> SaveList:
+    return SaveList("", "recompute", rules)
+
+
+OWN = {
+    "statistics and casts": save_list(SaveRule("statistics", "save"), SaveRule("cast", "save")),
+    "casts of one layer": save_list(SaveRule("cast", "save", module=("w2",)), SaveRule("matmul", "save")),
+    "one op": save_list(SaveRule("aten.mm.default", "save")),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("own", OWN)
+def test_lists_of_ones_own(own, float8, mode):
+    check(own, *measured(OWN[own], mode, float8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_magnitude_too_many_is_seen(mode, monkeypatch):
+    """The formula and the guard each catch it alone: here the guard is off."""
+    bad = recipes.load("activation_checkpoint", "balanced")
+    bad = replace(bad, rules=(SaveRule("aten.abs.default", "save"), *bad.rules))
+    monkeypatch.setattr(activation_checkpoint, "_check_rules", lambda rules, layers: None)
+    found, expected = measured(bad, mode, "rowwise")
+    assert found.bytes > 1.2 * expected.bytes

@@ -1,0 +1,72 @@
+"""Recomputing changes nothing: the same loss and gradients as if everything were kept, bit by bit where torch allows.
+
+Eager mode runs the same kernels twice, so that all is bitwise equal. The compiler fuses what it recomputes anew and may
+round elsewhere; but what attention's backward sees must be bitwise what its saved statistics are of.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallel.held_for_backward import build, stream
+from titanlite import recipes
+from titanlite.config.recipe_schema import ModelRecipe
+
+D, S, B = 64, 48, 2
+SIZES = ModelRecipe("", 1, D, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+LISTS = recipes.names("activation_checkpoint")
+ROUNDINGS = 2 * 11  # forward: norm, wqkv, rope, attention, wo, add, norm, w13, swiglu, w2, add; and backward of each
+
+
+class AttentionBackward(TorchDispatchMode):
+    """Keeps the arguments of attention's backward."""
+
+    supports_higher_order_operators = True  # recomputed attention is one: it restores the random generator
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arguments: list[list] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            # Copies: compiled code writes its next result where an argument was.
+            self.arguments.append([a.clone() if isinstance(a, Tensor) else a for a in args])
+        return func(*args, **(kwargs or {}))
+
+
+def run(name: str, float8: str | None, compiled: bool = False) -> tuple[list[Tensor], AttentionBackward]:
+    """Output of the first block, gradients of its input and of its weights; and what attention's backward was given."""
+    model = build(SIZES, S, recipes.load("activation_checkpoint", name), float8, tokens=B * S)
+    block, x = model.layers[0], stream(B * S, D, torch.bfloat16)
+    if compiled:
+        block.compile(fullgraph=True, dynamic=False)
+    out = block(x, model.cos, model.sin)
+    with AttentionBackward() as seen:
+        out.float().square().mean().backward()
+    return [out, x.grad, *(p.grad for p in block.parameters())], seen
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str | None, list[Tensor]]:
+    return {float8: run("none", float8)[0] for float8 in (None, "tensorwise", "rowwise")}
+
+
+@pytest.mark.parametrize("float8", [None, "tensorwise", "rowwise"])
+@pytest.mark.parametrize("name", [name for name in LISTS if name != "none"])
+def test_eager_is_bitwise_equal(name, float8, kept):
+    for got, truth in zip(run(name, float8)[0], kept[float8], strict=True):
+        assert torch.equal(got, truth)
+
+
+@pytest.mark.parametrize("name", ["none", "full", "attention", "matmuls", "every_second_matmul"])
+def test_compiled_rounds_no_more_than_each_operation_once(name, kept):
+    got, seen = run(name, None, compiled=True)
+    for mine, truth in zip(got, kept[None], strict=True):
+        difference = (mine.float() - truth.float()).norm()
+        assert difference <= ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2 * truth.float().norm()
+    assert len(seen.arguments) == 1
+    _, q, k, v, out, statistics, dropout, is_causal = seen.arguments[0][:8]
+    again = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, is_causal)
+    assert torch.equal(again[0], out)
+    assert torch.equal(again[1], statistics)

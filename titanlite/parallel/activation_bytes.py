@@ -1,0 +1,265 @@
+"""The price list of a block: what each of its activations weighs, and what it costs to compute it again.
+
+Formulas of shapes, for one rank and one forward pass. `titanlite plan` shows them, and tests hold them against what a
+block really keeps (`tests/parallel/test_activation_bytes.py`). Elementwise results have no price: no list may keep
+them, so that they are always computed again.
+
+    t ranks share a layer, M tokens, e bytes an element   wqkv  [M, (H + 2K)·E/t]     w13  [M, 2F/t]
+    attention  [M, H·E/t] and 4 bytes a head and token    wo    [M, D], [M/t, D] once scattered; w2 the same
+
+Not every result that a list keeps is kept by the compiler: it drops what backward has no use for. Eager mode keeps it,
+and computes again whatever stands before the last result that backward needs.
+
+Axes as in `models/llama3.py`. Nothing here needs torch.
+"""
+
+from dataclasses import dataclass
+
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision
+
+LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
+"""The linear layers of a block, in the order in which they run."""
+
+_ATTENTION, _MATMUL, _CAST = CLASSES["attention"][0], CLASSES["matmul"][0], CLASSES["cast"][0]
+_GATHER, _SCATTER = CLASSES["communication"]
+_MEAN, _ROW_MAXIMA, _MAXIMUM = CLASSES["statistics"]
+_GATHER_MATMUL, _MATMUL_SCATTER = "titanlite.all_gather_matmul.default", "titanlite.matmul_reduce_scatter.default"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one rank runs a model.
+
+    Attributes:
+        tokens: M, of a micro-step of this data-parallel rank.
+        seq_len: S.
+        tensor_parallel: t.
+        itemsize: e, bytes of an element of the compute dtype.
+        compiled: whether blocks are compiled.
+        fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
+        float8: the arithmetic of the layers in `converted`.
+        converted: linear layers of a block that compute in float8.
+    """
+
+    tokens: int
+    seq_len: int
+    tensor_parallel: int = 1
+    itemsize: int = 2
+    compiled: bool = True
+    fused: bool = False
+    float8: Float8Recipe | None = None
+    converted: tuple[str, ...] = ()
+
+    def is_float8(self, layer: str) -> bool:
+        """Whether the output of a layer is a product in float8."""
+        return self.float8 is not None and layer in self.converted and self.float8.input.output != "none"
+
+    def is_fused(self, layer: str) -> bool:
+        """Whether the collective of a layer and its matmul are one operation."""
+        if self.float8 is None or layer not in self.converted:
+            return self.fused
+        x, w, g = self.float8.input, self.float8.weight, self.float8.grad_output
+        return self.fused and "none" not in (
+            *(x.output, x.grad_weight, w.output, w.grad_input),
+            *(g.grad_input, g.grad_weight),
+        )
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The result of one operation.
+
+    Attributes:
+        op: that makes it, as torch spells it.
+        layer: linear layer that it belongs to, "" for attention.
+        bytes: that it holds.
+        flops: of computing it again.
+        moved: bytes that computing it again reads, writes, and receives from other ranks.
+    """
+
+    op: str
+    layer: str
+    bytes: int
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One activation under a save-list.
+
+    Attributes:
+        activation: what.
+        decision: what the list says.
+        held: bytes that stay until backward.
+        again: whether backward computes it again.
+    """
+
+    activation: Activation
+    decision: Decision
+    held: int
+    again: bool
+
+
+def activations(sizes: ModelRecipe, layout: Layout) -> list[Activation]:
+    """List what a block computes besides elementwise results, in the order in which it runs.
+
+    Args:
+        sizes: the model's dimensions.
+        layout: the rank's.
+    """
+    M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
+    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.dim // sizes.n_heads
+    wqkv, wo, w13, w2 = LAYERS
+    heads = M * H * E // t
+    attention = Activation(
+        _ATTENTION,
+        "",
+        bytes=e * heads + 4 * M * H // t,
+        flops=2 * heads * layout.seq_len,  # two products, of which the causal half
+        moved=e * (2 * heads + 2 * M * K * E // t) + 4 * M * H // t,
+    )
+    return [
+        *_column_parallel(wqkv, D, (H + 2 * K) * E, layout),
+        attention,
+        *_row_parallel(wo, H * E, D, layout),
+        *_column_parallel(w13, D, 2 * F, layout),
+        *_row_parallel(w2, F, D, layout),
+    ]
+
+
+def block_input(sizes: ModelRecipe, layout: Layout) -> int:
+    """Bytes of the residual stream, [M/t, D], which every checkpointed block keeps."""
+    return layout.itemsize * layout.tokens // layout.tensor_parallel * sizes.dim
+
+
+def price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int]) -> list[Priced]:
+    """Apply a save-list to one block.
+
+    Args:
+        sizes: the model's dimensions.
+        layout: the rank's.
+        save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
+        active: numbers of the rules that are for this block.
+
+    Raises:
+        RecipeError: attention is kept without the matmuls that its q, k and v come from.
+    """
+    rules, listed = BlockRules(save_list, active, LAYERS), activations(sizes, layout)
+    decided = [(a, rules.decide(a.op, to_float8=a.op == _CAST)) for a in listed]
+    kept = {(a.op, a.layer) for a, decision in decided if decision.action == "save"}
+    priced: list[Priced] = []
+    for activation, decision in decided:
+        saved = decision.action == "save"
+        if layout.compiled:
+            used = _is_used(activation, kept, layout)
+            priced.append(Priced(activation, decision, activation.bytes * (saved and used), used and not saved))
+        else:
+            runs_again = not saved and not _is_tail(activation, layout)
+            priced.append(Priced(activation, decision, activation.bytes * saved, runs_again))
+    return priced
+
+
+def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
+    """Bytes that a block without rules holds for backward, its input included where it is kept.
+
+    Eager mode holds what the gradient of each operation uses. The compiler computes elementwise results again where
+    that is cheap; in float8 also the inputs of matmuls, unless the weight gradient uses them as they are.
+    """
+    M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
+    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.dim // sizes.n_heads
+    rows, stream = M // t, block_input(sizes, layout)
+    qkv = e * M * (H + 2 * K) * E // t + e * M * (H + K) * E // t  # for the sake of v, and q and k once rotated
+    attention = e * M * H * E // t + 4 * M * H // t
+    normed = stream if t == 1 else _gathered(LAYERS[0], D, layout)
+    if layout.compiled:
+        recast = layout.float8 is not None and layout.float8.input.grad_weight != "none"
+        recast = recast and not layout.is_fused(LAYERS[0])  # whose casts in backward are kernels, and not merged
+        inputs = stream if recast else stream + e * M * F // t  # what wo adds to, or its result; that of SwiGLU
+        if not recast:
+            inputs += 2 * normed
+        elif t > 1:  # what was gathered for wqkv and w13 is kept as it was cast
+            inputs += 2 * M * D
+        return stream + 2 * 4 * rows + qkv + attention + e * M * 2 * F // t + inputs
+    scaled = 4 * rows * D
+    if e == 4:  # conversions to float32 are the tensors themselves
+        norm, swiglu = stream + scaled + 4 * rows + normed, e * M * 4 * F // t
+    else:
+        norm, swiglu = 2 * scaled + 4 * rows + 4 * D + normed, (3 * 4 + e) * M * F // t
+    return 2 * norm + qkv + attention + swiglu
+
+
+def _column_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:
+    """A norm, and a layer [M/t, K] → [M, N/t]."""
+    M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
+    rows, received = M // t, e * M * K * (t - 1) // t
+    found = [Activation(_MEAN, layer, 4 * rows, 2 * rows * K, e * rows * K)]
+    matmul = _matmul(layer, K, N // t, layout)
+    if layout.is_fused(layer):  # cast before it is gathered
+        gathered, received = _gathered(layer, K, layout), received * (1 if layout.is_float8(layer) else e) // e
+        fused = Activation(_GATHER_MATMUL, layer, gathered + matmul.bytes, matmul.flops, matmul.moved + received)
+        return [*found, *_operands(layer, rows, K, N // t, layout), fused]
+    if t > 1:
+        found.append(Activation(_GATHER, layer, _gathered(layer, K, layout), 0, received))
+    return [*found, *_operands(layer, M, K, N // t, layout), matmul]
+
+
+def _gathered(layer: str, K: int, layout: Layout) -> int:
+    """Bytes of the gathered tokens; what a matmul gathers in float8 comes with a scale for each."""
+    M, e = layout.tokens, layout.itemsize
+    return M * K + 4 * M if layout.is_fused(layer) and layout.is_float8(layer) else e * M * K
+
+
+def _row_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:
+    """A layer [M, K/t] → [M/t, N]."""
+    M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
+    scattered, received = e * M // t * N, e * M * N * (t - 1) // t
+    matmul = _matmul(layer, K // t, N, layout)
+    operands = _operands(layer, M, K // t, N, layout)
+    if layout.is_fused(layer):
+        return [*operands, Activation(_MATMUL_SCATTER, layer, scattered, matmul.flops, matmul.moved + received)]
+    scatter = [Activation(_SCATTER, layer, scattered, 0, received)] if t > 1 else []
+    return [*operands, matmul, *scatter]
+
+
+def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
+    """[M, K] @ [K, N]; operands in float8 have a byte an element."""
+    M, e = layout.tokens, layout.itemsize
+    operand = 1 if layout.is_float8(layer) else e
+    return Activation(_MATMUL, layer, e * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
+
+
+def _operands(layer: str, M: int, K: int, N: int, layout: Layout) -> list[Activation]:
+    """The float8 operands of a layer, [M, K] and [N, K]: maxima and cast of the activation, maxima of the weight."""
+    e, float8 = layout.itemsize, layout.float8
+    if float8 is None or not layout.is_float8(layer):
+        return []
+
+    def maxima(granularity: str, rows: int) -> Activation:
+        op, count = (_ROW_MAXIMA, rows) if granularity == "row" else (_MAXIMUM, 1)
+        return Activation(op, layer, e * count, rows * K, e * rows * K)
+
+    cast = Activation(_CAST, layer, M * K, M * K, (e + 1) * M * K)
+    return [maxima(float8.input.output, M), cast, maxima(float8.weight.output, N)]
+
+
+def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout) -> bool:
+    """Whether backward has a use for a result if it has those that are kept."""
+    op, layer = activation.op, activation.layer
+    is_last = layer == LAYERS[-1]
+    if is_last and op in (_MATMUL, _SCATTER, _MATMUL_SCATTER):
+        return False
+    if op == _MATMUL:
+        return (_SCATTER, layer) not in kept
+    if op in (_ROW_MAXIMA, _MAXIMUM, _CAST) and layout.float8 is not None:
+        products = {(product, layer) for product in (_MATMUL, _SCATTER, _GATHER_MATMUL, _MATMUL_SCATTER)}
+        is_shared = layout.float8.input.output == layout.float8.input.grad_weight == "tensor"
+        return (is_shared and not layout.is_fused(layer)) or not (is_last or kept & products)
+    return True
+
+
+def _is_tail(activation: Activation, layout: Layout) -> bool:
+    """Whether eager mode ends recomputation before it: a matmul of torch's own hands its operands on as it begins."""
+    is_plain = activation.layer not in layout.converted
+    return activation.layer == LAYERS[-1] and (activation.op == _SCATTER or (activation.op == _MATMUL and is_plain))

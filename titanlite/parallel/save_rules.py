@@ -1,0 +1,159 @@
+"""Which rule of a save-list decides about an operation: the first that matches.
+
+The rules are applied twice: to the operations that run (`activation_checkpoint.py`), and to those that a block is known
+to consist of, which gives the price of each rule (`activation_bytes.py`). Nothing here needs torch.
+
+An operation belongs to a linear layer by its place: what comes before a matmul (a norm's statistics, a gather, a cast)
+prepares that layer's input, a reduce-scatter ends the layer of the last matmul. So a rule for `wqkv` holds whatever
+arithmetic the layer runs in.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+from titanlite.config.recipe_schema import SaveList
+from titanlite.errors import Problem, RecipeError, describe
+
+CLASSES: dict[str, tuple[str, ...]] = {
+    "attention": (
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "aten._scaled_dot_product_attention_math.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    ),
+    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
+    "communication": (
+        "_c10d_functional.all_gather_into_tensor.default",
+        "_c10d_functional.reduce_scatter_tensor.default",
+    ),
+    "statistics": ("aten.mean.dim", "aten.amax.default", "aten.max.default"),
+    "cast": ("aten._to_copy.default",),
+}
+"""The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
+float8 scales, a cast is one to float8. What is not listed here is recomputed unless it is named itself."""
+
+FUSED = {
+    "titanlite.all_gather_matmul.default": ("communication", "matmul"),
+    "titanlite.matmul_reduce_scatter.default": ("matmul", "communication"),
+}
+"""Operations that are two in one. Rules see both; the whole is kept if one of the two is."""
+
+_CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
+_OF_OPERANDS = (*CLASSES["cast"], "aten.amax.default", "aten.max.default")
+_AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
+
+Action = Literal["save", "recompute"]
+
+
+class Decision(NamedTuple):
+    """What happens to the result of an operation.
+
+    Attributes:
+        action: "save" or "recompute".
+        rules: numbers of the rules that matched: none if the default decided, two at most, for an operation that is
+            two in one.
+        by: the one of them that decided, or None.
+    """
+
+    action: Action
+    rules: tuple[int, ...]
+    by: int | None
+
+
+class BlockRules:
+    """The rules of one block, applied to one operation of a forward pass after another.
+
+    Args:
+        save_list: the list.
+        active: numbers of the rules that are for this block.
+        layers: names of the block's linear layers, in the order in which they run.
+    """
+
+    def __init__(self, save_list: SaveList, active: frozenset[int], layers: tuple[str, ...]) -> None:
+        self._save_list, self._active, self._layers = save_list, active, layers
+        self._matmuls = 0
+        self._matched: Counter[int] = Counter()
+        self._operands: Counter[str] = Counter()  # casts and their maxima since the last matmul
+        self._recomputed: list[str] = []  # layers since the last attention
+
+    def decide(self, op: str, is_view: bool = False, to_float8: bool = False) -> Decision:
+        """Decide about the next operation.
+
+        Args:
+            op: as torch spells it, "aten.mm.default".
+            is_view: it moves no data.
+            to_float8: its result is float8.
+
+        Raises:
+            RecipeError: attention is kept, but not a matmul that its q, k and v come from.
+        """
+        default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
+        classes = FUSED.get(op) or (self._class(op, to_float8),)
+        layer = self._layer(self._matmuls - (op == _AFTER_ITS_MATMUL)) if classes[0] not in (None, "attention") else ""
+        matched = [(rule, self._action(rule)) for name in classes if (rule := self._first(op, name, layer)) is not None]
+        actions = [action for _, action in matched] + [default] * (len(classes) - len(matched))
+        action: Action = "save" if "save" in actions else "recompute"
+        rules = tuple(rule for rule, _ in matched)
+        if "matmul" in classes:
+            self._matmuls += 1
+            self._operands.clear()
+            self._recomputed += [layer] if action == "recompute" else []
+        elif "attention" in classes:
+            if action == "save" and self._recomputed:
+                raise RecipeError(self._other_bits(rules))
+            self._recomputed.clear()
+        return Decision(action, rules, next((rule for rule, says in matched if says == action), None))
+
+    def _class(self, op: str, to_float8: bool) -> str | None:
+        """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
+        if op in CLASSES["cast"] and not to_float8:
+            return None
+        if op in _OF_OPERANDS:
+            self._operands[op] += 1
+            if self._operands[op] > 1:
+                return None
+        return _CLASS_OF.get(op)
+
+    def _layer(self, matmul: int) -> str:
+        return self._layers[matmul % len(self._layers)]
+
+    def _first(self, op: str, name: str | None, layer: str) -> int | None:
+        """The first rule that matches an operation of that class, or None."""
+        for i, rule in enumerate(self._save_list.rules):
+            if i in self._active and rule.op in (op, name) and (not rule.module or is_named(layer, rule.module)):
+                return i
+        return None
+
+    def _action(self, i: int) -> Action:
+        """What a rule says of the next operation that it matches."""
+        rule = self._save_list.rules[i]
+        self._matched[i] += 1
+        if (self._matched[i] - 1) % rule.every == 0:
+            return rule.action
+        return "recompute" if rule.action == "save" else "save"
+
+    def _other_bits(self, rules: tuple[int, ...]) -> str:
+        """The message for statistics that may belong to other q, k and v than those that backward will see."""
+        where, saw = (f"rules[{rules[0]}].op", '"attention"') if rules else ("default", '"save"')
+        names = [layer.rpartition(".")[2] for layer in self._recomputed]
+        want = (
+            f"the matmuls behind attention's q, k and v kept as well; {', '.join(names)} would be recomputed, and in "
+            "other bits the softmax statistics would not be theirs"
+        )
+        fix = f'put first a rule with op = "matmul", module = {json.dumps(names)}, action = "save"'
+        return describe("save-list", [Problem(where, saw, want, fix)])
+
+
+def is_named(layer: str, patterns: Sequence[str]) -> bool:
+    """Whether one of a rule's modules, like "wo", "attention.wo" or "feed_forward.*", is the end of a layer's name.
+
+    Args:
+        layer: dotted name of a linear layer within its block.
+        patterns: shell patterns.
+    """
+    return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
