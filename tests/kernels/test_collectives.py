@@ -7,6 +7,8 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.linear import FusedLinear, linear
+from titanlite.models.layers import Linear
+from titanlite.parallel.tensor import ColumnParallelLinear
 
 M, D = 12, 5
 
@@ -86,3 +88,13 @@ def test_what_cannot_be_fused_is_refused(sides: tuple[str, ...]):
     group = Group("of nobody", 2, 0)
     with pytest.raises(ValueError, match=r"linear: fused with gather .*; want one of the two"):
         linear(of_rank(0, M, D), of_rank(1, 8, D), **dict.fromkeys(sides, group), fused=FusedLinear())
+
+
+def test_an_arithmetic_of_its_own_is_not_replaced_by_fusing():
+    layer = Linear(D, {"w": 8}, std=0.02)
+    layer.__class__ = ColumnParallelLinear
+    layer.group, layer.asynchronous = Group("of nobody", 2, 0), True  # type: ignore[assignment]
+    assert layer.fused is not None  # type: ignore[attr-defined]
+    layer.matmul = lambda x, w: x @ w.T
+    assert layer.fused is None  # type: ignore[attr-defined]
+    assert layer.unfused == "has an arithmetic of its own"  # type: ignore[attr-defined]

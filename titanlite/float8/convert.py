@@ -59,6 +59,8 @@ class Float8Matmul:
         self.products = LinearMMConfig(*(ScaledMMConfig(emulate, g.use_fast_accum, False, False) for g in gemms))
         self.function = matmul_with_hp_or_float8_args
         self.unfused = FusedFloat8.obstacle(recipe)
+        if emulate and torch.cuda.is_available():
+            self.unfused = "is emulated on this GPU"
         self.fused = FusedFloat8(recipe)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -130,8 +132,6 @@ def apply_float8(
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     emulate = capability[0] + capability[1] / 10 < recipe.min_compute_capability
     matmul = Float8Matmul(recipe, emulate)
-    if emulate and device.type == "cuda":
-        matmul.unfused = f"is emulated on compute capability {capability[0]}.{capability[1]}"
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     if unused := [f for f in filter_fqns if not any(f in name for name in linears)]:
         want = f"part of the name of a linear layer: {', '.join(dict.fromkeys(n.split('.')[-1] for n in linears))}, …"

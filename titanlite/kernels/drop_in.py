@@ -112,7 +112,8 @@ def fused_all_gather_scaled_matmul(
         out_dtype=dtypes[0] if len(set(dtypes)) == 1 else torch.float32,
         fast_accum=all(use_fast_accum),
     )
-    return gathered, [product.to(dtype) for product, dtype in zip(products, dtypes, strict=False)]
+    products = products[: len(Bs)]  # behind them are the scales that travelled
+    return gathered, [product.to(dtype) for product, dtype in zip(products, dtypes, strict=True)]
 
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:

@@ -82,7 +82,7 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
             "all_gather_matmul",
             group,
             f"{shard.dtype} {whole} gathered along dim {at}, {form} of {_shapes(*others)}, scaled by {scale_of}, to "
-            f"{out_dtype_of(shard.dtype, out_dtype)}",
+            f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}",
         )
         reason = no_peer_access(group)
         if reason is None:
@@ -109,7 +109,7 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
         stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)
         shapes = _shapes(*lefts, *rights)
         dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
-        what = f"{shapes} scattered along dim {dim % lefts[0].ndim}, {dtypes}"
+        what = f"{shapes} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
         agree("matmul_reduce_scatter", group, what)
         reason = no_peer_access(group)
         if reason is None:

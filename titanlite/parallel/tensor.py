@@ -50,14 +50,14 @@ class ParallelLinear(Linear):
     @property
     def unfused(self) -> str | None:
         """Why its collectives stand beside its matmuls although `asynchronous` is set, or None."""
-        return getattr(self.matmul, "unfused", None)
+        return None if self.matmul is F.linear else getattr(self.matmul, "unfused", "has an arithmetic of its own")
 
     @property
     def fused(self) -> Fused | None:
         """What fuses its collectives with its matmuls, if they are to be fused."""
         if not self.asynchronous or self.unfused is not None:
             return None
-        return getattr(self.matmul, "fused", _FUSED_LINEAR)
+        return _FUSED_LINEAR if self.matmul is F.linear else self.matmul.fused  # type: ignore[attr-defined]
 
 
 class ColumnParallelLinear(ParallelLinear):

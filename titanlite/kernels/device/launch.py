@@ -101,7 +101,7 @@ class _Known:
         self.run(blocks, 1, 1, stream, self.function, self.metadata, None, None, None, *passed)
 
 
-_compiled: dict[tuple[int, Hashable, Hashable], CompiledKernel | _Known] = {}
+_compiled: dict[tuple[int, Hashable, Hashable, Hashable], CompiledKernel | _Known] = {}
 
 
 def launch(
@@ -123,7 +123,9 @@ def launch(
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    name = id(kernel), key, tuple([address % 16 for address in addresses])
+    ids = [id(tensor) for tensor in tensors]
+    same = tuple([ids.index(i) for i in ids])  # one tensor in two places is another launch than two tensors
+    name = id(kernel), key, same, tuple([address % 16 for address in addresses])
     known = _compiled.get(name)
     if type(known) is _Known:
         known.launch(blocks, tensors, addresses)

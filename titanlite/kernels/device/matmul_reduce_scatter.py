@@ -7,7 +7,7 @@ last block signals the peers. `_reduce` waits for them and adds what all ranks h
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -414,6 +414,8 @@ def _plan(
     specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
     specialised = specialised and dtype.itemsize == 2
     specialised = specialised and pick.n // PART.value <= triton.cdiv(K, pick.k)  # stored in parts, one a step
+    if choice is None and dtype.itemsize == 4:  # a tile on its way out takes twice the room
+        pick = replace(pick, n=128)
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N
