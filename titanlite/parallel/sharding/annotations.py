@@ -55,7 +55,7 @@ def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -
     problems: list[Problem] = []
     pinned: dict[Node, Pinned] = {}
     held = {name: node for node, name in graph.names.items() if node.op == "placeholder"}
-    names = {**held, **{f"@{name}": node for name, node in graph.calls.items()}}
+    names = {**held, **graph.aliases, **{f"@{name}": node for name, node in graph.calls.items()}}
     for pattern, text in annotations.items():
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:

@@ -6,6 +6,7 @@ so; and a partial sum that is all-reduced although nobody said that its consumer
 """
 
 import math
+import re
 from collections.abc import Mapping
 
 from torch.distributed.tensor import Partial, Shard
@@ -33,11 +34,22 @@ def check(graph: Graph, plan: Plan, selection: Selection, sizes: Mapping[str, in
         ShardingError: every problem is in the message.
     """
     nodes = {name: node for node, name in graph.names.items()}
-    problems = [_unasked(nodes, plan, c, sizes) for c in plan.collectives if not c.asked and c.direction == "forward"]
-    if not problems:  # else weights and sums may be undecided only because their inputs are wrongly placed
+    unasked = [c for c in plan.collectives if not c.asked and c.direction == "forward"]
+    # A shard that a reshape breaks leaves all that follows undecided; what else is wrong may be nothing but that.
+    broken = [c for c in unasked if c.consumers and nodes[c.consumers[0]].target in RESHAPES]
+    problems = [_unasked(nodes, plan, c, sizes) for c in _one_of_each(broken or unasked)]
+    if not problems:
         problems = [*_unsharded_weights(graph, plan), *_undecided_sums(graph, plan, selection)]
     if problems:
         raise ShardingError(describe("sharding plan", problems))
+
+
+def _one_of_each(collectives: list[Collective]) -> list[Collective]:
+    """The first of those that differ only in the number of their layer."""
+    found: dict[object, Collective] = {}
+    for c in collectives:
+        found.setdefault((re.sub(r"_?\d+", "", f"{c.tensor} {c.module}"), c.axis, c.shape, c.source, c.target), c)
+    return list(found.values())
 
 
 def _name(plan: Plan, tensor: str) -> str:
@@ -64,11 +76,12 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
     else:
         want = f"one placement of the tensors that {user.name} ({user.target}) computes with"
     chain = plan.why(collective.tensor, axis)
+    shown = [*chain[:4], f"{len(chain) - 7} more", *chain[-3:]] if len(chain) > 8 else chain
     annotated = chain[-1].removeprefix("annotation ").strip('"').partition(" = ")[0]
     fixes.append(f'"{annotated}" = "replicate"' if chain[-1].startswith("annotation") else "annotate it")
     seen = (
         f"{show(source)} on {axis}, needed as {show(collective.target)} by {user.name}: an unasked "
-        f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: " + "\n        <- ".join(chain)
+        f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: " + "\n        <- ".join(shown)
     )
     return Problem(_name(plan, collective.tensor), seen, want, ", or ".join(f for f in fixes if f))
 
@@ -77,7 +90,7 @@ def _divisible(
     before: tuple[int, ...], after: tuple[int, ...], dim: int, axis: str, size: int, sizes: Mapping[str, int]
 ) -> str:
     """The degree that a reshape allows, in the words of the model's dimensions."""
-    outer = {i: o for i, o in moved_shards(before, after, 1).items()}
+    outer = moved_shards(before, after, 1)
     if dim not in outer:
         return ""
     limit = after[outer[dim]]
@@ -89,19 +102,22 @@ def _divisible(
 
 def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
     """Matrices that are whole on every rank and on every axis, and not annotated."""
-    problems = []
-    for parameter in graph.parameters:
-        placed = plan.tensors[graph.names[parameter]]
+    problems: dict[str, Problem] = {}
+    for parameter, name in graph.names.items():
+        if parameter not in graph.parameters:
+            continue
+        placed = plan.tensors[name]
         decided = any(o.reason != "default" for o in placed.origins)
         uses = [] if decided else _matmuls(parameter)
         if uses:
-            where = _name(plan, placed.name)
+            where = _name(plan, name)
             axis = next(iter(plan.axes))
             seen = f"whole on every rank, and no annotation says so; used by {uses[0].name} ({uses[0].target})"
             want = "a sharded weight, or one that is whole on purpose"
-            fix = f'"{placed.name}" = "{axis}:0" (its output features), "{axis}:1" (its input features) or "replicate"'
-            problems.append(Problem(where, seen, want, fix))
-    return problems
+            pattern = re.sub(r"\b\d+\b", "*", name)
+            fix = f'"{pattern}" = "{axis}:0" (its output features), "{axis}:1" (its input features) or "replicate"'
+            problems.setdefault(pattern, Problem(where, seen, want, fix))
+    return list(problems.values())
 
 
 def _matmuls(parameter: Node) -> list[Node]:
@@ -121,7 +137,7 @@ def _matmuls(parameter: Node) -> list[Node]:
 
 def _undecided_sums(graph: Graph, plan: Plan, selection: Selection) -> list[Problem]:
     """Partial sums that are made whole only because nothing says what their consumers want."""
-    problems = []
+    problems: dict[str, Problem] = {}
     for node in graph.operators:
         placed = plan.tensors[graph.names[node]]
         pairs: list[tuple[str, Placement, Placement]] = [
@@ -132,9 +148,10 @@ def _undecided_sums(graph: Graph, plan: Plan, selection: Selection) -> list[Prob
             if not isinstance(computed, Partial) or not final.is_replicate() or not placed.shape:
                 continue
             if origin.reason == "default":
-                where = f"@{placed.module}" if placed.module else "annotate what consumes it"
+                where = "@" + re.sub(r"\b\d+\b", "*", placed.module)
                 size = value(node).numel() * value(node).element_size() / 2**20
                 seen = f"a partial sum on {axis}, and nothing says where it is wanted; all-reduced, {size:.1f} MiB"
                 want = "a shard, for a reduce-scatter, or whole on purpose"
-                problems.append(Problem(_name(plan, placed.name), seen, want, f'"{where}" = "{axis}:0" or "replicate"'))
-    return problems
+                fix = f'"{where}" = "{axis}:0" or "replicate"'
+                problems.setdefault(where, Problem(_name(plan, placed.name), seen, want, fix))
+    return list(problems.values())

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from titanlite.parallel.sharding.annotations import pin
 from titanlite.parallel.sharding.check import check
-from titanlite.parallel.sharding.graph import Graph, export, module_of, value
+from titanlite.parallel.sharding.graph import Graph, export, value
 from titanlite.parallel.sharding.plan import Origin, PlacedTensor, Plan
 from titanlite.parallel.sharding.propagate import Propagation
 from titanlite.parallel.sharding.select import Selection
@@ -64,8 +64,7 @@ def derive(graph: Graph, axes: Mapping[str, int], annotations: Mapping[str, str]
     for node, name in graph.names.items():
         known = propagation.decided[node]
         origins = tuple(known[a].origin if a in known else Origin("default") for a in axes)
-        module = module_of(node) if node.op != "placeholder" else name.rpartition(".")[0]
         shape, dtype = tuple(value(node).shape), str(value(node).dtype).removeprefix("torch.")
-        tensors[name] = PlacedTensor(name, module, shape, dtype, selection.placements(node), origins)
+        tensors[name] = PlacedTensor(name, graph.home(node), shape, dtype, selection.placements(node), origins)
     collectives = tuple(selection.collectives())
     return Plan(dict(axes), tensors, collectives, selection.steps, selection.gradients), selection

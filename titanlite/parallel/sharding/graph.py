@@ -31,6 +31,7 @@ class Graph:
         outputs: nodes that the model returns.
         trained: nodes that a gradient reaches.
         of_weights: nodes that are computed of nothing but parameters and constants.
+        aliases: other names of parameters that are tied.
         calls: per module call, by its name in the model, the node that it ends with.
     """
 
@@ -42,7 +43,14 @@ class Graph:
     outputs: list[Node]
     trained: set[Node]
     of_weights: set[Node]
+    aliases: dict[str, Node]
     calls: dict[str, Node]
+
+    def home(self, node: Node) -> str:
+        """The innermost module that computes or holds a tensor, or ""."""
+        if node.op == "placeholder":
+            return self.names[node].rpartition(".")[0]
+        return (modules_of(node) or [""])[-1]
 
 
 def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
@@ -65,6 +73,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     first: dict[Tensor, Node] = {}
     names: dict[Node, str] = {}
     parameters: set[Node] = set()
+    aliases: dict[str, Node] = {}
     given: list[Node] = []
     trained: set[Node] = set()
     for node in list(graph.find_nodes(op="placeholder")):
@@ -74,6 +83,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
             given.append(node)
             names[node] = node.name
         elif (example := tensors[name]) in first:
+            aliases[name] = first[example]
             node.replace_all_uses_with(first[example])
             graph.erase_node(node)
             continue
@@ -102,7 +112,9 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
             of_weights.add(node)
         for module in modules_of(node):
             calls[module] = node
-    return Graph(graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, calls)
+    return Graph(
+        graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
+    )
 
 
 def value(node: Node) -> Tensor:
@@ -138,11 +150,6 @@ def modules_of(node: Node) -> list[str]:
     return [name for name, _ in (node.meta.get("nn_module_stack") or {}).values() if name]
 
 
-def module_of(node: Node) -> str:
-    """The innermost of them, or ""."""
-    return (modules_of(node) or [""])[-1]
-
-
 def is_item(node: Node) -> bool:
     """Whether a node only picks one of several tensors of another."""
     return node.target is operator.getitem
@@ -153,9 +160,8 @@ def _split_biases(graph: fx.Graph) -> None:
         x, weight, *bias = node.args
         if not bias or bias[0] is None:
             continue
-        with graph.inserting_before(node):
-            product = graph.call_function(aten.linear.default, (x, weight))
-            total = graph.call_function(aten.add.Tensor, (product, bias[0]))
-        product.meta, total.meta = dict(node.meta), dict(node.meta)
+        with graph.inserting_after(node):
+            total = graph.create_node("call_function", aten.add.Tensor, name=f"{node.name}_and_bias")
         node.replace_all_uses_with(total)
-        graph.erase_node(node)
+        node.args, total.args = (x, weight), (node, bias[0])
+        total.meta = dict(node.meta)

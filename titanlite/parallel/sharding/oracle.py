@@ -1,4 +1,4 @@
-"""DTensor's own sharding rules, asked for one operator and one mesh axis: the only file that uses torch's private parts.
+"""DTensor's own sharding rules, asked for one operator and mesh axis: the only file that uses torch's private parts.
 
 Every combination of whole and sharded inputs is put to DTensor's sharding propagator, without any process group; those
 that it would run as they are, without moving an input first, are rules. Partial inputs are never asked for: in a plan
@@ -7,7 +7,7 @@ partial sums are resolved where they arise.
 What is relied on, and compared with known answers by `self_test`:
 
     DTensor._op_dispatcher.sharding_propagator      .propagate_op_sharding_non_cached(OpSchema) → OutputSharding
-    …op_strategy_funcs, op_single_dim_strategy_funcs    whether DTensor has a rule at all
+    …op_strategy_funcs, op_single_dim_strategy_funcs   whether DTensor has a rule at all
     …op_to_schema_info, …_for_single_dim_strategy   without them an operator on a list of tensors gives wrong rules
     OutputSharding.redistribute_schema              None, or what DTensor would move its inputs to
     DeviceMesh(…, _init_backend=False, _rank=0)     a mesh without processes
@@ -60,7 +60,7 @@ def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         spec_args, spec_kwargs = pytree.tree_unflatten(specs, tree)
         try:
             result = propagator.propagate_op_sharding_non_cached(OpSchema(op, spec_args, spec_kwargs, info))
-        except Exception:  # DTensor refuses a combination with whatever error its rule ran into  # noqa: S112
+        except Exception:  # DTensor refuses a combination with whatever error its rule ran into
             continue
         wanted = result.redistribute_schema
         if wanted is not None:

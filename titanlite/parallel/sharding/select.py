@@ -12,14 +12,14 @@ that all such gradients can be summed together, once a step.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
-from titanlite.parallel.sharding.graph import module_of, modules_of, tensor_inputs, value
+from titanlite.parallel.sharding.graph import modules_of, tensor_inputs, value
 from titanlite.parallel.sharding.plan import REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
 from titanlite.parallel.sharding.propagate import Propagation
 from titanlite.parallel.sharding.rules import MATMULS, Rule, is_weight_of, wire_bytes
@@ -130,18 +130,19 @@ class Selection:
         return tuple(chosen)
 
     def _cost(self, node: Node, sources: list[Node], rule: Rule, axis: str, final: Placement) -> tuple[float, int]:
-        """Bytes on the wire, and then hops."""
+        """Bytes on the wire, and then hops.
+
+        Sums of partial gradients are left out: they would make ranks repeat each other's work where weights are large.
+        """
         bytes_moved, n_hops = 0.0, 0
         partial = _makes_partial_gradients(rule)
-        pairs = [
-            (s, self._known.placement(s, axis), needed, partial) for s, needed in zip(sources, rule.inputs, strict=True)
-        ]
-        for tensor, source, target, gradient in [*pairs, (node, rule.output, final, False)]:
-            if source == target and not (gradient and target.is_replicate() and tensor in self.graph.trained):
+        needs = [(s, self._known.placement(s, axis), p, partial) for s, p in zip(sources, rule.inputs, strict=True)]
+        for tensor, source, target, gradient in [*needs, (node, rule.output, final, False)]:
+            if source == target:
                 continue
             if tensor in self.graph.parameters and isinstance(source, Shard):
                 return float("inf"), 0
-            n_hops += source != target
+            n_hops += 1
             forward, backward = _kinds(source, target, gradient)
             for kind in (forward, backward if tensor in self.graph.trained else None):
                 if kind:
@@ -223,7 +224,11 @@ class Selection:
             axis = self._axes[hop.axis]
             asked = self._is_asked(node, hop, consumers)
             gradients = hop.backward if node in self.graph.trained else None
-            for kind, into, direction in ((hop.forward, forward, "forward"), (gradients, backward, "backward")):
+            passes: list[tuple[Kind | None, list[Collective], Literal["forward", "backward"]]] = [
+                (hop.forward, forward, "forward"),
+                (gradients, backward, "backward"),
+            ]
+            for kind, into, direction in passes:
                 if kind is None:
                     continue
                 size = torch.Size(hop.shape).numel() * tensor.element_size()
@@ -232,11 +237,11 @@ class Selection:
                         kind,
                         axis,
                         move.tensor,
-                        _boundary(node, [user for user, _ in consumers]),
+                        self._boundary(node, [user for user, _ in consumers]),
                         hop.shape,
                         str(tensor.dtype).removeprefix("torch."),
                         wire_bytes(kind, size, self._sizes[hop.axis]),
-                        direction,  # type: ignore[arg-type]
+                        direction,
                         hop.source,
                         hop.target,
                         tuple(self.graph.names[user] for user, _ in consumers),
@@ -251,10 +256,17 @@ class Selection:
                 size = self._known.axes[axis]
                 shape = (size, rule.statistics, value(tensor_inputs(node)[0]).shape[0])
                 sent = wire_bytes("all_gather", 4 * torch.Size(shape).numel(), size)
-                name, module = self.graph.names[node], module_of(node)
+                name, module = self.graph.names[node], self.graph.home(node)
                 forward.append(
                     Collective("all_gather", axis, name, module, shape, "float32", sent, "forward", Shard(0), REPLICATE)
                 )
+
+    def _boundary(self, node: Node, consumers: list[Node]) -> str:
+        """The innermost module that holds all consumers, or, without any, the one that computes or holds the tensor."""
+        if not consumers:
+            return self.graph.home(node)
+        common = [m for m in modules_of(consumers[0]) if all(m in modules_of(other) for other in consumers)]
+        return (common or [""])[-1]
 
     def _is_asked(self, node: Node, hop: Hop, consumers: list[tuple[Node, int]]) -> bool:
         """Whether an annotation asks for it; a tensor's own move ends at a partial sum or at an annotation."""
@@ -280,11 +292,3 @@ def _share_a_dim(rule: Rule, other: Rule) -> bool:
 
 def _shards_another(rule: Rule, position: int) -> bool:
     return any(isinstance(p, Shard) for i, p in enumerate(rule.inputs) if i != position)
-
-
-def _boundary(node: Node, consumers: list[Node]) -> str:
-    """The innermost module that holds all consumers, or, without any, the one that computes or holds the tensor."""
-    if not consumers:
-        return module_of(node)
-    common = [m for m in modules_of(consumers[0]) if all(m in modules_of(other) for other in consumers)]
-    return (common or [""])[-1]
