@@ -59,16 +59,21 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
     """
     at = list(move.source)
 
-    def order(axis: int) -> tuple[bool, int]:
-        return isinstance(move.target[axis], Shard), axis
-
-    for axis in sorted(range(len(sizes)), key=order):
-        source, target, partial = at[axis], move.target[axis], move.partial_gradient[axis]
+    def hop(axis: int, target: Placement, partial: bool) -> Hop:
         others = tuple(REPLICATE if i == axis else p for i, p in enumerate(at))
-        if source != target or partial:
-            forward, backward = _kinds(source, target, partial)
-            yield Hop(axis, source, target, forward, backward, local_shape(shape, others, sizes))
-        at[axis] = target
+        source, at[axis] = at[axis], target
+        return Hop(axis, source, target, *_kinds(source, target, partial), local_shape(shape, others, sizes))
+
+    left = [a for a in range(len(sizes)) if at[a] != move.target[a] or move.partial_gradient[a]]
+    left.sort(key=lambda axis: isinstance(move.target[axis], Shard))
+    while left:
+        # A dim that another axis still splits is not free: parts of parts would be in another order.
+        free = [a for a in left if not any(isinstance(p, Shard) and p == move.target[a] for p in at)]
+        if free:
+            yield hop(free[0], move.target[free[0]], move.partial_gradient[free[0]])
+            left.remove(free[0])
+        else:
+            yield hop(left[0], REPLICATE, False)
 
 
 def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tuple[Kind | None, Kind | None]:
