@@ -15,6 +15,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 
 _COMMANDS = {
     "validate": "titanlite.commands.validate",
+    "plan": "titanlite.commands.plan",
     "recipes": "titanlite.commands.recipes",
     "prepare": "titanlite.commands.prepare",
     "compare": "titanlite.commands.compare",

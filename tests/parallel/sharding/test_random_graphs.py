@@ -70,7 +70,9 @@ class Random(nn.Module):
 
 
 OPERATORS = ["linear", "matmul", "add", "mul", "reshape", "transpose", "sum", "cat", "split", "relu", "ones"]
-programs = st.lists(st.tuples(st.sampled_from(OPERATORS), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=10)
+programs = st.lists(
+    st.tuples(st.sampled_from(OPERATORS), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=10
+)
 placements = st.sampled_from(["x:0", "x:1", "y:0", "y:1", "x:0 y:1", "x:1 y:0", "replicate"])
 annotated = st.dictionaries(
     st.sampled_from(["a", "b", "weights.0", "weights.1", "weights.2", "weights.3"]), placements, min_size=3, max_size=6

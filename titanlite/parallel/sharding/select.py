@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
 from titanlite.parallel.sharding.graph import modules_of, tensor_inputs, value
-from titanlite.parallel.sharding.plan import REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
+from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
 from titanlite.parallel.sharding.propagate import Propagation
 from titanlite.parallel.sharding.rules import MATMULS, Rule, is_weight_of, wire_bytes
 
@@ -38,6 +38,7 @@ class Hop(NamedTuple):
         target: placement after.
         forward: the collective, or None for one that is free.
         backward: that of the gradient.
+        gradient: placement of the gradient that comes back.
         shape: of the whole on this axis, as one rank of the other axes has it.
     """
 
@@ -46,7 +47,11 @@ class Hop(NamedTuple):
     target: Placement
     forward: Kind | None
     backward: Kind | None
+    gradient: Placement
     shape: tuple[int, ...]
+
+
+_Pass = tuple[list[Collective], Literal["forward", "backward"], Kind | None, Placement, Placement]
 
 
 def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Hop]:
@@ -62,7 +67,8 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
     def hop(axis: int, target: Placement, partial: bool) -> Hop:
         others = tuple(REPLICATE if i == axis else p for i, p in enumerate(at))
         source, at[axis] = at[axis], target
-        return Hop(axis, source, target, *_kinds(source, target, partial), local_shape(shape, others, sizes))
+        kinds, gradient = _kinds(source, target, partial), _gradient(target, partial)
+        return Hop(axis, source, target, *kinds, gradient, local_shape(shape, others, sizes))
 
     left = [a for a in range(len(sizes)) if at[a] != move.target[a] or move.partial_gradient[a]]
     left.sort(key=lambda axis: isinstance(move.target[axis], Shard))
@@ -74,6 +80,13 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
             left.remove(free[0])
         else:
             yield hop(left[0], REPLICATE, False)
+
+
+def _gradient(placement: Placement, is_partial: bool) -> Placement:
+    """Where the gradient of a tensor is: split as the tensor is, whole for one that is whole or a partial sum."""
+    if isinstance(placement, Shard):
+        return placement
+    return PARTIAL if is_partial else REPLICATE
 
 
 def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tuple[Kind | None, Kind | None]:
@@ -228,29 +241,28 @@ class Selection:
         for hop in hops(move, tuple(tensor.shape), self._sizes):
             axis = self._axes[hop.axis]
             asked = self._is_asked(node, hop, consumers)
-            gradients = hop.backward if node in self.graph.trained else None
-            passes: list[tuple[Kind | None, list[Collective], Literal["forward", "backward"]]] = [
-                (hop.forward, forward, "forward"),
-                (gradients, backward, "backward"),
-            ]
-            for kind, into, direction in passes:
+            there, back = (hop.source, hop.target), (hop.gradient, _gradient(hop.source, False))
+            passes: list[_Pass] = [(forward, "forward", hop.forward, *there)]
+            if node in self.graph.trained:
+                passes.append((backward, "backward", hop.backward, *back))
+            for into, direction, kind, source, target in passes:
                 if kind is None:
                     continue
                 size = torch.Size(hop.shape).numel() * tensor.element_size()
                 into.append(
                     Collective(
-                        kind,
-                        axis,
-                        move.tensor,
-                        self._boundary(node, [user for user, _ in consumers]),
-                        hop.shape,
-                        str(tensor.dtype).removeprefix("torch."),
-                        wire_bytes(kind, size, self._sizes[hop.axis]),
-                        direction,
-                        hop.source,
-                        hop.target,
-                        tuple(self.graph.names[user] for user, _ in consumers),
-                        asked,
+                        kind=kind,
+                        axis=axis,
+                        tensor=move.tensor,
+                        module=self._boundary(node, [user for user, _ in consumers]),
+                        shape=hop.shape,
+                        dtype=str(tensor.dtype).removeprefix("torch."),
+                        wire_bytes=wire_bytes(kind, size, self._sizes[hop.axis]),
+                        direction=direction,
+                        source=source,
+                        target=target,
+                        consumers=tuple(self.graph.names[user] for user, _ in consumers),
+                        asked=asked,
                     )
                 )
 
