@@ -69,6 +69,21 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, S, D))
 
 
+class SeparateAttention(nn.Module):
+    """Queries, keys and values of a weight each, grouped heads, and the residual stream."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.width = dim // heads
+        self.wq, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(dim, dim // 2, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.wo(out.transpose(1, 2).flatten(2))
+
+
 class TransformerBlock(nn.Module):
     """The block of GPT-2, as in nvFuser's test_transformer_forward."""
 
@@ -110,6 +125,10 @@ def residual_mlp(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
 
 def attention(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
     return (Attention(16, 4), [(2, 8, 16)]) if small else (Attention(768, 16), [(2, 128, 768)])
+
+
+def separate(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
+    return (SeparateAttention(32, 8), [(2, 8, 32)]) if small else (SeparateAttention(768, 16), [(2, 128, 768)])
 
 
 def block(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
@@ -160,6 +179,13 @@ CASES = {
         attention, T4, T4, {"qkv.weight": "tp:0", "qkv.bias": "tp:0", "out.weight": "tp:1"},
         HEADS | {"linear_1": "R"},
         {"all_reduce": 1}, {"all_reduce": 1},
+    ),
+    # Were tokens as strong as weights, they would be first at the keys and values.
+    "weights before activations": Case(
+        separate, T4, T4, {"wq.weight": "tp:0", "x": "tp:1"},
+        {"wk.weight": "S(0)", "wv.weight": "S(0)", "wo.weight": "S(1)", "linear_1": "S(2)", "linear_3": "S(1)",
+         "scaled_dot_product_attention": "S(1)", "add": "S(1)"},
+        {"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1, "reduce_scatter": 1},
     ),
     "residual add of random numbers": Case(
         function(lambda x: x + torch.rand(4, 6, device=x.device, dtype=x.dtype), (4, 6)), T2, T2, {"inputs_0": "tp:0"},

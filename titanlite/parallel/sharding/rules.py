@@ -262,14 +262,12 @@ def _along_dim(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: 
 
 
 @_own(aten.scaled_dot_product_attention.default)
-def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], size: int) -> Iterable[Rule]:
+def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     """[B, H, S, E] queries, [B, K, S, E] keys and values: over B, and over heads where H and K both divide."""
-    q, k, _, *mask = inputs
+    mask = inputs[3:]
     if arguments["dropout_p"]:
         return
     for dim in range(out.ndim - 2):
-        if q.shape[dim] % size or k.shape[dim] % size:
-            continue
         own = [dim - out.ndim + m.ndim for m in mask]
         split = (Shard(d) if d >= 0 and m.shape[d] != 1 else REPLICATE for d, m in zip(own, mask, strict=True))
         yield Rule((Shard(dim),) * 3 + tuple(split), Shard(dim))
