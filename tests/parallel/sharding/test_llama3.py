@@ -137,6 +137,17 @@ def test_the_plan_computes_llama(tied: bool, tmp_path, monkeypatch) -> None:
     run_ranks(body, tmp_path, world=4)
 
 
+def test_tokens_that_are_whole_between_layers_are_all_reduced() -> None:
+    model, tokens = on_meta(SIZES)
+    plan = plan_model(model, [tokens], {"tp": 4}, {**Llama3.sharding, "@tok_embeddings": "replicate"})
+    L = SIZES.n_layers
+    assert Counter((c.kind, c.direction) for c in plan.collectives) == {
+        ("all_reduce", "forward"): 2 * L + 1,  # wo, w2; embedding
+        ("all_reduce", "backward"): 2 * L + 1,  # wqkv, w13; output; norms see whole gradients
+    }
+    assert plan.why("add_3", "tp")[-1] == 'annotation "@tok_embeddings = replicate"'
+
+
 COMPLETE = {**Llama3.sharding, "layers.*.attention.wo.weight": "tp:1", "layers.*.feed_forward.w2.weight": "tp:1"}
 
 

@@ -79,7 +79,7 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
             yield hop(free[0], move.target[free[0]], move.partial_gradient[free[0]])
             left.remove(free[0])
         else:
-            yield hop(left[0], REPLICATE, False)
+            yield hop(next(a for a in left if isinstance(at[a], Shard)), REPLICATE, False)
 
 
 def _gradient(placement: Placement, is_partial: bool) -> Placement:
