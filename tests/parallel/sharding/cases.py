@@ -127,6 +127,10 @@ def attention(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
     return (Attention(16, 4), [(2, 8, 16)]) if small else (Attention(768, 16), [(2, 128, 768)])
 
 
+def row_parallel(_: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
+    return Function(lambda x, r, w: r + F.linear(x.relu(), w), weight=(6, 8)), [(4, 8), (4, 6)]
+
+
 def separate(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
     return (SeparateAttention(32, 8), [(2, 8, 32)]) if small else (SeparateAttention(768, 16), [(2, 128, 768)])
 
@@ -186,6 +190,18 @@ CASES = {
         {"wk.weight": "S(0)", "wv.weight": "S(0)", "wo.weight": "S(1)", "linear_1": "S(2)", "linear_3": "S(1)",
          "scaled_dot_product_attention": "S(1)", "add": "S(1)"},
         {"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1, "reduce_scatter": 1},
+    ),
+    "the right operand before the left": Case(
+        function(torch.matmul, (4, 8), (8, 4)), T2, T2, {"inputs_0": "tp:0", "inputs_1": "tp:1"},
+        {"matmul": "S(1)"}, {"all_gather": 1}, {"reduce_scatter": 1},
+    ),
+    "a weight stays while its output is placed": Case(
+        row_parallel, T2, T2, {"weight": "tp:1", "inputs_1": "tp:0"},
+        {"linear": "S(0)", "relu": "R"}, {"reduce_scatter": 1}, {"all_gather": 2},
+    ),
+    "pieces along the dim that they are cut from": Case(
+        function(lambda x, y: y + x.split([2, 6])[1], (8, 4), (6, 4)), T2, T2, {"inputs_1": "tp:0"},
+        {"split_with_sizes": "R", "getitem_1": "S(0)", "add": "S(0)"}, {}, {"all_gather": 1},
     ),
     "residual add of random numbers": Case(
         function(lambda x: x + torch.rand(4, 6, device=x.device, dtype=x.dtype), (4, 6)), T2, T2, {"inputs_0": "tp:0"},

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
-from titanlite.parallel.sharding.graph import modules_of, tensor_inputs, value
+from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
 from titanlite.parallel.sharding.propagate import Propagation
 from titanlite.parallel.sharding.rules import MATMULS, Rule, is_weight_of, wire_bytes
@@ -140,6 +140,8 @@ class Selection:
             for rule in self._known.rules[node][axis]:
                 if any(_share_a_dim(rule, other) for other in chosen) or (has_several and rule.output != final):
                     continue
+                if is_item(node) and rule.inputs[0] != self._known.placement(sources[0], axis):
+                    continue  # pieces are moved one by one
                 cost = self._cost(node, sources, rule, axis, final)
                 if best is None or cost < best[0]:
                     best = cost, rule
