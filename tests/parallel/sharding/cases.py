@@ -131,6 +131,10 @@ def row_parallel(_: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
     return Function(lambda x, r, w: r + F.linear(x.relu(), w), weight=(6, 8)), [(4, 8), (4, 6)]
 
 
+def two_weights(_: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
+    return Function(lambda x, p, q: x * (p @ q), p=(12, 12), q=(12, 12)), [(12, 12)]
+
+
 def separate(small: bool) -> tuple[nn.Module, list[tuple[int, ...]]]:
     return (SeparateAttention(32, 8), [(2, 8, 32)]) if small else (SeparateAttention(768, 16), [(2, 128, 768)])
 
@@ -245,6 +249,10 @@ CASES = {
     "axes of two inputs meet": Case(
         function(lambda a, b: a + b.clone(), (12, 12), (12, 12)), XY, XY2, {"inputs_0": "x:0", "inputs_1": "y:1"},
         {"clone": "S(0) S(1)", "add": "S(0) S(1)"}, {}, {"all_gather": 2},
+    ),
+    "two axes want the dim that is summed over": Case(
+        two_weights, XY, XY2, {"p": "x:1", "q": "y:0"},
+        {"matmul": "R R"}, {"all_reduce": 1, "all_gather": 1}, {"all_gather": 1},
     ),
     "data- and tensor-parallel MLP": Case(
         mlp, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}, MLP | {"x": "dp:0"},

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
 
 from tests.parallel.sharding.cases import MLP, Function, Mlp
 from titanlite import recipes
@@ -13,6 +14,7 @@ from titanlite.errors import ShardingError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.sharding import oracle, rules
 from titanlite.parallel.sharding.derive import plan_model
+from titanlite.parallel.sharding.plan import REPLICATE
 
 
 def refused(
@@ -137,8 +139,22 @@ def test_two_axes_on_one_dim() -> None:
 def test_an_operator_without_rules() -> None:
     body = Function(torch.inverse)
     message = refused(body, [(4, 4)], {"tp": 2}, {"inputs_0": "tp:1"})
-    assert "inverse (aten.inverse.default)" in message
+    assert "inverse of the model = aten.inverse.default" in message
     assert "an operator with a sharding rule" in message
+
+
+def test_an_operator_that_works_in_place() -> None:
+    message = refused_function(lambda x: (x * 2).add_(1), (4, 4), inputs_0="tp:1")
+    assert "add_ of the model = aten.add_.Tensor" in message
+    assert "fix:  x = x + y for x += y" in message
+
+
+def test_constants_of_a_model_are_whole() -> None:
+    body = Function(lambda x: x * torch.tensor(2.0, dtype=x.dtype))
+    plan = plan_model(body, [torch.empty(4, 4, device="meta")], {"tp": 2}, {"inputs_0": "tp:1"})
+    assert plan.tensors["lifted_tensor_0"].placements == (REPLICATE,)
+    assert plan.tensors["mul"].placements == (Shard(1),)
+    assert not plan.collectives
 
 
 def test_a_torch_with_other_rules(monkeypatch) -> None:

@@ -5,6 +5,9 @@ have the rule "everything whole". The others are written here where DTensor has 
 decomposed) or where its rule differs for dims of length 1 or uneven parts; for all others DTensor is asked.
 
 A partial sum never goes into an operator: it is resolved where it arises.
+
+Random numbers that are made from nothing are placed by what consumes them; ranks make the whole and keep their parts,
+or draw from streams of their own. Whole ones, and dropout of a whole tensor, need one stream for all ranks.
 """
 
 import functools
@@ -18,9 +21,9 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
-from titanlite.errors import ShardingError
+from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.sharding import oracle
-from titanlite.parallel.sharding.graph import is_item, tensor_inputs, value, values
+from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value, values
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE
 from titanlite.parallel.sharding.reshape import moved_shards
 
@@ -66,9 +69,10 @@ _ELEMENTWISE = {
     aten.contiguous.default,
     aten.clone.default,
     aten.detach.default,
+    aten.detach_.default,  # these two: of a constant of the model
+    aten.lift_fresh_copy.default,
     aten.alias.default,
     aten.dropout.default,
-    aten.feature_dropout.default,
     aten.rand_like.default,
     aten.randn_like.default,
     aten.bernoulli.default,
@@ -121,15 +125,19 @@ def _rules(node: Node, size: int) -> list[Rule]:
     inputs, outputs = [value(n) for n in tensor_inputs(node)], values(node)
     whole = Rule((REPLICATE,) * len(inputs), REPLICATE)
     target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        raise _refusal(node, "an operator with a sharding rule", "write it with operators of torch")
+    if target._schema.is_mutable and target is not aten.detach_.default:
+        raise _refusal(node, "operators that make new tensors: one tensor has one placement", "x = x + y for x += y")
     found: Iterable[Rule]
     if target in _OWN:
         found = _OWN[target](inputs, outputs[0], _arguments(node), size)
     elif target in _FACTORIES:
         found = [Rule((), Shard(d)) for d in range(outputs[0].ndim)]
-    elif target in _ELEMENTWISE or torch.Tag.pointwise in getattr(target, "tags", ()):
+    elif target in _ELEMENTWISE or torch.Tag.pointwise in target.tags:
         found = _elementwise(inputs, outputs[0])
     else:
-        found = _asked(node, size)
+        found = _asked(node, target, size)
     return _checked([whole, *found], inputs, outputs, size)
 
 
@@ -148,23 +156,24 @@ def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor],
     return list(dict.fromkeys(kept))
 
 
-def _asked(node: Node, size: int) -> list[Rule]:
+def _asked(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
     """What DTensor knows, of operators whose outputs are all placed alike."""
     _require_oracle()
-    op, found = node.target, []
-    assert isinstance(op, torch._ops.OpOverload)  # noqa: S101
+    found = []
     for inputs, outputs in oracle.rules(op, _tensors(node.args), _tensors(node.kwargs), size):
         first = outputs[0]
         if any(o != first for o in outputs) or (isinstance(first, Partial) and first.reduce_op not in ("sum", "avg")):
             continue
         found.append(Rule(inputs, first))
     if not found and not oracle.knows(op):
-        raise ShardingError(
-            f"{node.name} ({op})\n"
-            "    want: an operator with a sharding rule, titanlite's own or DTensor's\n"
-            "    fix:  write it with other operators, or add a rule to titanlite/parallel/sharding/rules.py"
-        )
+        fix = "write it with other operators, or add a rule to titanlite/parallel/sharding/rules.py"
+        raise _refusal(node, "an operator with a sharding rule, titanlite's own or DTensor's", fix)
     return found
+
+
+def _refusal(node: Node, want: str, fix: str) -> ShardingError:
+    where = (modules_of(node) or ["the model"])[-1]
+    return ShardingError(describe("sharding plan", [Problem(f"{node.name} of {where}", str(node.target), want, fix)]))
 
 
 @functools.lru_cache
