@@ -1,4 +1,4 @@
-"""Print the sharding plan of a config: every placement with its origin, every collective with its bytes; no GPU."""
+"""Print the sharding plan of a config: placements, their origins, and collectives with their bytes; no GPU."""
 
 import json
 import sys
