@@ -23,6 +23,10 @@ class RecipeError(ConfigError):
     """A float8 recipe or a save-list is missing, malformed or not legal here."""
 
 
+class ShardingError(ConfigError):
+    """Annotations, degrees and model do not make a sharding plan: it is impossible, or not fully said."""
+
+
 class DataError(TitanliteError):
     """A source, record, token shard or tokenizer cannot be used."""
 

@@ -15,8 +15,8 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 
 _COMMANDS = {
     "validate": "titanlite.commands.validate",
-    "recipes": "titanlite.commands.recipes",
     "plan": "titanlite.commands.plan",
+    "recipes": "titanlite.commands.recipes",
     "prepare": "titanlite.commands.prepare",
     "compare": "titanlite.commands.compare",
 }

@@ -3,11 +3,15 @@
 Axes: M tokens of all sequences packed, S sequence length, D model width, F ffn width, H query heads, K key/value heads,
 R = H/K query heads per key/value head, E head width, V vocabulary. Activations between modules are [M, D].
 
-The file knows nothing of parallelism, float8 or checkpointing. Head counts are read off the projections' widths, so
-that a rank that holds a part of the heads runs the same code.
+The file knows nothing of parallelism, float8 or checkpointing, but for five annotations that say where a
+tensor-parallel layout begins (`Llama3.sharding`; `parallel/sharding` derives the rest). Head counts are read off the
+projections' widths, so that a rank that holds a part of the heads runs the same code.
 
 Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.2.
 """
+
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +98,18 @@ class Llama3(nn.Module):
     Args:
         sizes: its dimensions.
         seq_len: S; every sequence has this length.
+
+    Attributes:
+        sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split.
     """
+
+    sharding: ClassVar[Mapping[str, str]] = {
+        "tok_embeddings.weight": "tp:0",
+        "@tok_embeddings": "tp:0",
+        "layers.*.attention.wqkv.weight": "tp:0",
+        "layers.*.feed_forward.w13.weight": "tp:0",
+        "output.weight": "tp:0",
+    }
 
     def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
         super().__init__()

@@ -1,0 +1,186 @@
+"""The derived plan of Llama 3 is the hand-written layout, for every size; less annotations never give another plan."""
+
+import dataclasses
+import itertools
+import time
+from collections import Counter
+from fnmatch import fnmatch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel.count_collectives import CountCollectives
+from tests.parallel.sharding.execute import compare_with_one_process
+from tests.ranks import run_ranks
+from titanlite import recipes
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.errors import ShardingError
+from titanlite.kernels.collectives import Group
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.sharding.check import check
+from titanlite.parallel.sharding.derive import derive, plan_model
+from titanlite.parallel.sharding.graph import Graph, export
+from titanlite.parallel.sharding.plan import REPLICATE, Plan
+from titanlite.parallel.tensor import (
+    _PLAN,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SequenceParallelRMSNorm,
+    VocabParallelEmbedding,
+    apply_tensor_parallel,
+)
+
+TOKENS = 512
+SIZES = ModelRecipe("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+
+
+def on_meta(sizes: ModelRecipe, tokens: int = TOKENS) -> tuple[Llama3, Tensor]:
+    with torch.device("meta"):
+        model = Llama3(sizes, tokens // 2)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+        return model, torch.empty(tokens, dtype=torch.long)
+
+
+def hand_written(model: nn.Module) -> tuple[dict[str, object], Counter[tuple[object, ...]]]:
+    """Placements and collectives of the layers that `apply_tensor_parallel` makes, as their docstrings have them."""
+    placements: dict[str, object] = {}
+    collectives = Counter[tuple[object, ...]]()
+    for name, module in model.named_modules():
+        if not module._parameters:
+            continue
+        layer, placement = next(rule for pattern, rule in _PLAN.items() if fnmatch(name, pattern))
+        placements[f"{name}.weight"] = placement
+        N, K = module.weight.shape if module.weight.ndim == 2 else (0, module.weight.numel())
+        if layer is ColumnParallelLinear:
+            both = ("all_gather", "reduce_scatter", (TOKENS, K))
+        elif layer is RowParallelLinear:
+            both = ("reduce_scatter", "all_gather", (TOKENS, N))
+        elif layer is VocabParallelEmbedding:
+            both = ("reduce_scatter", "all_gather", (TOKENS, K))
+        else:
+            assert layer is SequenceParallelRMSNorm
+            collectives[name, "backward", "all_reduce", (K,)] += 1
+            continue
+        collectives[name, "forward", both[0], both[2]] += 1
+        collectives[name, "backward", both[1], both[2]] += 1
+    return placements, collectives
+
+
+@pytest.mark.parametrize(("size", "tp", "limit_s"), [("debug", 2, 10), ("8B", 8, 10), ("405B", 8, 30)])
+def test_the_plan_is_the_hand_written_layout(size: str, tp: int, limit_s: float) -> None:
+    model, tokens = on_meta(recipes.load("model", f"llama3-{size}"))
+    began = time.process_time()  # of this process: other work on the machine does not count
+    plan = plan_model(model, [tokens], {"tp": tp}, Llama3.sharding)
+    took = time.process_time() - began
+    placements, collectives = hand_written(model)
+    assert {name: plan.tensors[name].placements[0] for name in placements} == placements
+    assert {name for name in plan.tensors if name.endswith(".weight")} == set(placements)
+    assert Counter((c.module, c.direction, c.kind, c.shape) for c in plan.collectives) == collectives
+    assert all(c.dtype == "bfloat16" and c.asked for c in plan.collectives)
+    bytes_of_tokens = TOKENS * model.sizes.dim * 2 * (tp - 1) // tp
+    assert {c.wire_bytes for c in plan.collectives if c.kind != "all_reduce"} == {bytes_of_tokens}
+    assert took < limit_s
+
+
+def test_the_plan_is_what_the_layers_do(tmp_path) -> None:
+    model, tokens = on_meta(SIZES, 16)
+    plan = plan_model(model, [tokens], {"tp": 4}, Llama3.sharding)
+
+    def body() -> None:
+        with torch.device("meta"):
+            split = Llama3(SIZES, 8)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        apply_tensor_parallel(split, mesh, Group(mesh.get_group().group_name, 4, mesh.get_local_rank()))
+        shapes = {name: tuple(p.to_local().shape) for name, p in split.named_parameters()}
+        assert shapes == {name: plan.tensors[name].local_shape((4,)) for name in shapes}
+        assert {n: p.placements for n, p in split.named_parameters()} == {n: plan.tensors[n].placements for n in shapes}
+        split.to_empty(device="cpu")
+        split.fill_buffers()
+        for parameter in split.parameters():
+            nn.init.ones_(parameter)
+        ops = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+        with CountCollectives() as forward:
+            logits = split(torch.arange(16))
+        assert logits.shape == plan.tensors[list(plan.tensors)[-1]].local_shape((4,))
+        with CountCollectives() as backward:
+            logits.sum().backward()
+        for seen, direction in ((forward, "forward"), (backward, "backward")):
+            announced = [c for c in plan.collectives if c.direction == direction and c.kind != "all_reduce"]
+            assert seen.counts == Counter(ops[c.kind] for c in announced)
+
+    run_ranks(body, tmp_path, world=4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plan_computes_llama(tied: bool, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # statistics in float64
+    sizes = dataclasses.replace(SIZES, tied_embeddings=tied)
+    with torch.device("meta"):
+        model, tokens = Llama3(sizes, 8).double(), torch.empty(16, dtype=torch.long)
+    graph = export(model, [tokens])
+    plan = derive(graph, {"tp": 4}, Llama3.sharding)[0]
+
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        torch.manual_seed(0)
+        model.to_empty(device="cpu")
+        model.fill_buffers()
+        if tied:
+            model.output.weight = model.tok_embeddings.weight
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        compare_with_one_process(model, [torch.randint(0, 32, (16,))], graph, plan, mesh)
+
+    run_ranks(body, tmp_path, world=4)
+
+
+def test_tokens_that_are_whole_between_layers_are_all_reduced() -> None:
+    model, tokens = on_meta(SIZES)
+    plan = plan_model(model, [tokens], {"tp": 4}, {**Llama3.sharding, "@tok_embeddings": "replicate"})
+    L = SIZES.n_layers
+    assert Counter((c.kind, c.direction) for c in plan.collectives) == {
+        ("all_reduce", "forward"): 2 * L + 1,  # wo, w2; embedding
+        ("all_reduce", "backward"): 2 * L + 1,  # wqkv, w13; output; norms see whole gradients
+    }
+    assert plan.why("add_3", "tp")[-1] == 'annotation "@tok_embeddings = replicate"'
+
+
+COMPLETE = {**Llama3.sharding, "layers.*.attention.wo.weight": "tp:1", "layers.*.feed_forward.w2.weight": "tp:1"}
+
+
+def result(graph: Graph, annotations: dict[str, str]) -> tuple[object, object] | None:
+    """What a plan says, without the words of its origins; None for an error."""
+    try:
+        plan, selection = derive(graph, {"tp": 4}, annotations)
+        check(graph, plan, selection, {})
+    except ShardingError:
+        return None
+    return {name: t.placements for name, t in plan.tensors.items()}, plan.collectives
+
+
+def test_without_any_two_annotations_the_plan_is_the_same_or_an_error() -> None:
+    model, tokens = on_meta(SIZES)
+    graph = export(model, [tokens])
+    complete = result(graph, dict(Llama3.sharding))
+    assert complete is not None
+    assert result(graph, COMPLETE) == complete
+    same = set()
+    for count in (1, 2):
+        for left_out in itertools.combinations(COMPLETE, count):
+            left = {pattern: text for pattern, text in COMPLETE.items() if pattern not in left_out}
+            got = result(graph, left)
+            assert got in (None, complete), left_out
+            if got is not None:
+                same.add(frozenset(left_out))
+    wo, w2 = list(COMPLETE)[-2:]
+    assert same == {frozenset({wo}), frozenset({w2}), frozenset({wo, w2})}  # what can be inferred, and nothing else
+
+
+def test_plans_are_deterministic_and_plain() -> None:
+    model, tokens = on_meta(SIZES)
+    plans: list[Plan] = [plan_model(model, [tokens], {"tp": 4}, Llama3.sharding) for _ in range(2)]
+    assert plans[0].as_dict() == plans[1].as_dict()
+    assert plans[0].tensors["norm.weight"].placements == (REPLICATE,)

@@ -1,0 +1,157 @@
+"""What is refused: a plan that does what no annotation asks for.
+
+Three things make a plan slow or large in silence, and each is an error here: a collective that is no reduction of a
+partial sum and no gather in front of a sharded matmul; a matmul weight that every rank holds whole although nobody said
+so; and a partial sum that is all-reduced although nobody said that its consumers want it whole.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.fx import Node
+
+from titanlite.errors import Problem, ShardingError, describe
+from titanlite.parallel.sharding.graph import Graph, tensor_inputs, value
+from titanlite.parallel.sharding.plan import Collective, Plan, show
+from titanlite.parallel.sharding.reshape import moved_shards, obstacle
+from titanlite.parallel.sharding.rules import RESHAPES, is_weight_of
+from titanlite.parallel.sharding.select import Selection
+
+
+def check(graph: Graph, plan: Plan, selection: Selection, sizes: Mapping[str, int]) -> None:
+    """Refuse a plan that does what no annotation asks for.
+
+    Args:
+        graph: the model.
+        plan: of it.
+        selection: its rules.
+        sizes: the model's dimensions by name, for messages.
+
+    Raises:
+        ShardingError: every problem is in the message.
+    """
+    nodes = {name: node for node, name in graph.names.items()}
+    unasked = [c for c in plan.collectives if not c.asked and c.direction == "forward"]
+    # A shard that a reshape breaks leaves all that follows undecided; what else is wrong may be nothing but that.
+    broken = [c for c in unasked if c.consumers and nodes[c.consumers[0]].target in RESHAPES]
+    problems = [_unasked(nodes, plan, c, sizes) for c in _one_of_each(broken or unasked)]
+    if not problems:
+        problems = [*_unsharded_weights(graph, plan), *_undecided_sums(graph, plan, selection)]
+    if problems:
+        raise ShardingError(describe("sharding plan", problems))
+
+
+def _one_of_each(collectives: list[Collective]) -> list[Collective]:
+    """The first of those that differ only in the number of their layer."""
+    found: dict[object, Collective] = {}
+    for c in collectives:
+        found.setdefault((re.sub(r"_?\d+", "", f"{c.tensor} {c.module}"), c.axis, c.shape, c.source, c.target), c)
+    return list(found.values())
+
+
+def _name(plan: Plan, tensor: str) -> str:
+    """A tensor as a person finds it: by its module, where it has no name in the model."""
+    placed = plan.tensors[tensor]
+    named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
+    return f"{named} [{', '.join(map(str, placed.shape))}]"
+
+
+def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, sizes: Mapping[str, int]) -> Problem:
+    axis, size = collective.axis, plan.axes[collective.axis]
+    user = nodes[collective.consumers[0]] if collective.consumers else nodes[collective.tensor]
+    source = collective.source
+    want = f"{show(source)} to go on"
+    fixes: list[str] = []
+    if isinstance(source, Shard) and user.target in RESHAPES:
+        before, after = plan.tensors[collective.tensor].shape, tuple(value(user).shape)
+        if source.dim in moved_shards(before, after, size):
+            want = f"{plan.tensors[user.name].module or user.name} to keep {show(source)}, which the reshape allows"
+        else:
+            why = obstacle(before, after, source.dim, size)
+            want = f"a shard that lives through the reshape to [{', '.join(map(str, after))}], which {why}"
+            fixes.append(_divisible(before, after, source.dim, axis, size, sizes))
+    else:
+        want = f"one placement of the tensors that {user.name} ({user.target}) computes with"
+    chain = plan.why(collective.tensor, axis)
+    shown = [*chain[:4], f"{len(chain) - 7} more", *chain[-3:]] if len(chain) > 8 else chain
+    annotated = chain[-1].removeprefix("annotation ").strip('"').partition(" = ")[0]
+    fixes.append(f'"{annotated}" = "replicate"' if chain[-1].startswith("annotation") else "annotate it")
+    seen = (
+        f"{show(source)} on {axis}, needed as {show(collective.target)} by {user.name}: an unasked "
+        f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: " + "\n        <- ".join(shown)
+    )
+    return Problem(_name(plan, collective.tensor), seen, want, ", or ".join(f for f in fixes if f))
+
+
+def _divisible(
+    before: tuple[int, ...], after: tuple[int, ...], dim: int, axis: str, size: int, sizes: Mapping[str, int]
+) -> str:
+    """The degree that a reshape allows, in the words of the model's dimensions."""
+    outer = moved_shards(before, after, 1)
+    if dim not in outer:
+        return ""
+    limit = after[outer[dim]]
+    known = [name for name, n in sizes.items() if n == limit]
+    degree = "tensor_parallel_degree" if axis == "tp" else axis
+    what = f"{' or '.join(known)} {limit}" if known else f"the dim of size {limit}"
+    return f"{what} is not divisible by {degree} {size}: use {math.gcd(limit, size)}"
+
+
+def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
+    """Matrices that are whole on every rank and on every axis, and not annotated."""
+    problems: dict[str, Problem] = {}
+    for parameter, name in graph.names.items():
+        if parameter not in graph.parameters:
+            continue
+        placed = plan.tensors[name]
+        decided = any(o.reason != "default" for o in placed.origins)
+        uses = [] if decided else _matmuls(parameter)
+        if uses:
+            where = _name(plan, name)
+            axis = next(iter(plan.axes))
+            seen = f"whole on every rank, and no annotation says so; used by {uses[0].name} ({uses[0].target})"
+            want = "a sharded weight, or one that is whole on purpose"
+            pattern = re.sub(r"\b\d+\b", "*", name)
+            fix = f'"{pattern}" = "{axis}:0" (its output features), "{axis}:1" (its input features) or "replicate"'
+            problems.setdefault(pattern, Problem(where, seen, want, fix))
+    return list(problems.values())
+
+
+def _matmuls(parameter: Node) -> list[Node]:
+    """The matmuls and look-ups that a parameter is the matrix of, through casts and views."""
+    found: list[Node] = []
+    left = [parameter]
+    while left:
+        node = left.pop()
+        for user in node.users:
+            inputs = tensor_inputs(user)
+            if any(source is node and is_weight_of(user, i) for i, source in enumerate(inputs)):
+                found.append(user)
+            elif len(inputs) == 1:
+                left.append(user)
+    return found
+
+
+def _undecided_sums(graph: Graph, plan: Plan, selection: Selection) -> list[Problem]:
+    """Partial sums that are made whole only because nothing says what their consumers want."""
+    problems: dict[str, Problem] = {}
+    for node in graph.operators:
+        placed = plan.tensors[graph.names[node]]
+        pairs: list[tuple[str, Placement, Placement]] = [
+            (axis, rule.output, final)
+            for axis, rule, final in zip(plan.axes, selection.rules[node], placed.placements, strict=True)
+        ]
+        for (axis, computed, final), origin in zip(pairs, placed.origins, strict=True):
+            if not isinstance(computed, Partial) or not final.is_replicate() or not placed.shape:
+                continue
+            if origin.reason == "default":
+                where = "@" + re.sub(r"\b\d+\b", "*", placed.module)
+                size = value(node).numel() * value(node).element_size() / 2**20
+                seen = f"a partial sum on {axis}, and nothing says where it is wanted; all-reduced, {size:.1f} MiB"
+                want = "a shard, for a reduce-scatter, or whole on purpose"
+                fix = f'"{where}" = "{axis}:0" or "replicate"'
+                problems.setdefault(where, Problem(_name(plan, placed.name), seen, want, fix))
+    return list(problems.values())

@@ -1,0 +1,167 @@
+"""A model as a graph of operators, exported on the meta device and not decomposed.
+
+Two rewrites make every later step simpler: a linear layer with a bias becomes a product and a sum, because a bias may
+only be added once partial sums are reduced; and tied parameters become one tensor.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+_NO_RESULT = {aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default}
+
+
+@dataclass
+class Graph:
+    """The operators of a model and the tensors that go in.
+
+    Attributes:
+        fx: the graph; every node that is a tensor has `meta["val"]` on the meta device.
+        names: of its tensors; parameters and buffers have their names in the model.
+        parameters: nodes of parameters.
+        inputs: nodes of the model's inputs, in order.
+        operators: nodes that compute tensors, in order.
+        outputs: nodes that the model returns.
+        trained: nodes that a gradient reaches.
+        of_weights: nodes that are computed of nothing but parameters and constants.
+        aliases: other names of parameters that are tied.
+        calls: per module call, by its name in the model, the node that it ends with.
+    """
+
+    fx: fx.Graph
+    names: dict[Node, str]
+    parameters: set[Node]
+    inputs: list[Node]
+    operators: list[Node]
+    outputs: list[Node]
+    trained: set[Node]
+    of_weights: set[Node]
+    aliases: dict[str, Node]
+    calls: dict[str, Node]
+
+    def home(self, node: Node) -> str:
+        """The innermost module that computes or holds a tensor, or ""."""
+        if node.op == "placeholder":
+            return self.names[node].rpartition(".")[0]
+        return (modules_of(node) or [""])[-1]
+
+
+def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
+    """Export a model.
+
+    Args:
+        model: parameters on the meta device, in the dtypes that the step computes in.
+        inputs: example inputs on the meta device; their shapes are the whole batch of one micro-step, and
+            `requires_grad` says which of them need a gradient.
+
+    Returns:
+        Its graph.
+    """
+    program = torch.export.export(model, tuple(inputs), strict=False)
+    graph, signature = program.graph_module.graph, program.graph_signature
+    constants = signature.inputs_to_lifted_tensor_constants
+    held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **constants}
+    tensors: dict[str, Any] = dict(program.constants)
+    tensors |= dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    first: dict[Tensor, Node] = {}
+    names: dict[Node, str] = {}
+    parameters: set[Node] = set()
+    aliases: dict[str, Node] = {}
+    given: list[Node] = []
+    trained: set[Node] = set()
+    for node in list(graph.find_nodes(op="placeholder")):
+        name = held.get(node.name)
+        if name is None:
+            example = inputs[len(given)]
+            given.append(node)
+            names[node] = node.name
+        elif (example := tensors[name]) in first:
+            aliases[name] = first[example]
+            node.replace_all_uses_with(first[example])
+            graph.erase_node(node)
+            continue
+        else:
+            first[example] = node
+            names[node] = name
+            if isinstance(example, nn.Parameter):
+                parameters.add(node)
+        if example.requires_grad:
+            trained.add(node)
+    _split_biases(graph)
+    operators = [n for n in graph.nodes if n.op == "call_function" and n.target not in _NO_RESULT]
+    (returned,) = graph.find_nodes(op="output")
+    of_weights = {n for n in names if n not in given}
+    calls: dict[str, Node] = {}
+    for node in operators:
+        names[node] = node.name
+        sources = tensor_inputs(node)
+        if (
+            node.target is not aten.detach.default
+            and value(node).is_floating_point()
+            and any(s in trained for s in sources)
+        ):
+            trained.add(node)
+        if all(s in of_weights for s in sources):
+            of_weights.add(node)
+        for module in modules_of(node):
+            calls[module] = node
+    return Graph(
+        graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
+    )
+
+
+def value(node: Node) -> Tensor:
+    """The meta tensor of a node; of one that gives several, the first."""
+    val = node.meta["val"]
+    return val[0] if isinstance(val, tuple | list) else val
+
+
+def values(node: Node) -> list[Tensor]:
+    """The meta tensors of a node."""
+    val = node.meta["val"]
+    return [v for v in val if v is not None] if isinstance(val, tuple | list) else [val]
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """The tensors among a node's arguments, in order, as often as they occur."""
+    found: list[Node] = []
+
+    def visit(argument: Any) -> None:
+        if isinstance(argument, Node):
+            found.append(argument)
+        elif isinstance(argument, tuple | list):
+            for each in argument:
+                visit(each)
+
+    for argument in (*node.args, *node.kwargs.values()):
+        visit(argument)
+    return found
+
+
+def modules_of(node: Node) -> list[str]:
+    """Names of the module calls that a node is in, outermost first, without the model itself."""
+    return [name for name, _ in (node.meta.get("nn_module_stack") or {}).values() if name]
+
+
+def is_item(node: Node) -> bool:
+    """Whether a node only picks one of several tensors of another."""
+    return node.target is operator.getitem
+
+
+def _split_biases(graph: fx.Graph) -> None:
+    for node in list(graph.find_nodes(op="call_function", target=aten.linear.default)):
+        x, weight, *bias = node.args
+        if not bias or bias[0] is None:
+            continue
+        with graph.inserting_after(node):
+            total = graph.create_node("call_function", aten.add.Tensor, name=f"{node.name}_and_bias")
+        node.replace_all_uses_with(total)
+        node.args, total.args = (x, weight), (node, bias[0])
+        total.meta = dict(node.meta)

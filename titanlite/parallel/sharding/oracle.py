@@ -1,0 +1,122 @@
+"""DTensor's own sharding rules, asked for one operator and mesh axis: the only file that uses torch's private parts.
+
+Every combination of whole and sharded inputs is put to DTensor's sharding propagator, without any process group; those
+that it would run as they are, without moving an input first, are rules. Partial inputs are never asked for: in a plan
+partial sums are resolved where they arise.
+
+What is relied on, and compared with known answers by `self_test`:
+
+    DTensor._op_dispatcher.sharding_propagator      .propagate_op_sharding_non_cached(OpSchema) → OutputSharding
+    …op_strategy_funcs, op_single_dim_strategy_funcs   whether DTensor has a rule at all
+    …op_to_schema_info, …_for_single_dim_strategy   without them an operator on a list of tensors gives wrong rules
+    OutputSharding.redistribute_schema              None, or what DTensor would move its inputs to
+    DeviceMesh(…, _init_backend=False, _rank=0)     a mesh without processes
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]
+"""Placements of the tensor inputs, and of the outputs."""
+
+
+def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[Rule]:
+    """Give all ways in which DTensor runs an operator on one mesh axis without communication.
+
+    Args:
+        op: the operator.
+        args: its arguments, tensors on the meta device.
+        kwargs: likewise.
+        size: ranks along the axis.
+
+    Returns:
+        The rules with a sharded input; empty if DTensor knows nothing of the operator.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
+    info = next((table[op] for table in tables if op in table), None)
+    mesh = _mesh(size)
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found: list[Rule] = []
+    for placements in itertools.product(*(_choices(tensor, size) for tensor in tensors)):
+        if not any(isinstance(p, Shard) for p in placements):
+            continue
+        given: Iterator[Placement] = iter(placements)
+        specs = [_spec(leaf, next(given), mesh) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        spec_args, spec_kwargs = pytree.tree_unflatten(specs, tree)
+        try:
+            result = propagator.propagate_op_sharding_non_cached(OpSchema(op, spec_args, spec_kwargs, info))
+        except Exception:  # DTensor refuses a combination with whatever error its rule ran into
+            continue
+        wanted = result.redistribute_schema
+        if wanted is not None:
+            asked = pytree.tree_leaves((wanted.args_schema, wanted.kwargs_schema))
+            if [s.placements[0] for s in asked if isinstance(s, DTensorSpec)] != list(placements):
+                continue
+        outputs = [s for s in pytree.tree_leaves(result.output_spec) if isinstance(s, DTensorSpec)]
+        found.append((placements, tuple(s.placements[0] for s in outputs)))
+    return found
+
+
+def knows(op: torch._ops.OpOverload) -> bool:
+    """Whether DTensor has rules for an operator at all."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_strategy_funcs, getattr(propagator, "op_single_dim_strategy_funcs", {}))
+    return any(op in table for table in tables)
+
+
+def self_test() -> list[str]:
+    """Compare the answers of the installed torch with known ones.
+
+    Returns:
+        What differs, in words; empty if this torch can be relied on.
+    """
+    x, y = (torch.empty(8, 4, device="meta") for _ in range(2))
+    whole = Replicate()
+    known: list[tuple[torch._ops.OpOverload, tuple[Any, ...], set[Rule]]] = [
+        # A list of tensors; sharded along the dim that they are joined along, they are not what DTensor would run.
+        (aten.cat.default, ([x, y], 1), {((Shard(0), Shard(0)), (Shard(0),))}),
+        # A reduced dim gives a partial sum.
+        (aten.sum.dim_IntList, (x, [1]), {((Shard(0),), (Shard(0),)), ((Shard(1),), (Partial("sum"),))}),
+        # A dim that is cut into pieces cannot be sharded; several outputs.
+        (aten.split.Tensor, (x, 2, 1), {((Shard(0),), (Shard(0), Shard(0)))}),
+        (aten.mm.default, (x, y.t()), {
+            ((Shard(0), whole), (Shard(0),)),
+            ((whole, Shard(1)), (Shard(1),)),
+            ((Shard(1), Shard(0)), (Partial("sum"),)),
+        }),
+    ]  # fmt: skip
+    wrong = [f"{op}: no rules" for op, _, _ in known if not knows(op)]
+    for op, args, expected in known:
+        got = set(rules(op, args, {}, 2))
+        if got != expected:
+            wrong.append(f"{op}: rules {sorted(map(str, got))}, known {sorted(map(str, expected))}")
+    return wrong
+
+
+@functools.lru_cache
+def _mesh(size: int) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+
+
+def _choices(tensor: Tensor, size: int) -> list[Placement]:
+    """Whole, or any dim in equal parts."""
+    return [Replicate(), *(Shard(d) for d, n in enumerate(tensor.shape) if n > 1 and n % size == 0)]
+
+
+def _spec(tensor: Tensor, placement: Placement, mesh: DeviceMesh) -> DTensorSpec:
+    return DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))

@@ -1,0 +1,313 @@
+"""Which rule each operator runs by, and the collectives that follow.
+
+The placements are known. An operator takes the rule that moves the fewest bytes from where its inputs are and to where
+its output is wanted; a sharded parameter is never moved. What has to be moved becomes a `Move`, one for all consumers
+that need the same.
+
+The gradient of a tensor is placed as the tensor is, with one exception. An operator that computes parts from an input
+that is whole gives it a partial gradient. It is summed where the tensor enters those operators, once for all of them
+(the f of Megatron-LM, Shoeybi et al. 2019, section 3); for what is computed of weights alone, at the weight itself, so
+that all such gradients can be summed together, once a step.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.fx import Node
+
+from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value
+from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
+from titanlite.parallel.sharding.propagate import Propagation
+from titanlite.parallel.sharding.rules import MATMULS, Rule, is_weight_of, wire_bytes
+
+_LATENCY = 2_000_000
+"""What a collective costs before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would
+be preferred to one."""
+
+
+class Hop(NamedTuple):
+    """One step of a move, on one axis.
+
+    Attributes:
+        axis: its number.
+        source: placement before.
+        target: placement after.
+        forward: the collective, or None for one that is free.
+        backward: that of the gradient.
+        gradient: placement of the gradient that comes back.
+        shape: of the whole on this axis, as one rank of the other axes has it.
+    """
+
+    axis: int
+    source: Placement
+    target: Placement
+    forward: Kind | None
+    backward: Kind | None
+    gradient: Placement
+    shape: tuple[int, ...]
+
+
+_Pass = tuple[list[Collective], Literal["forward", "backward"], Kind | None, Placement, Placement]
+
+
+def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Hop]:
+    """The steps of a move, in the order in which they are taken: first what makes whole, then what splits.
+
+    Args:
+        move: of a tensor.
+        shape: of the whole tensor.
+        sizes: ranks along each axis.
+    """
+    at = list(move.source)
+
+    def hop(axis: int, target: Placement, partial: bool) -> Hop:
+        others = tuple(REPLICATE if i == axis else p for i, p in enumerate(at))
+        source, at[axis] = at[axis], target
+        kinds, gradient = _kinds(source, target, partial), _gradient(target, partial)
+        return Hop(axis, source, target, *kinds, gradient, local_shape(shape, others, sizes))
+
+    left = [a for a in range(len(sizes)) if at[a] != move.target[a] or move.partial_gradient[a]]
+    left.sort(key=lambda axis: isinstance(move.target[axis], Shard))
+    while left:
+        # A dim that another axis still splits is not free: parts of parts would be in another order.
+        free = [a for a in left if not any(isinstance(p, Shard) and p == move.target[a] for p in at)]
+        if free:
+            yield hop(free[0], move.target[free[0]], move.partial_gradient[free[0]])
+            left.remove(free[0])
+        else:
+            yield hop(next(a for a in left if isinstance(at[a], Shard)), REPLICATE, False)
+
+
+def _gradient(placement: Placement, is_partial: bool) -> Placement:
+    """Where the gradient of a tensor is: split as the tensor is, whole for one that is whole or a partial sum."""
+    if isinstance(placement, Shard):
+        return placement
+    return PARTIAL if is_partial else REPLICATE
+
+
+def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tuple[Kind | None, Kind | None]:
+    """The collectives of one hop, forward and backward."""
+    if isinstance(source, Partial):
+        return ("reduce_scatter", "all_gather") if isinstance(target, Shard) else ("all_reduce", None)
+    if isinstance(source, Shard):
+        if isinstance(target, Shard):
+            return "all_to_all", "all_to_all"
+        return "all_gather", "reduce_scatter" if partial_gradient else None
+    if isinstance(target, Shard):
+        return None, "all_gather"
+    return None, "all_reduce"
+
+
+class Selection:
+    """Rules and moves of a graph whose placements are known.
+
+    Args:
+        propagation: has run.
+
+    Attributes:
+        rules: operator → one rule per axis.
+        steps: by name of the operator's tensor.
+        gradients: by name, moves of parameters and inputs whose gradient is a partial sum.
+        consumers: of each move, with the position of the tensor among their inputs.
+    """
+
+    def __init__(self, propagation: Propagation) -> None:
+        self._known, self.graph = propagation, propagation.graph
+        self._axes = list(propagation.axes)
+        self._sizes = tuple(propagation.axes.values())
+        self.rules = {node: self._choose(node) for node in self.graph.operators}
+        self.consumers: dict[Move, list[tuple[Node, int]]] = defaultdict(list)
+        self.gradients: dict[str, Move] = {}
+        self.steps: dict[str, Step] = {}
+        self._place()
+
+    def placements(self, node: Node) -> Placements:
+        """Where a tensor is."""
+        return tuple(self._known.placement(node, axis) for axis in self._axes)
+
+    def _choose(self, node: Node) -> tuple[Rule, ...]:
+        """One rule per axis; a dim of a tensor is on one axis only."""
+        sources = tensor_inputs(node)
+        has_several = isinstance(node.meta["val"], tuple | list)
+        chosen: list[Rule] = []
+        for axis in self._axes:
+            final = self._known.placement(node, axis)
+            best: tuple[tuple[float, int], Rule] | None = None
+            for rule in self._known.rules[node][axis]:
+                if any(_share_a_dim(rule, other) for other in chosen) or (has_several and rule.output != final):
+                    continue
+                if is_item(node) and rule.inputs[0] != self._known.placement(sources[0], axis):
+                    continue  # pieces are moved one by one
+                cost = self._cost(node, sources, rule, axis, final)
+                if best is None or cost < best[0]:
+                    best = cost, rule
+            assert best is not None  # noqa: S101  # the rule with everything whole is always there
+            chosen.append(best[1])
+        return tuple(chosen)
+
+    def _cost(self, node: Node, sources: list[Node], rule: Rule, axis: str, final: Placement) -> tuple[float, int]:
+        """Bytes on the wire, and then hops.
+
+        Sums of partial gradients are left out: they would make ranks repeat each other's work where weights are large.
+        """
+        bytes_moved, n_hops = 0.0, 0
+        partial = _makes_partial_gradients(rule)
+        needs = [(s, self._known.placement(s, axis), p, partial) for s, p in zip(sources, rule.inputs, strict=True)]
+        for tensor, source, target, gradient in [*needs, (node, rule.output, final, False)]:
+            if source == target:
+                continue
+            if tensor in self.graph.parameters and isinstance(source, Shard):
+                return float("inf"), 0
+            n_hops += 1
+            forward, backward = _kinds(source, target, gradient)
+            for kind in (forward, backward if tensor in self.graph.trained else None):
+                if kind:
+                    whole = value(tensor).numel() * value(tensor).element_size()
+                    bytes_moved += _LATENCY + wire_bytes(kind, whole, self._known.axes[axis])
+        return bytes_moved, n_hops
+
+    def _place(self) -> None:
+        """Make the moves, last operator first, so that it is known what comes back of each tensor's gradient."""
+        names, count = self.graph.names, range(len(self._axes))
+        # Consumers of a tensor and, per axis, whether the gradient that they give it is a partial sum.
+        given: dict[Node, list[tuple[Node, int, tuple[bool, ...]]]] = defaultdict(list)
+        partial_at: dict[Node, tuple[bool, ...]] = {}
+        inputs: dict[Node, list[Move | None]] = {}
+        for node in [*reversed(self.graph.operators), *(n for n in names if n.op == "placeholder")]:
+            placed = self.placements(node)
+            # What is computed of weights alone hands a partial gradient on, if all that comes back is partial.
+            of_weights = node in self.graph.of_weights and node in self.graph.trained
+            handed_on = tuple(
+                of_weights
+                and bool(given[node])
+                and all(p[a] and self.rules[user][a].inputs[i] == placed[a] for user, i, p in given[node])
+                for a in count
+            )
+            partial_at[node] = handed_on
+            for user, i, partial in given[node]:
+                target = tuple(rule.inputs[i] for rule in self.rules[user])
+                own = tuple(p and not h for p, h in zip(partial, handed_on, strict=True))
+                move = Move(names[node], placed, target, own)
+                inputs[user][i] = move
+                self.consumers[move].append((user, i))
+            if node.op == "placeholder":
+                if any(handed_on):
+                    self.gradients[names[node]] = Move(names[node], placed, placed, handed_on)
+                continue
+            rules, sources = self.rules[node], tensor_inputs(node)
+            inputs[node] = [None] * len(sources)
+            for i, source in enumerate(sources):
+                partial = tuple(
+                    source in self.graph.trained
+                    and rules[a].inputs[i].is_replicate()
+                    and (_makes_partial_gradients(rules[a]) or handed_on[a])
+                    for a in count
+                )
+                given[source].append((node, i, partial))
+        for node in self.graph.operators:
+            computed = tuple(rule.output for rule in self.rules[node])
+            output = Move(names[node], computed, self.placements(node), (False,) * len(self._axes))
+            self.steps[names[node]] = Step(tuple(m for m in inputs[node] if m), computed, output)
+
+    def collectives(self) -> list[Collective]:
+        """All of one forward and one backward, in the order of the tensors that they move."""
+        nodes = {name: node for node, name in self.graph.names.items()}
+        after: dict[Node, list[Move]] = defaultdict(list)
+        for move in self.consumers:
+            after[nodes[move.tensor]].append(move)
+        forward: list[Collective] = []
+        backward: list[Collective] = []
+        for node, name in self.graph.names.items():
+            if name in self.gradients:
+                self._add(node, self.gradients[name], [], forward, backward)
+            if name in self.steps:
+                self._statistics(node, forward)
+                self._add(node, self.steps[name].output, [], forward, backward)
+            for move in after[node]:
+                self._add(node, move, self.consumers[move], forward, backward)
+        return [*forward, *reversed(backward)]
+
+    def _add(
+        self,
+        node: Node,
+        move: Move,
+        consumers: list[tuple[Node, int]],
+        forward: list[Collective],
+        backward: list[Collective],
+    ) -> None:
+        tensor = value(node)
+        for hop in hops(move, tuple(tensor.shape), self._sizes):
+            axis = self._axes[hop.axis]
+            asked = self._is_asked(node, hop, consumers)
+            there, back = (hop.source, hop.target), (hop.gradient, _gradient(hop.source, False))
+            passes: list[_Pass] = [(forward, "forward", hop.forward, *there)]
+            if node in self.graph.trained:
+                passes.append((backward, "backward", hop.backward, *back))
+            for into, direction, kind, source, target in passes:
+                if kind is None:
+                    continue
+                size = torch.Size(hop.shape).numel() * tensor.element_size()
+                into.append(
+                    Collective(
+                        kind=kind,
+                        axis=axis,
+                        tensor=move.tensor,
+                        module=self._boundary(node, [user for user, _ in consumers]),
+                        shape=hop.shape,
+                        dtype=str(tensor.dtype).removeprefix("torch."),
+                        wire_bytes=wire_bytes(kind, size, self._sizes[hop.axis]),
+                        direction=direction,
+                        source=source,
+                        target=target,
+                        consumers=tuple(self.graph.names[user] for user, _ in consumers),
+                        asked=asked,
+                    )
+                )
+
+    def _statistics(self, node: Node, forward: list[Collective]) -> None:
+        """What the ranks exchange inside an operator."""
+        for axis, rule in zip(self._axes, self.rules[node], strict=True):
+            if rule.statistics:
+                size = self._known.axes[axis]
+                shape = (size, rule.statistics, value(tensor_inputs(node)[0]).shape[0])
+                sent = wire_bytes("all_gather", 4 * torch.Size(shape).numel(), size)
+                name, module = self.graph.names[node], self.graph.home(node)
+                forward.append(
+                    Collective("all_gather", axis, name, module, shape, "float32", sent, "forward", Shard(0), REPLICATE)
+                )
+
+    def _boundary(self, node: Node, consumers: list[Node]) -> str:
+        """The innermost module that holds all consumers, or, without any, the one that computes or holds the tensor."""
+        if not consumers:
+            return self.graph.home(node)
+        common = [m for m in modules_of(consumers[0]) if all(m in modules_of(other) for other in consumers)]
+        return (common or [""])[-1]
+
+    def _is_asked(self, node: Node, hop: Hop, consumers: list[tuple[Node, int]]) -> bool:
+        """Whether an annotation asks for it; a tensor's own move ends at a partial sum or at an annotation."""
+        if hop.forward is None or isinstance(hop.source, Partial):
+            return True
+        if not consumers:
+            return node in self._known.pinned
+        return hop.forward == "all_gather" and all(
+            user.target in MATMULS and not is_weight_of(user, i) and _shards_another(self.rules[user][hop.axis], i)
+            for user, i in consumers
+        )
+
+
+def _makes_partial_gradients(rule: Rule) -> bool:
+    """Whether an input that is whole gets a partial gradient: something else in the operator is a part."""
+    return any(not p.is_replicate() for p in (*rule.inputs, rule.output))
+
+
+def _share_a_dim(rule: Rule, other: Rule) -> bool:
+    pairs = zip((*rule.inputs, rule.output), (*other.inputs, other.output), strict=True)
+    return any(isinstance(a, Shard) and a == b for a, b in pairs)
+
+
+def _shards_another(rule: Rule, position: int) -> bool:
+    return any(isinstance(p, Shard) for i, p in enumerate(rule.inputs) if i != position)
