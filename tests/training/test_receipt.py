@@ -68,6 +68,7 @@ def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ende
     assert entry["requested"] == "rowwise"
     assert entry["applied"]["layers"] == 8
     assert "emulated" in entry["applied"]["lowering"]
+    assert "fused with their collectives" not in entry["applied"]
     assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
 
 
@@ -175,6 +176,7 @@ def test_float8_layers_are_fused(desk: Desk) -> None:
     assert entry["async_tensor_parallel"]["applied"]["layers"] == 9
     assert entry["async_tensor_parallel"]["skipped"] == []
     assert entry["float8"]["applied"]["layers"] == len(LINEARS)
+    assert entry["float8"]["applied"]["fused with their collectives"] == len(LINEARS)
 
 
 def test_layers_partly_in_float8_are_declared_not_to_be_fused(desk: Desk) -> None:

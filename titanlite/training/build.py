@@ -27,7 +27,7 @@ from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
 from titanlite.training.optimizer import AdamW
 
 _MODELS = {"llama3": Llama3}
@@ -120,10 +120,14 @@ def build(
 
 def _float8(model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt) -> None:
     done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, mesh.fsdp.size(-1))
+    applied: dict[str, int | str] = {"layers": len(done.converted), "lowering": done.lowering}
+    layers = [model.get_submodule(name) for name in done.converted]
+    if fused := sum(isinstance(layer, ParallelLinear) and layer.fused is not None for layer in layers):
+        applied["fused with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
     receipt.add(
         "float8",
         config.float8.recipe,
-        {"layers": len(done.converted), "lowering": done.lowering, "fsdp_all_gather": recipe.fsdp_all_gather},
+        {**applied, "fsdp_all_gather": recipe.fsdp_all_gather},
         count=len(done.converted),
         skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],
         key="float8.recipe",
