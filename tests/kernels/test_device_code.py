@@ -218,7 +218,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
 
 def gather(
     form="left", dim=0, whole=(2048, 512), other=(512, 1024), dtype=BF16, choice=PLAIN, scale_of="", bias=False,
-    fast=False, ranks=RANKS,
+    fast=False, out=None, ranks=RANKS,
 ):  # fmt: skip
     length = -(-whole[dim] // ranks)
     shape = list(whole)
@@ -230,13 +230,13 @@ def gather(
     other_scales = [] if scale is None else [torch.empty(1, N) if scale_of == "row" else torch.empty(())]
     gather_stem.all_gather_matmul(
         shard, [right], dim, whole[dim], "g", form, [torch.empty(N, dtype=BF16)] if bias else [],
-        scale, scale_of or "tensor", other_scales, None, fast, choice=choice,
+        scale, scale_of or "tensor", other_scales, out, fast, choice=choice,
     )  # fmt: skip
 
 
 def scatter(
     dim=0, rows=(2048,), K=512, N=1024, pairs=1, dtype=BF16, choice=PLAIN, by_row=False, bias=False, fast=False,
-    ranks=RANKS,
+    out=None, ranks=RANKS,
 ):  # fmt: skip
     lefts = [torch.empty(*rows, K, dtype=dtype) for _ in range(pairs)]
     rights = [torch.empty(N, K, dtype=dtype).t() for _ in range(pairs)]
@@ -245,7 +245,7 @@ def scatter(
         left_scales = [torch.empty(*rows, 1) if by_row else torch.empty(()) for _ in lefts]
         right_scales = [torch.empty(1, N) if by_row else torch.empty(()) for _ in rights]
     scatter_stem.matmul_reduce_scatter(
-        lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, None,
+        lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, out,
         fast, choice=choice,
     )  # fmt: skip
 
@@ -272,6 +272,11 @@ CALLS = {
     "specialised gather, float8 by row": partial(gather, dtype=E4M3, choice=F8_WIDE, scale_of="row", fast=True),
     "specialised gather, float8 in steps": partial(
         gather, dtype=E4M3, choice=replace(F8_WIDE, n=128), scale_of="row", bias=True
+    ),
+    "left, float32 results": partial(gather, other=(512, 4096), out=torch.float32, choice=None),
+    "rows, float32 results": partial(scatter, K=2048, N=4096, out=torch.float32, choice=None),
+    "rows, float32 results of float8": partial(
+        scatter, K=2048, N=4096, dtype=E4M3, by_row=True, fast=True, out=torch.float32, choice=None
     ),
     "rows": scatter,
     "columns": partial(scatter, dim=1),

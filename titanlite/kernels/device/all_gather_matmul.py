@@ -552,7 +552,7 @@ def _plan(
     dtype = out_dtype_of(shard.dtype, out_dtype)
     Y = other.shape[1] if left else math.prod(other.shape[:-1])
     M, N = (at.X, Y) if left else (Y, at.X)
-    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K, fast_accum)
+    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K, fast_accum, dtype.itemsize)
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)
     together = at.whole.chunk if by_columns else at.segment

@@ -7,7 +7,7 @@ last block signals the peers. `_reduce` waits for them and adds what all ranks h
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -404,7 +404,7 @@ def _plan(
     whole = split(shape, dim, shape[dim], to.ranks)
     by_cols = dim == len(shape) - 1
     K = sum(left.shape[-1] for left in lefts)
-    pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K, fast_accum)
+    pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K, fast_accum, dtype.itemsize)
     segment = whole.chunk if by_cols else whole.chunk * whole.inner // N
     staged_rows, staged_cols = (M, segment) if by_cols else (whole.outer * segment, N)
     row_bytes = staged_cols * dtype.itemsize
@@ -414,8 +414,6 @@ def _plan(
     specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
     specialised = specialised and dtype.itemsize == 2
     specialised = specialised and pick.n // PART.value <= triton.cdiv(K, pick.k)  # stored in parts, one a step
-    if choice is None and dtype.itemsize == 4:  # a tile on its way out takes twice the room
-        pick = replace(pick, n=128)
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N

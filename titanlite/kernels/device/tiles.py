@@ -38,7 +38,9 @@ class Tiles:
 
 
 @cache
-def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int, fast_accum: bool = False) -> Tiles:
+def tiles(
+    op: str, itemsize: int, ranks: int, M: int, N: int, K: int, fast_accum: bool = False, out_itemsize: int = 2
+) -> Tiles:
     """The tiles for a product of `[M, K] @ [K, N]`.
 
     Args:
@@ -49,8 +51,10 @@ def tiles(op: str, itemsize: int, ranks: int, M: int, N: int, K: int, fast_accum
         N: its columns.
         K: contracted.
         fast_accum: whether float8 products are added by the tensor cores alone.
+        out_itemsize: of the product, in bytes.
     """
-    if itemsize == 1 and not fast_accum:  # each step's sum is added to the whole: both take registers
+    if (itemsize == 1 and not fast_accum) or out_itemsize > 2:
+        # Each step's sum is added to the whole, and both take registers; or a tile on its way out takes twice the room.
         return replace(tiles(op, itemsize, ranks, M, N, K, True), n=128, stages=4)
     known = _table().get((op, itemsize, ranks, M, N, K))
     if known is not None:
