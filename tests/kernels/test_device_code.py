@@ -149,7 +149,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
             *_awaited(SEE_SYS, BARRIER),
         )
     },
-    "meet": {"": (*_TOLD, *_awaited(SEE_SYS, BARRIER))},
+    "meet": {"": (*_TOLD, *_awaited(SEE_SYS, BARRIER), Never(NON_COHERENT))},  # scales are read where peers put them
     "_gather_matmul": {
         "": (
             Before(ADD_RELEASE, (BARRIER, STORE), STORE),  # one thread counts what all have stored
@@ -484,3 +484,4 @@ def test_scales_are_with_the_peers_before_the_ranks_meet() -> None:
     assert not problems(ptx, rules)
     assert problems(without_before(ptx, BARRIER, SIGNAL), rules)
     assert problems(without(ptx, FENCE_SYS), rules)
+    assert problems(replaced(ptx, r"ld\.global\.v4", "ld.global.nc.v4", -1), RULES["meet"])
