@@ -130,3 +130,9 @@ class Float8Recipe:
     dim_multiple: int = 16  # layers with other widths cannot be converted
     status: Literal["stable", "experimental"] = "stable"
     refs: tuple[str, ...] = ()
+
+    @property
+    def all_in_float8(self) -> bool:
+        """Whether none of the three matmuls has an operand in high precision."""
+        x, w, g = self.input, self.weight, self.grad_output
+        return "none" not in (x.output, x.grad_weight, w.output, w.grad_input, g.grad_input, g.grad_weight)

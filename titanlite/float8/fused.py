@@ -11,7 +11,7 @@ The gathered factor is thus cast once for both of its products, by row; beside a
 anew by column for the second.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ class FusedFloat8:
     @staticmethod
     def obstacle(recipe: Float8Recipe) -> str | None:
         """Why a recipe cannot be fused, or None."""
-        x, w, g = recipe.input, recipe.weight, recipe.grad_output
-        if "none" in (x.output, x.grad_weight, w.output, w.grad_input, g.grad_input, g.grad_weight):
-            return "has a matmul in high precision, for which its tokens would be gathered once more"
-        return None
+        if recipe.all_in_float8:
+            return None
+        return "has a matmul in high precision, for which its tokens would be gathered once more"
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         """`all_gather(x [M/tp, K]) @ weight [N, K].T` → [M, N]."""
@@ -114,24 +113,73 @@ def _weight_gradient(
     return product(kept, moved.t(), None, one, _columns(moved_scale), other.dtype, fast)
 
 
+class _Product(NamedTuple):
+    """One of the two products that move tokens: of a tensor with the weight, or with its transpose.
+
+    Attributes:
+        of: what of the tensor has a scale of its own.
+        dtype: that the tensor is cast to.
+        weight_of: what of the weight has a scale of its own.
+        turned: whether the weight is transposed.
+        fast: whether sums are left to the tensor cores.
+    """
+
+    of: Granularity
+    dtype: str
+    weight_of: Granularity
+    turned: bool
+    fast: bool
+
+
+def _output(recipe: Float8Recipe) -> _Product:
+    x, add = recipe.input, recipe.accumulation
+    return _Product(x.output, x.dtype, recipe.weight.output, turned=False, fast=add.output == "fast")
+
+
+def _grad_input(recipe: Float8Recipe) -> _Product:
+    g, add = recipe.grad_output, recipe.accumulation
+    return _Product(g.grad_input, g.dtype, recipe.weight.grad_input, turned=True, fast=add.grad_input == "fast")
+
+
+def _gather(x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe, how: _Product) -> list[Tensor]:
+    """Of x [M/tp, K]: the gathered bytes [M, K], their product with the weight, and the scales of their rows [M, 1]."""
+    bits, scale = cast(x, how.of, how.dtype, recipe.scale_rounding)
+    w, w_scale = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    return all_gather_matmul(
+        bits,
+        [w.t()],
+        0,
+        x.shape[0] * group.size,
+        group.name,
+        scale=scale,
+        scale_of="row" if scale.ndim else "shard",
+        other_scales=[_columns(w_scale)],
+        out_dtype=x.dtype,
+        fast_accum=how.fast,
+    )
+
+
+def _scatter(x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe, how: _Product) -> Tensor:
+    """Of x [M, K]: this rank's part [M/tp, N] of its product with the weight."""
+    bits, scale = cast(x, how.of, how.dtype, recipe.scale_rounding)
+    w, w_scale = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    return matmul_reduce_scatter(
+        [bits],
+        [w.t()],
+        0,
+        group.name,
+        left_scales=[scale],
+        right_scales=[_columns(w_scale)],
+        out_dtype=x.dtype,
+        fast_accum=how.fast,
+    )
+
+
 @torch._dynamo.allow_in_graph  # weights may be torchao's float8 tensors, whose insides Dynamo does not see
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
-        bits, scale = cast(x, recipe.input.output, recipe.input.dtype, recipe.scale_rounding)
-        w, w_scale = _cast_weight(weight, recipe.weight.output, recipe, turned=False)
-        gathered, y, scales = all_gather_matmul(
-            bits,
-            [w.t()],
-            0,
-            x.shape[0] * group.size,
-            group.name,
-            scale=scale,
-            scale_of="row" if scale.ndim else "shard",
-            other_scales=[_columns(w_scale)],
-            out_dtype=x.dtype,
-            fast_accum=recipe.accumulation.output == "fast",
-        )
+        gathered, y, scales = _gather(x, weight, group, recipe, _output(recipe))
         ctx.save_for_backward(gathered, scales, weight)
         ctx.group, ctx.recipe = group, recipe
         return y
@@ -140,21 +188,10 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gathered, scales, weight), recipe = ctx.saved_tensors, ctx.recipe
         d_x = d_weight = None
-        g = recipe.grad_output
         if ctx.needs_input_grad[0]:
-            bits, scale = cast(grad, g.grad_input, g.dtype, recipe.scale_rounding)
-            w, w_scale = _cast_weight(weight, recipe.weight.grad_input, recipe, turned=True)
-            d_x = matmul_reduce_scatter(
-                [bits],
-                [w.t()],
-                0,
-                ctx.group.name,
-                left_scales=[scale],
-                right_scales=[_columns(w_scale)],
-                out_dtype=grad.dtype,
-                fast_accum=recipe.accumulation.grad_input == "fast",
-            )
+            d_x = _scatter(grad, weight, ctx.group, recipe, _grad_input(recipe))
         if ctx.needs_input_grad[1]:
+            g = recipe.grad_output
             d_weight = _weight_gradient(gathered, scales, grad, g.grad_weight, g.dtype, recipe, turned=True)
         return d_x, d_weight, None, None
 
@@ -163,41 +200,16 @@ class _Gathered(torch.autograd.Function):
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
-        bits, scale = cast(x, recipe.input.output, recipe.input.dtype, recipe.scale_rounding)
-        w, w_scale = _cast_weight(weight, recipe.weight.output, recipe, turned=False)
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.recipe = group, recipe
-        return matmul_reduce_scatter(
-            [bits],
-            [w.t()],
-            0,
-            group.name,
-            left_scales=[scale],
-            right_scales=[_columns(w_scale)],
-            out_dtype=x.dtype,
-            fast_accum=recipe.accumulation.output == "fast",
-        )
+        return _scatter(x, weight, group, recipe, _output(recipe))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), recipe = ctx.saved_tensors, ctx.recipe
-        g = recipe.grad_output
-        bits, scale = cast(grad, g.grad_input, g.dtype, recipe.scale_rounding)
-        w, w_scale = _cast_weight(weight, recipe.weight.grad_input, recipe, turned=True)
-        gathered, d_x, scales = all_gather_matmul(
-            bits,
-            [w.t()],
-            0,
-            x.shape[0],
-            ctx.group.name,
-            scale=scale,
-            scale_of="row" if scale.ndim else "shard",
-            other_scales=[_columns(w_scale)],
-            out_dtype=grad.dtype,
-            fast_accum=recipe.accumulation.grad_input == "fast",
-        )
-        i = recipe.input
+        gathered, d_x, scales = _gather(grad, weight, ctx.group, recipe, _grad_input(recipe))
         d_weight = None
         if ctx.needs_input_grad[1]:
+            i = recipe.input
             d_weight = _weight_gradient(gathered, scales, x, i.grad_weight, i.dtype, recipe, turned=False)
         return d_x, d_weight, None, None

@@ -59,11 +59,7 @@ class Layout:
         """Whether the collective of a layer and its matmul are one operation."""
         if self.float8 is None or layer not in self.converted:
             return self.fused
-        x, w, g = self.float8.input, self.float8.weight, self.float8.grad_output
-        return self.fused and "none" not in (
-            *(x.output, x.grad_weight, w.output, w.grad_input),
-            *(g.grad_input, g.grad_weight),
-        )
+        return self.fused and self.float8.all_in_float8
 
 
 @dataclass(frozen=True)
