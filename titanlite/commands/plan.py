@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from titanlite.commands.validate import checked_run
+from titanlite.commands.validate import checked_run, file_and_world
 from titanlite.config.check import sequences_per_step
 from titanlite.errors import ConfigError, Problem, describe
 
@@ -18,22 +18,14 @@ _USAGE = f"titanlite plan FILE [--section.key VALUE ...] [--world N] [{_PRICES} 
 
 def run(argv: list[str]) -> int:
     """Print a plan; `argv` is what `_USAGE` says behind the command."""
-    flags, given = _take([word for word in argv if word != _PRICES], ("--world", "--why", "--json"))
-    if flags and not flags[0].startswith("-"):
-        flags = ["--config", *flags]
-    elif not {"-h", "--help"} & set(flags):
-        fix = "titanlite plan configs/llama3_8b.toml"
-        raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", fix)]))
-    world = given.get("--world")
-    if world is not None and (not world.isdecimal() or int(world) < 1):
-        problem = Problem("--world", world, "a number of processes, at least 1", "--world 8")
-        raise ConfigError(describe("command line", [problem]))
+    rest, given = _take([word for word in argv if word != _PRICES], ("--why", "--json"))
+    flags, world = file_and_world(rest, "titanlite plan configs/llama3_8b.toml")
     if _PRICES in argv and (odd := [name for name in ("--why", "--json") if name in given]):
         problem = Problem(
             odd[0], given[odd[0]], f"no {odd[0]} beside {_PRICES}: it is of the sharding plan", "remove one"
         )
         raise ConfigError(describe("command line", [problem]))
-    checked = checked_run(flags, _USAGE, int(world) if world else None)
+    checked = checked_run(flags, _USAGE, world)
     if _PRICES in argv:
         from titanlite.commands.price_list import price_list  # the other table's module imports torch
 
@@ -54,8 +46,8 @@ def run(argv: list[str]) -> int:
         ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
         ranks *= mesh.data_parallel_replicate_degree
         if world:
-            ranks = int(world) // mesh.tensor_parallel_degree
-        sequences = sequences_per_step(config, int(world) if world else None) or config.training.local_batch_size
+            ranks = world // mesh.tensor_parallel_degree
+        sequences = sequences_per_step(config, world) or config.training.local_batch_size
         sys.stdout.write(sharding_table(plan, max(1, sequences // (config.training.local_batch_size * ranks))))
     if "--json" in given:
         Path(given["--json"]).write_text(json.dumps(plan.as_dict(), indent=1) + "\n", encoding="utf-8")

@@ -73,12 +73,7 @@ def checked_run(
 
 def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run; `argv` is FILE [--section.key VALUE ...] [--world N]."""
-    flags, world = _take_world(argv)
-    if flags and not flags[0].startswith("-"):
-        flags = ["--config", *flags]
-    elif not {"-h", "--help"} & set(flags):
-        fix = "titanlite validate configs/debug.toml"
-        raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", fix)]))
+    flags, world = file_and_world(argv, "titanlite validate configs/debug.toml")
     checked = checked_run(flags, "titanlite validate FILE [--world N]", world)
     sys.stdout.write(summary(checked, flags[1], world))
     return 0
@@ -136,8 +131,19 @@ def n_parameters(model: ModelRecipe) -> int:
     return model.n_layers * block + model.dim + embeddings
 
 
-def _take_world(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """Split `--world N` off: it is no key of the config."""
+def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:
+    """Read a command's FILE and `--world N`, which are no keys of the config.
+
+    Args:
+        argv: FILE [--section.key VALUE ...] [--world N].
+        example: a command line with a file, for the message.
+
+    Returns:
+        The arguments as train.py has them, and the number of processes or None.
+
+    Raises:
+        ConfigError: there is no file, or no number.
+    """
     rest, world = list(argv), None
     for n, arg in enumerate(argv):
         name, has_value, value = arg.partition("=")
@@ -147,4 +153,8 @@ def _take_world(argv: Sequence[str]) -> tuple[list[str], int | None]:
                 problem = Problem("--world", value, "a number of processes, at least 1", "--world 8")
                 raise ConfigError(describe("command line", [problem]))
             world, rest = int(value), [*argv[:n], *argv[n + (1 if has_value else 2) :]]
-    return rest, world
+    if rest and not rest[0].startswith("-"):
+        return ["--config", *rest], world
+    if {"-h", "--help"} & set(rest):
+        return rest, world
+    raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", example)]))
