@@ -39,6 +39,10 @@ class StepError(TitanliteError):
     """A training step gave a result that must not reach the weights."""
 
 
+class OutOfMemoryError(TitanliteError):
+    """The device has no room for the run."""
+
+
 class StrictError(TitanliteError):
     """Something that the config asked for was not applied, and `job.strict` is on."""
 

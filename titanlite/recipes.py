@@ -54,6 +54,7 @@ __all__ = [
 
 Kind = Literal["model", "float8", "activation_checkpoint"]
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
+AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 
 
 def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
@@ -139,7 +140,10 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
         if not folder.is_dir():
             problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
         for path in sorted((folder / kind).glob("*.toml")):
-            if path.stem in files:
+            if path.stem in KINDS[kind].words:
+                want = f'another name: {KINDS[kind].key} = "{path.stem}" has a meaning of its own'
+                problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
+            elif path.stem in files:
                 want = f"a name that no other recipe has; {files[path.stem]} has it"
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             files.setdefault(path.stem, path)
@@ -212,13 +216,22 @@ def _check_save_list(recipe: SaveList, problems: Problems) -> None:
     """Each rule names an op and can match something."""
     decided: set[str] = set()  # ops that an earlier rule matches without exception
     for n, rule in enumerate(recipe.rules):
-        where, is_class = f"rules[{n}]", rule.op in OP_CLASSES
-        if not is_class and "." not in rule.op:
-            near = difflib.get_close_matches(rule.op, OP_CLASSES, n=1)
+        where, is_class, is_block = f"rules[{n}]", rule.op in OP_CLASSES, rule.op == "block"
+        if not is_class and not is_block and "." not in rule.op:
+            choices = (*OP_CLASSES, "block")
+            near = difflib.get_close_matches(rule.op, choices, n=1)
             fix = f'did you mean "{near[0]}"?' if near else "name a class, or one op"
-            problems.add(
-                f"{where}.op", show(rule.op), f"one of {', '.join(OP_CLASSES)}, or one op, as aten.mm.default", fix
-            )
+            want = f"one of {', '.join(choices)}, or one op, as aten.mm.default"
+            problems.add(f"{where}.op", show(rule.op), want, fix)
+        if is_block and any(earlier.op != "block" for earlier in recipe.rules[:n]):
+            want = "before all rules that are for a part of a block: the first that matches decides"
+            problems.add(f"{where}.op", show(rule.op), want, "move the rule up")
+        if is_block and rule.action != "save":
+            want = '"save": what a block keeps of itself, other rules say'
+            problems.add(f"{where}.action", show(rule.action), want, 'action = "save", or remove the rule')
+        if is_block and recipe.default == "save":
+            want = '"recompute" beside a rule for whole blocks'
+            problems.add("default", '"save"', want, 'default = "recompute"')
         if rule.every < 1 or (rule.every > 1 and not is_class):
             want = "at least 1, and 1 for a rule that names one op"
             problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
@@ -250,5 +263,5 @@ class _Kind:
 KINDS: dict[Kind, _Kind] = {
     "model": _Kind(ModelRecipe, _check_model, "model.flavor"),
     "float8": _Kind(Float8Recipe, _check_float8, "float8.recipe", words=("none",)),
-    "activation_checkpoint": _Kind(SaveList, _check_save_list, "activation_checkpoint.recipe"),
+    "activation_checkpoint": _Kind(SaveList, _check_save_list, "activation_checkpoint.recipe", words=(AUTO,)),
 }

@@ -36,6 +36,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.receipt = self.path / "receipt.json"
+        self.save_list = self.path / "activation_checkpoint.toml"
         self.status = self.path / "status.json"
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
@@ -81,6 +82,14 @@ class RunFolder:
             config_toml: the resolved config as TOML text.
         """
         _replace(self.config, config_toml)
+
+    def record_save_list(self, save_list_toml: str) -> None:
+        """Write `activation_checkpoint.toml`, the save-list that was chosen for the run.
+
+        Args:
+            save_list_toml: a save-list as TOML text.
+        """
+        _replace(self.save_list, save_list_toml)
 
     def release(self) -> None:
         """Drop the lock before the process ends. Without a lock, nothing."""

@@ -54,7 +54,7 @@ def main() -> None:
     for repeat in range(args.repeats):
         for name, flags in layouts.items():
             started = time.monotonic()
-            row = _run(f"{name} {repeat}".replace(" ", "-"), flags, args)
+            row = run(f"{name} {repeat}".replace(" ", "-"), flags, args)
             print(f"{name} {repeat}: {row or 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
             if row:
                 runs[name].append(row)
@@ -78,8 +78,17 @@ def _named(text: str) -> tuple[str, str]:
     return (name, flags) if equals else (text, LAYOUTS[text])
 
 
-def _run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | None:
-    """One run in a folder of its own; None if it failed, with the end of its log printed."""
+def run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | None:
+    """Take a few steps in a folder of its own, `<args.logs>/runs/<name>`.
+
+    Args:
+        name: of the run.
+        flags: of train.py.
+        args: `gpus`, `steps`, `timeout_s` and `logs`.
+
+    Returns:
+        Medians of the metrics; None if the run failed, with the end of its log printed.
+    """
     folder = args.logs / "runs"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
     command += ["train.py", *flags.split(), "--job.name", name, "--job.dump_folder", str(folder)]

@@ -78,7 +78,7 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["{file}", "--parallelism.tensor_parallel_degree", "2", "--world", "3"], ["the number of processes, 3"]),
         (["{file}", "--float8.recipe", "rowwis"], ["command line: 1 problem", 'did you mean "rowwise"?']),
-        (["{file}", "--activation_checkpoint.recipe", "x"], ["one of attention, balanced"]),
+        (["{file}", "--activation_checkpoint.recipe", "x"], ["one of auto, attention, balanced"]),
         (["{file}", "--model.flavor", "9B"], ["one of 1B, 3B, 405B, 70B, 8B, debug"]),
         (["{file}", "--model.vocab_size", "255"], ["model.vocab_size"]),
         (["{file}", "--data.source", "/no/such/*.txt"], ["/no/such/*.txt"]),

@@ -29,7 +29,7 @@ def run(argv: list[str]) -> int:
     if _PRICES in argv:
         from titanlite.commands.price_list import price_list  # the other table's module imports torch
 
-        sys.stdout.write(price_list(checked, flags[1]))
+        sys.stdout.write(price_list(checked, flags[1], world))
         return 0
     config, mesh = checked.config, checked.config.parallelism
     if mesh.tensor_parallel_degree == 1:

@@ -1,8 +1,9 @@
 """Say what a run would hold before it is started: plan FILE --activation-checkpoint [flags of train.py].
 
-    --activation-checkpoint    the price of each rule of the save-list, and what every list would keep
+    --activation-checkpoint    the price of each rule of the save-list, and what every list would keep; with --world N
+                               also the peak of the whole run
 
-All is computed from shapes (`titanlite/parallel/activation_bytes.py`): no GPU, no process group, no torch.
+All is computed from shapes (`titanlite/parallel/activation_bytes.py`, `memory.py`): no GPU, no process group, no torch.
 """
 
 from collections import Counter
@@ -13,8 +14,10 @@ from titanlite import recipes
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.parallel.activation_bytes import LAYERS, Layout, block_input, held_without_checkpointing, price
-from titanlite.parallel.save_rules import CLASSES
+from titanlite.parallel import activation_bytes
+from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, held_without_checkpointing, price
+from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.save_rules import BLOCK, CLASSES, is_whole
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -51,19 +54,7 @@ class Totals:
 
 def layout_of(checked: CheckedRun) -> Layout:
     """Return how one rank would run a checked config."""
-    config = checked.config
-    filters = config.float8.filter_fqns
-    return Layout(
-        tokens=config.training.local_batch_size * config.training.seq_len,
-        seq_len=config.training.seq_len,
-        tensor_parallel=config.parallelism.tensor_parallel_degree,
-        itemsize={"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param],
-        compiled=config.compile.enable,
-        fused=config.parallelism.async_tensor_parallel,
-        float8=checked.float8,
-        # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
-        converted=tuple(n for n in LAYERS if checked.float8 and not any(f in f"layers.0.{n}" for f in filters)),
-    )
+    return activation_bytes.layout_of(checked.config, checked.float8)
 
 
 def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
@@ -76,10 +67,16 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
     Raises:
         RecipeError: a rule matches nothing and is not optional, or attention is kept without its q, k and v.
     """
-    rules, n_layers = checked.save_list.rules, checked.dimensions.n_layers
+    save_list, sizes, n_layers = _named(checked), checked.dimensions, checked.dimensions.n_layers
+    rules = save_list.rules
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    for active, blocks in _groups(checked.save_list, n_layers).items():
-        for priced in price(checked.dimensions, layout, checked.save_list, active):
+    for active, blocks in Counter(save_list.active(n_layers)).items():
+        if is_whole(save_list, active):
+            first = min(i for i in active if rules[i].op == BLOCK)
+            matches[first] += blocks
+            held[first] += blocks * (held_without_checkpointing(sizes, layout) - block_input(sizes, layout))
+            continue
+        for priced in price(sizes, layout, save_list, active):
             matches.update(dict.fromkeys(priced.decision.rules, blocks))
             if priced.decision.by is not None:
                 held[priced.decision.by] += blocks * priced.held
@@ -88,7 +85,7 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
     problems = [
         Problem(f"rules[{i}].op", f'"{rule.op}"', "an operation of this run; it matches nothing", "set optional = true")
         for i, rule in enumerate(rules)
-        if not matches[i] and not rule.optional and rule.op in CLASSES
+        if not matches[i] and not rule.optional and rule.op in (BLOCK, *CLASSES)
     ]
     if problems:
         raise RecipeError(describe(f"save-list {checked.config.activation_checkpoint.recipe}", problems))
@@ -109,70 +106,79 @@ def totals(checked: CheckedRun, layout: Layout) -> Totals:
     Raises:
         RecipeError: the list keeps what it does not name, or attention without its q, k and v.
     """
-    sizes, chosen = checked.dimensions, checked.save_list
-    if chosen.default == "save" and not chosen.rules:
-        return Totals(sizes.n_layers * held_without_checkpointing(sizes, layout), 0, 0)
-    if chosen.default == "save":
-        want = '"recompute": what is kept without being named depends on the compiler, and has no price'
-        problem = Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep')
-        raise RecipeError(describe(f"save-list {checked.config.activation_checkpoint.recipe}", [problem]))
-    held, flops, moved = sizes.n_layers * block_input(sizes, layout), 0, 0
-    for active, blocks in _groups(chosen, sizes.n_layers).items():
-        for priced in price(sizes, layout, chosen, active):
-            held += blocks * priced.held
-            flops += blocks * priced.activation.flops * priced.again
-            moved += blocks * priced.activation.moved * priced.again
-    return Totals(held, flops, moved)
+    blocks = block_prices(checked.dimensions, layout, _named(checked))
+    again = [activation for block in blocks for activation in block.again]
+    return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
 
-def _groups(save_list: SaveList, n_layers: int) -> Counter[frozenset[int]]:
-    """The sets of rules that blocks have, and how many blocks have each."""
-    return Counter(
-        frozenset(i for i, rule in enumerate(save_list.rules) if number in rule.blocks(n_layers))
-        for number in range(n_layers)
-    )
+def _named(checked: CheckedRun) -> SaveList:
+    """The list that the config names; who asks for prices of rules has seen that it names one."""
+    if checked.save_list is None:
+        raise ValueError("rules of a save-list that is chosen when the run starts have no price yet")
+    return checked.save_list
 
 
-def price_list(checked: CheckedRun, file: str) -> str:
+def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
     """Format the prices of a run's save-list, and the totals of all lists.
 
     Args:
         checked: the run.
         file: its config, for the first line.
+        world: number of processes; None if it is not known, then the peak of the run is not either.
 
     Raises:
         RecipeError: the list cannot work here, or has no price.
     """
     config, layout = checked.config, layout_of(checked)
     name, n_layers = config.activation_checkpoint.recipe, checked.dimensions.n_layers
-    totals(checked, layout)  # a list without a price is refused before anything is printed
-    prices = rule_prices(checked, layout) if checked.save_list.rules else []
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
-    out = [
-        f"{file}: {config.model.name} {config.model.flavor}, {n_layers} layers, {layout.tokens:,} tokens a micro-step, "
-        f"tensor parallel {layout.tensor_parallel}, {arithmetic}, {'compiled' if layout.compiled else 'eager'}\n",
-        f"\nsave-list {name}, on one rank and per layer; what is kept, and what computing it again would cost:\n",
-    ]
+    return "".join(
+        [
+            f"{file}: {config.model.name} {config.model.flavor}, {n_layers} layers, {layout.tokens:,} tokens a "
+            f"micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
+            f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
+            *(_of_rules(checked, layout) if checked.save_list else [_chosen_later(checked)]),
+            "\nall layers, on one rank; what is kept, and what is computed again in a micro-step:\n",
+            *_of_all_lists(checked, layout, world),
+        ]
+    )
+
+
+def _chosen_later(checked: CheckedRun) -> str:
+    budget = checked.config.activation_checkpoint.budget_gib
+    return f": what is kept is chosen when the run starts, the fastest whose peak is at most {budget:g} GiB\n"
+
+
+def _of_rules(checked: CheckedRun, layout: Layout) -> list[str]:
+    """The table of the rules of a run's save-list, with what introduces it."""
+    save_list, n_layers = _named(checked), checked.dimensions.n_layers
+    totals(checked, layout)  # a list without a price is refused before anything is printed
+    prices = rule_prices(checked, layout) if save_list.rules else []
     rows = [(_label(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
-    if checked.save_list.rules or checked.save_list.default == "recompute":
-        size = f"{block_input(checked.dimensions, layout) / _MIB:,.1f}"
-        rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
-        out += _table(("rule", "layers", "MiB", "GFLOP", "MiB moved"), rows)
-    else:
-        out.append("  no rules: everything is kept\n")
-    out.append("\nall layers, on one rank; what is kept, and what is computed again in a micro-step:\n")
-    listed = []
-    for other in dict.fromkeys([name, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
-        chosen = recipes.load("activation_checkpoint", other, config.job.recipe_dirs)
+    introduction = ", on one rank and per layer; what is kept, and what computing it again would cost:\n"
+    if not save_list.rules and save_list.default == "save":
+        return [introduction, "  no rules: everything is kept\n"]
+    size = f"{block_input(checked.dimensions, layout) / _MIB:,.1f}"
+    rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
+    return [introduction, *_table(("rule", "layers", "MiB", "GFLOP", "MiB moved"), rows)]
+
+
+def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> list[str]:
+    """The table of what each list keeps, the run's own first."""
+    config, sizes = checked.config, checked.dimensions
+    model = MemoryModel(config, sizes, checked.float8, world) if world else None
+    own = [config.activation_checkpoint.recipe] if checked.save_list else []
+    rows: list[tuple[str, ...]] = []
+    for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
+        other = replace(checked, save_list=recipes.load("activation_checkpoint", name, config.job.recipe_dirs))
         try:
-            sums = totals(replace(checked, save_list=chosen), layout)
+            sums = totals(other, layout)
         except RecipeError:  # of another list than the config's
-            listed.append((other, "no price", "", ""))
+            rows.append((name, "no price", "", "", *([""] if model else [])))
             continue
-        again = (f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}")
-        listed.append((other, f"{sums.held / _GIB:,.2f}", *again))
-    out += _table(("save-list", "GiB", "TFLOP", "GiB moved"), listed)
-    return "".join(out)
+        peak = [f"{model.peak(block_prices(sizes, layout, _named(other))).total / _GIB:,.1f}"] if model else []
+        rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
+    return _table(("save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])), rows)
 
 
 def _amounts(price: RulePrice) -> tuple[str, str, str]:

@@ -17,17 +17,22 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.parallel.overrides import check_budget
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A config that passed every check, with all that it names."""
+    """A config that passed every check, with all that it names.
+
+    Attributes:
+        save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
+    """
 
     config: Config
     dimensions: ModelRecipe
-    save_list: SaveList
+    save_list: SaveList | None
     float8: Float8Recipe | None
 
 
@@ -61,12 +66,17 @@ def checked_run(
 
     dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
     dimensions = attempt(lambda: recipes.model_dimensions(config, origin))
-    save_list = attempt(lambda: recipes.load("activation_checkpoint", save_name, dirs, origin))
+    is_chosen_later = save_name == recipes.AUTO
+    save_list = (
+        None if is_chosen_later else attempt(lambda: recipes.load("activation_checkpoint", save_name, dirs, origin))
+    )
     float8 = None if float8_name == "none" else attempt(lambda: recipes.load("float8", float8_name, dirs, origin))
     attempt(lambda: check(config, dimensions, world_size, origin))
     vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
     attempt(lambda: check_inputs(config, vocab_size, sequences))
-    if wrong or dimensions is None or save_list is None:
+    if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
+        attempt(lambda: check_budget(config, dimensions, float8, world_size))
+    if wrong or dimensions is None:
         raise ConfigError("\n".join(wrong))
     return CheckedRun(config, dimensions, save_list, float8)
 
@@ -115,11 +125,17 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         "model": f"{config.model.name} {config.model.flavor}, {n_parameters(checked.dimensions):,} parameters",
         "mesh": f"replicate {replicate} × shard {'rest' if shard == -1 else shard} × tensor {tensor}: {processes}",
         "batch": tokens,
-        "recipes": f"activation_checkpoint {config.activation_checkpoint.recipe}, float8 {config.float8.recipe}",
+        "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}, tokenizer {config.data.tokenizer}",
         "folder": os.path.join(config.job.dump_folder, config.job.name),
     }
     return f"{file}: no problems\n" + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
+
+
+def _save_list(checked: CheckedRun) -> str:
+    """The name of the save-list, or within what it will be chosen."""
+    chosen = checked.config.activation_checkpoint
+    return chosen.recipe if chosen.budget_gib is None else f"{chosen.recipe} within {chosen.budget_gib:g} GiB"
 
 
 def n_parameters(model: ModelRecipe) -> int:

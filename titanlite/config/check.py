@@ -41,6 +41,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
     "parallelism.tensor_parallel_degree": "[1, inf)",
     "comm.init_timeout_seconds": "[1, inf)",
     "comm.train_timeout_seconds": "[1, inf)",
+    "activation_checkpoint.budget_gib": "(0, inf)",
     "validation.freq": "[1, inf)",
     "validation.steps": "[-1, inf)",
     "checkpoint.interval": "[1, inf)",
@@ -238,6 +239,13 @@ def _check_features(config: Config, problems: Problems) -> None:
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
         problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
+    chosen = config.activation_checkpoint
+    if chosen.recipe == "auto" and chosen.budget_gib is None:
+        want = "activation_checkpoint.budget_gib beside it: the GiB that the run may hold on each GPU"
+        problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
+    if chosen.recipe != "auto" and chosen.budget_gib is not None:
+        want = f'not given beside recipe = {show(chosen.recipe)}: only "auto" keeps to a budget'
+        problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')
     if not checkpoint.enable:
         for key, value, asked in (
             ("checkpoint.resume", checkpoint.resume, isinstance(checkpoint.resume, int)),

@@ -44,7 +44,7 @@ class ModelRecipe:
 class SaveRule:
     """One line of a save-list; the first rule that matches an operation decides."""
 
-    op: str  # a class: attention, matmul, communication, statistics, cast; or one op, as "aten.mm.default"
+    op: str  # a class: attention, matmul, communication, statistics, cast; "block"; or one op, as "aten.mm.default"
     action: Literal["save", "recompute"]
     module: tuple[str, ...] = ()  # only what belongs to these linear layers, as "wqkv", "feed_forward.*"; empty: any
     every: int = 1  # of the ops that match, the first of every so many
@@ -74,6 +74,15 @@ class SaveList:
     default: Literal["save", "recompute"]
     rules: tuple[SaveRule, ...] = ()
     refs: tuple[str, ...] = ()
+
+    def active(self, n_layers: int) -> list[frozenset[int]]:
+        """Give the numbers of the rules that are for each block.
+
+        Args:
+            n_layers: blocks of the model.
+        """
+        of_rules = [frozenset(rule.blocks(n_layers)) for rule in self.rules]
+        return [frozenset(i for i, blocks in enumerate(of_rules) if n in blocks) for n in range(n_layers)]
 
 
 Granularity = Literal["tensor", "row", "none"]  # "none": this operand stays in high precision in this matmul

@@ -160,7 +160,9 @@ class ActivationCheckpoint:
     """Which activations are kept; the others are recomputed."""
 
     recipe: str = "none"
-    """Name of a save-list (`titanlite recipes activation_checkpoint`), or the path of one."""
+    """Name of a save-list (`titanlite recipes activation_checkpoint`), the path of one, or `auto`: the fastest within `budget_gib`."""
+    budget_gib: float | None = None
+    """With `auto`: GiB that the whole run may hold on each GPU, as its peak reserved (`memory_gib` of metrics.jsonl). CUDA itself and NCCL take a few more."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 from dataclasses import dataclass
 
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
-from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision
+from titanlite.config.schema import Config
+from titanlite.errors import Problem, RecipeError, describe
+from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole
 
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 """The linear layers of a block, in the order in which they run."""
@@ -62,6 +64,27 @@ class Layout:
         return self.fused and self.float8.all_in_float8
 
 
+def layout_of(config: Config, float8: Float8Recipe | None) -> Layout:
+    """Return how one rank would run a checked config.
+
+    Args:
+        config: the config.
+        float8: its recipe, or None.
+    """
+    filters = config.float8.filter_fqns
+    return Layout(
+        tokens=config.training.local_batch_size * config.training.seq_len,
+        seq_len=config.training.seq_len,
+        tensor_parallel=config.parallelism.tensor_parallel_degree,
+        itemsize={"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param],
+        compiled=config.compile.enable,
+        fused=config.parallelism.async_tensor_parallel,
+        float8=float8,
+        # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
+        converted=tuple(n for n in LAYERS if float8 and not any(f in f"layers.0.{n}" for f in filters)),
+    )
+
+
 @dataclass(frozen=True)
 class Activation:
     """The result of one operation.
@@ -96,6 +119,21 @@ class Priced:
     decision: Decision
     held: int
     again: bool
+
+
+@dataclass(frozen=True)
+class BlockPrice:
+    """What one block keeps and computes again in a micro-step.
+
+    Attributes:
+        whole: whether it runs without checkpointing.
+        held: bytes that stay until backward, the block's input included.
+        again: what backward computes again; nothing of a whole block.
+    """
+
+    whole: bool
+    held: int
+    again: tuple[Activation, ...]
 
 
 def activations(sizes: ModelRecipe, layout: Layout) -> list[Activation]:
@@ -155,6 +193,41 @@ def price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: froze
             runs_again = not saved and not _is_tail(activation, layout)
             priced.append(Priced(activation, decision, activation.bytes * saved, runs_again))
     return priced
+
+
+def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[BlockPrice]:
+    """Price each block of a model under a save-list.
+
+    Args:
+        sizes: the model's dimensions.
+        layout: the rank's.
+        save_list: the list.
+
+    Returns:
+        One for each block, in the order in which they run.
+
+    Raises:
+        RecipeError: the list keeps what it does not name, or attention without its q, k and v.
+    """
+    if save_list.default == "save" and save_list.rules:
+        want = '"recompute": what is kept without being named depends on the compiler, and has no price'
+        problem = Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep')
+        raise RecipeError(describe("save-list", [problem]))
+    priced: dict[frozenset[int], BlockPrice] = {}
+    out: list[BlockPrice] = []
+    for active in save_list.active(sizes.n_layers):
+        if active not in priced:
+            priced[active] = _block_price(sizes, layout, save_list, active)
+        out.append(priced[active])
+    return out
+
+
+def _block_price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int]) -> BlockPrice:
+    if is_whole(save_list, active):
+        return BlockPrice(True, held_without_checkpointing(sizes, layout), ())
+    parts = price(sizes, layout, save_list, active)
+    held = block_input(sizes, layout) + sum(p.held for p in parts)
+    return BlockPrice(False, held, tuple(p.activation for p in parts if p.again))
 
 
 def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:

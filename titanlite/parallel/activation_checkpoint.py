@@ -21,7 +21,7 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.parallel.save_rules import CLASSES, BlockRules, is_named
+from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, is_named, is_whole
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")
 """Elementwise too, though torch does not tag them so."""
@@ -41,7 +41,7 @@ class SaveListUse:
 
 
 def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveListUse:
-    """Wrap each block of a model, in place. A list that saves everything wraps nothing.
+    """Wrap each block of a model, in place, but for those that the list keeps whole.
 
     Args:
         model: has `layers`.
@@ -55,14 +55,14 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
             attention is kept without the matmuls that its q, k and v come from.
     """
     use = SaveListUse(save_list.rules)
-    if save_list.default == "save" and not save_list.rules:
-        return use
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
     layers = _matmul_names(blocks[0])
     _check_rules(save_list.rules, layers)
     classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
-    for number, block in enumerate(blocks):
-        rules = frozenset(i for i, rule in enumerate(save_list.rules) if number in rule.blocks(len(blocks)))
+    for block, rules in zip(blocks, save_list.active(len(blocks)), strict=True):
+        if is_whole(save_list, rules):
+            use.matches.update(i for i in rules if save_list.rules[i].op == BLOCK)
+            continue
         if rules not in classes:
             _check_attention(BlockRules(save_list, rules, layers), block)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -122,7 +122,7 @@ def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     problems: list[Problem] = []
     for i, rule in enumerate(rules):
-        if rule.op not in CLASSES and rule.op not in known:
+        if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
             near = difflib.get_close_matches(rule.op, known, n=1)
             fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(CLASSES)}"
             want = "an operation of torch with its overload, as aten.mm.default"

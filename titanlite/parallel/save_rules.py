@@ -47,6 +47,9 @@ _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 _OF_OPERANDS = (*CLASSES["cast"], "aten.amax.default", "aten.max.default")
 _AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
 
+BLOCK = "block"
+"""What a rule for whole blocks names: they run without checkpointing, as all do where a list saves everything."""
+
 Action = Literal["save", "recompute"]
 
 
@@ -147,6 +150,18 @@ class BlockRules:
         )
         fix = f'put first a rule with op = "matmul", module = {json.dumps(names)}, action = "save"'
         return describe("save-list", [Problem(where, saw, want, fix)])
+
+
+def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:
+    """Whether a block runs without checkpointing.
+
+    Args:
+        save_list: the list.
+        active: numbers of the rules that are for the block.
+    """
+    if any(save_list.rules[i].op == BLOCK for i in active):
+        return True
+    return save_list.default == "save" and not save_list.rules
 
 
 def is_named(layer: str, patterns: Sequence[str]) -> bool:

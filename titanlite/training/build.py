@@ -8,26 +8,33 @@ Each feature says in the receipt what it did. Restoring a checkpoint is the loop
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlite.checkpoint.collective import on_rank_0
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
+from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.receipt import Receipt, Skipped
+from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
+from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
+from titanlite.parallel.time_activations import time_block
 from titanlite.training.optimizer import AdamW
 
 _MODELS = {"llama3": Llama3}
@@ -35,10 +42,18 @@ _MODELS = {"llama3": Llama3}
 
 @dataclass
 class Run:
-    """Everything that a step needs."""
+    """Everything that a step needs.
+
+    Attributes:
+        chosen: the save-list, if it was chosen here to keep to a budget.
+        predicted: the peak; None if the save-list has no price.
+    """
 
     config: Config
     sizes: ModelRecipe
+    save_list: SaveList
+    chosen: Choice | None
+    predicted: Memory | None
     mesh: Mesh
     model: nn.Module
     parameters: list[nn.Parameter]
@@ -63,14 +78,14 @@ def fastest_attention() -> AbstractContextManager[object]:
 
 
 def build(
-    config: Config, sizes: ModelRecipe, save_list: SaveList, float8: Float8Recipe | None, device: torch.device
+    config: Config, sizes: ModelRecipe, save_list: SaveList | None, float8: Float8Recipe | None, device: torch.device
 ) -> Run:
     """Assemble a run with fresh weights.
 
     Args:
         config: checked.
         sizes: the model's dimensions, overrides applied.
-        save_list: which activations are kept.
+        save_list: which activations are kept; None: the fastest list within `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
         device: this process's; the process group exists.
 
@@ -89,6 +104,10 @@ def build(
         apply_tensor_parallel(model, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
     if float8 is not None:
         _float8(model, config, float8, mesh, tokens, receipt)
+    memory, chosen = MemoryModel(config, sizes, float8, dist.get_world_size()), None
+    if save_list is None:
+        chosen = _choose(model, config, memory, device)
+        save_list = chosen.save_list
     save_list_use = apply_activation_checkpoint(model, save_list)
     if config.compile.enable:
         apply_compile(model)
@@ -108,6 +127,9 @@ def build(
     return Run(
         config=config,
         sizes=sizes,
+        save_list=save_list,
+        chosen=chosen,
+        predicted=_peak(memory, save_list),
         mesh=mesh,
         model=model,
         parameters=parameters,
@@ -116,6 +138,21 @@ def build(
         save_list_use=save_list_use,
         receipt=receipt,
     )
+
+
+def _choose(model: Llama3, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
+    """Time a block on every rank and let rank 0 choose for all."""
+    budget = config.activation_checkpoint.budget_gib
+    assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+    times = time_block(model.layers[0], memory.sizes, memory.layout, device)  # type: ignore[arg-type]
+    return on_rank_0(lambda: choose(memory, times, budget))
+
+
+def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
+    """The predicted peak, or None: what a list keeps without naming it has no price."""
+    with suppress(RecipeError):
+        return memory.peak(block_prices(memory.sizes, memory.layout, save_list))
+    return None
 
 
 def _float8(model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt) -> None:

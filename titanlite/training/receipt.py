@@ -9,11 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.errors import Problem, StrictError, describe
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Embedding, Linear
 from titanlite.observe.console import Console
+from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
+from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.initialise import local_data
+from titanlite.parallel.memory import GIB
 from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -28,7 +32,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         console: says it where `job.strict` is off.
 
     Raises:
-        StrictError: on every rank, if something that was asked for was not applied.
+        StrictError: on every rank, if something that was asked for was not applied, or the run holds more than it may.
     """
     config, receipt = run.config, run.receipt
     blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
@@ -53,16 +57,21 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     _add_attention(run, len(blocks), receipt)
     _add_compile(config.compile.enable, blocks, receipt)
 
-    use = run.save_list_use
+    use, chosen = run.save_list_use, run.chosen
     rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
     receipt.add(
         "activation_checkpoint",
         config.activation_checkpoint.recipe,
-        {"blocks": use.blocks, "matches": {rule: use.matches[i] for i, rule in enumerate(rules)}},
+        {
+            **({"keeps": in_words(chosen), "recomputes_ms": round(chosen.seconds * 1e3, 1)} if chosen else {}),
+            "blocks": use.blocks,
+            "matches": {rule: use.matches[i] for i, rule in enumerate(rules)},
+        },
         count=use.matches.total() if rules else use.blocks,
         missed=[Skipped(rules[use.rules.index(rule)], "matched no operation") for rule in use.unmatched()],
         key="activation_checkpoint.recipe",
     )
+    over_budget = _add_memory(run, receipt)
     if dist.get_rank() == 0:
         receipt.write(folder.receipt)
         for entry in receipt.entries:
@@ -70,6 +79,29 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
             parts = ", ".join(f"{k} {v}" for k, v in applied.items()) if isinstance(applied, dict) else applied
             console.notice(f"{entry.feature}: {parts}")
     receipt.enforce(config.job.strict, console.warning)
+    if over_budget is not None:
+        message = describe("the run holds more than it may", [over_budget])
+        if config.job.strict:
+            raise StrictError(message)
+        console.warning(message)
+
+
+def _add_memory(run: Run, receipt: Receipt) -> Problem | None:
+    """The peak so far beside what was predicted and what was allowed; a problem if it is more than that."""
+    peaks = torch.tensor(memory_gib(run.mesh.device), device=run.mesh.device)
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)  # of the rank with the highest
+    reserved, allocated = (round(gib, 2) for gib in peaks.tolist())
+    predicted = round(run.predicted.total / GIB, 2) if run.predicted else "no price"
+    applied = {"predicted_gib": predicted, "reserved_gib": reserved, "allocated_gib": allocated}
+    budget, key, over = run.config.activation_checkpoint.budget_gib, "activation_checkpoint.budget_gib", []
+    if budget is not None and reserved > budget:
+        over = [Skipped("peak", f"{reserved} GiB are reserved, {predicted} were predicted")]
+    receipt.add("memory", budget, applied, count=1, skipped=over, key=key)
+    if budget is None or not over:
+        return None
+    want = f"a peak of at most that; {over[0].why}"
+    fix = f"budget_gib = {max(2 * budget - reserved, 0):.2f}; job.strict = false trains on"
+    return Problem(key, f"{budget:g}", want, fix)
 
 
 def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:

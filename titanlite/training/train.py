@@ -21,10 +21,12 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
+from titanlite.parallel.overrides import LEAST
 from titanlite.parallel.process_group import check_launcher, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
 from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
+from titanlite.training.out_of_memory import explained
 from titanlite.training.report import Report
 from titanlite.training.state import restore
 from titanlite.training.stop import StopSignals
@@ -33,7 +35,7 @@ from titanlite.training.stop import StopSignals
 def train(
     config: Config,
     sizes: ModelRecipe,
-    save_list: SaveList,
+    save_list: SaveList | None,
     float8: Float8Recipe | None,
     folder: RunFolder,
     notices: list[str],
@@ -43,7 +45,7 @@ def train(
     Args:
         config: checked.
         sizes: the model's dimensions, overrides applied.
-        save_list: which activations are kept.
+        save_list: which activations are kept; None: chosen to keep to `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
         folder: claimed by rank 0.
         notices: what claiming it had to say.
@@ -74,7 +76,7 @@ def train(
 def _train(
     config: Config,
     sizes: ModelRecipe,
-    save_list: SaveList,
+    save_list: SaveList | None,
     float8: Float8Recipe | None,
     folder: RunFolder,
     console: Console,
@@ -96,7 +98,11 @@ def _train(
     if held_out is not None:  # ranks that validate on unequal numbers of batches would wait for each other
         _check_same("validation.source", held_out.fingerprint)
     cleanup.enter_context(fastest_attention())
-    run = build(config, sizes, save_list, float8, device)
+    with explained(config, sizes, float8, save_list or LEAST, device):
+        run = build(config, sizes, save_list, float8, device)
+    if run.chosen is not None:
+        chosen = to_toml(run.save_list)
+        on_rank_0(lambda: folder.record_save_list(chosen))
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
     start, state = restore(run, checkpoints, console)
     samples = int(state["samples"])
@@ -130,9 +136,10 @@ def _train(
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop = cleanup.enter_context(StopSignals())
     loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
-    if validates_first:
-        loop.validate(start)
-    last = loop.train(start)
+    with explained(config, sizes, float8, run.save_list, device):
+        if validates_first:
+            loop.validate(start)
+        last = loop.train(start)
     if last >= config.training.steps:
         if status:
             status.finished(last)

@@ -1,0 +1,156 @@
+"""`recipe = "auto"`: the fastest save-list whose predicted peak stays within a budget.
+
+What can be kept falls into a few groups: attention, each matmul, each collective, or a whole block. A *selection* is a
+set of them; its price is a formula (`activation_bytes.py`) and the time to compute the rest again has been measured on
+this device (`time_activations.py`). The blocks of a model are alike, so a list is two selections, one for the first n
+blocks and one for the others: the second keeps more, for backward begins there. All pairs and all n are tried, and each
+peak is that of `memory.py`: of such lists none is faster by the measured times. Two and not three, because each
+selection is a graph to compile, and a third one could gain no more than part of one block.
+
+Nothing here needs torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+
+from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.errors import RecipeError
+from titanlite.parallel.activation_bytes import Activation, BlockPrice, Layout, activations, block_prices
+from titanlite.parallel.memory import GIB, MemoryModel
+from titanlite.parallel.save_rules import BLOCK, CLASSES, FUSED
+
+_CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
+_DEAR = ("attention", "matmul", "communication")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds that it takes to compute parts of a block again.
+
+    Attributes:
+        activations: by operation and linear layer, those of `dear`.
+        elementwise: all the rest of a block, which every block that is not whole computes again.
+    """
+
+    activations: Mapping[tuple[str, str], float]
+    elementwise: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why.
+
+    Attributes:
+        save_list: an ordinary one.
+        peak: predicted, in bytes.
+        seconds: that backward takes to compute again what is not kept, in a micro-step.
+    """
+
+    save_list: SaveList
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """What one kind of block keeps."""
+
+    rules: tuple[SaveRule, ...]
+    block: BlockPrice
+    seconds: float
+
+
+def dear(sizes: ModelRecipe, layout: Layout) -> dict[SaveRule, list[Activation]]:
+    """List what of a block may be worth keeping, by the rule that keeps it.
+
+    Statistics and casts are not: computing them again is part of the elementwise work, or of their matmul.
+
+    Args:
+        sizes: the model's dimensions.
+        layout: the rank's.
+    """
+    found: dict[SaveRule, list[Activation]] = {}
+    for activation in activations(sizes, layout):
+        name = FUSED[activation.op][0] if activation.op in FUSED else _CLASS_OF[activation.op]
+        if name in _DEAR:
+            rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
+            found.setdefault(rule, []).append(activation)
+    return found
+
+
+def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
+    """Find the fastest list within a budget.
+
+    Args:
+        model: predicts the peak of the run.
+        times: measured.
+        budget_gib: GiB that the run may hold.
+
+    Raises:
+        ValueError: no list fits, which `overrides.check_budget` finds before anything is timed.
+    """
+    n_layers = model.sizes.n_layers
+    selections = _selections(model.sizes, model.layout, times)
+    best: Choice | None = None
+    for fewer, more in [(s, s) for s in selections] + list(combinations(selections, 2)):
+        for n in range(1 if fewer is not more else n_layers, n_layers + (fewer is more)):
+            seconds = n * fewer.seconds + (n_layers - n) * more.seconds
+            if best and seconds >= best.seconds:
+                continue
+            peak = model.peak([fewer.block] * n + [more.block] * (n_layers - n)).total
+            if peak <= budget_gib * GIB:
+                best = Choice(_save_list(fewer, more, n, n_layers), peak, seconds)
+    if best is None:
+        raise ValueError(f"no save-list keeps to {budget_gib:g} GiB")
+    tokens, t = model.layout.tokens, model.layout.tensor_parallel
+    help = (
+        f"Chosen by auto for {budget_gib:g} GiB, of which it takes {best.peak / GIB:.1f}: {n_layers} layers of width "
+        f"{model.sizes.dim}, {tokens:,} tokens a micro-step, {model.shards} shards, tensor parallel {t}."
+    )
+    return replace(best, save_list=replace(best.save_list, help=help))
+
+
+def _selections(sizes: ModelRecipe, layout: Layout, times: Times) -> list[_Selection]:
+    """Selections that keep less than any that is as fast, in the order of what they keep."""
+    rules = dear(sizes, layout)
+    subsets = chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1))
+    found = [selection for subset in subsets if (selection := _selection(subset, sizes, layout, times))]
+    if whole := _selection((SaveRule(BLOCK, "save"),), sizes, layout, times):
+        found.append(whole)
+    found.sort(key=lambda s: (s.block.held, s.seconds, len(s.rules)))
+    front: list[_Selection] = []
+    for selection in found:
+        if not front or selection.seconds < front[-1].seconds:
+            front.append(selection)
+    return front
+
+
+def _selection(rules: tuple[SaveRule, ...], sizes: ModelRecipe, layout: Layout, times: Times) -> _Selection | None:
+    """Price a selection; None if it cannot be: attention without its q, k and v."""
+    try:
+        block = block_prices(sizes, layout, SaveList("", "recompute", rules))[0]
+    except RecipeError:
+        return None
+    seconds = sum(times.activations.get((a.op, a.layer), 0.0) for a in block.again)
+    return _Selection(rules, block, seconds + (0.0 if block.whole else times.elementwise))
+
+
+def _save_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:
+    """One list of two selections, the first for n blocks; whole blocks first, as rules for them must be."""
+    rules: list[SaveRule] = []
+    for rule in dict.fromkeys([*more.rules, *fewer.rules]):
+        first = 0 if rule in fewer.rules else n
+        last = n_layers if rule in more.rules or n == n_layers else n
+        layers = (str(first) if first else "") + ":" + (str(last) if last < n_layers else "")
+        rules.append(SaveRule(rule.op, rule.action, module=rule.module, layers=layers))
+    return SaveList("", "recompute", tuple(sorted(rules, key=lambda rule: rule.op != BLOCK)))
+
+
+def in_words(choice: Choice) -> str:
+    """Say in a line what was chosen."""
+    kept = ", ".join(
+        " ".join((rule.op, *rule.module, *([f"of blocks {rule.layers}"] if rule.layers != ":" else [])))
+        for rule in choice.save_list.rules
+    )
+    return kept or "nothing but the input of each block"

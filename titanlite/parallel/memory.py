@@ -1,0 +1,176 @@
+"""What a rank's GPU holds at the peak of a step, by category, in bytes: from the config alone.
+
+The figure is that of `memory_gib`, the peak that the caching allocator reserved. Not in it: CUDA's own context, NCCL's
+buffers and symmetric memory, a few GiB in all.
+
+Memory is reserved by stream: what one stream has freed no other takes. FSDP gathers weights on one stream and makes the
+reduced gradients on another, so the peak is the sum of three peaks, whenever they are:
+
+    compute     parameters, moments, gathered weights and activations, at the worst moment of backward: either the head,
+                with the logits and the gradient of its weight, or the last blocks, with what they compute again
+    gathering   two units of weights, one on its way and one that is being copied out, and a shard
+    reducing    the gradients, all of them: they are there when the first activations are not yet free
+
+Weights are counted as `models/llama3.py` has them. Nothing here needs torch. Held against measured runs in
+`tests/parallel/test_memory.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.parallel.activation_bytes import BlockPrice, held_without_checkpointing, layout_of
+
+GIB = 2**30
+SLACK = 2 * GIB // 5
+"""What a run reserves beyond its tensors: workspaces of the matrix libraries, segments that are not full. Measured:
+0.2 to 1.0 GiB."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak.
+
+    Attributes:
+        parameters: float32 masters, this rank's shard.
+        gradients: float32, of the same shard.
+        optimizer: both moments.
+        gathered_weights: whole weights in the compute dtype, at the worst moment.
+        communication: FSDP's buffers on their way to and from other ranks.
+        activations: what the save-list keeps, in all blocks.
+        working_set: what only the worst moment holds: logits and the gradient of the head, or what a block computes
+            again and its gradients.
+        slack: of the allocator.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered_weights: int
+    communication: int
+    activations: int
+    working_set: int
+    slack: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.categories().values())
+
+    def categories(self) -> dict[str, int]:
+        """Give the bytes by category, with its name in words."""
+        return {f.name.replace("_", " "): getattr(self, f.name) for f in fields(self)}
+
+
+class MemoryModel:
+    """Predicts the peak of one run under any save-list.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        world: number of processes.
+    """
+
+    def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
+        self.sizes, self.layout = sizes, layout_of(config, float8)
+        self._whole_block = held_without_checkpointing(sizes, self.layout)
+        mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
+        data_ranks = world // t
+        self.shards = data_ranks // mesh.data_parallel_replicate_degree
+        per_step = training.global_batch_size or training.local_batch_size * data_ranks
+        self._accumulates = per_step > training.local_batch_size * data_ranks
+        self._reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
+        self._moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
+        reshard = mesh.fsdp_reshard_after_forward
+        self._blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
+
+        D, F, V = sizes.dim, sizes.ffn_dim, sizes.vocab_size
+        H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
+        e, rank_of = self.layout.itemsize, {"attention.wqkv": (H + 2 * K) * E * D, "attention.wo": H * E * D}
+        rank_of |= {"feed_forward.w13": 2 * F * D, "feed_forward.w2": F * D}
+        layers = {name: n // t for name, n in rank_of.items()}
+        self._block = sum(layers.values()) + 2 * D  # norms are whole
+        self._embedding, self._head = V * D // t, V * D // t + D
+        if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
+            self._embedding = self._head
+        # Layers that FSDP gathers in float8 have a byte an element.
+        in_float8 = self.layout.converted if float8 and float8.fsdp_all_gather == "float8" else ()
+        self._narrow = sum(layers[name] for name in in_float8)
+        self._gathered_block = e * (self._block - self._narrow) + self._narrow
+        units = [self._embedding] if sizes.tied_embeddings else [self._embedding, self._head]
+        self._parameters = sizes.n_layers * self._block + sum(units)
+
+    def peak(self, blocks: Sequence[BlockPrice]) -> Memory:
+        """Predict the peak.
+
+        Args:
+            blocks: what each block keeps and computes again, in the order in which they run.
+        """
+        shard, e, n = self._parameters // self.shards, self.layout.itemsize, len(blocks)
+        held = sum(block.held for block in blocks)
+        head, block = e * self._head, self._gathered_block
+        stays = (n * block + (0 if self.sizes.tied_embeddings else e * self._embedding)) if self._blocks_stay else 0
+        copies = self._float8_copies(blocks)
+        # The moments of backward that may be the worst, as (gathered weights, communication, activations, the rest).
+        moments = [(stays + copies + head, 0, held, self._loss())]
+        rows = self._in_block()
+        left = held
+        for priced in reversed(blocks):
+            if self.sizes.tied_embeddings:  # its gradient is whole once the embedding's is added
+                after_head = head, head
+            else:
+                after_head = 0, self._reduced * self._head
+            weights = stays + copies + after_head[0] + (0 if self._blocks_stay else block)
+            again = max(0, self._whole_block - priced.held)
+            moments.append((weights, after_head[1], left, again + rows))
+            left -= priced.held
+        gathered, buffers, activations, working_set = max(moments, key=sum)
+        return Memory(
+            parameters=4 * shard,
+            gradients=4 * shard,
+            optimizer=2 * self._moment * shard,
+            gathered_weights=gathered,
+            communication=buffers + self._gathering() + self._reducing(),
+            activations=activations,
+            working_set=working_set,
+            slack=SLACK,
+        )
+
+    def _gathering(self) -> int:
+        """FSDP's flat buffers: of the unit on its way with this rank's shard of it, and of the one before."""
+        if self.shards == 1:
+            return 0
+        e, block = self.layout.itemsize, self._gathered_block
+        embedding, head = e * self._embedding, e * self._head
+        order = [(0, embedding), (embedding, block), (block, block)]
+        order += [] if self.sizes.tied_embeddings else [(block, head)]
+        return max(before + unit + unit // self.shards for before, unit in order)
+
+    def _reducing(self) -> int:
+        """What is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype."""
+        largest = max(self._embedding, self._head, self._block) // self.shards
+        widened = largest * self._reduced if self._reduced != 4 else 0
+        return widened + (4 * largest if self._accumulates else 0)
+
+    def _float8_copies(self, blocks: Sequence[BlockPrice]) -> int:
+        """Weights gathered in float8 that a compiled block without checkpointing keeps until backward, transposed."""
+        return sum(block.whole for block in blocks) * self._narrow if self.layout.compiled else 0
+
+    def _loss(self) -> int:
+        """The head's forward and backward: norm, logits, loss, and the gradients of weight and input."""
+        M, D, t, e = self.layout.tokens, self.sizes.dim, self.layout.tensor_parallel, self.layout.itemsize
+        logits = M * self.sizes.vocab_size // t
+        norm = (
+            8 if e == 2 else 4
+        ) * M // t * D + e * M * D  # the head is not compiled: float32, and what it multiplies
+        gradients = e * self._head + e * M * D
+        in_eager_loss = 0 if self.layout.compiled else 12 * logits  # three float32 tensors of its size
+        return e * logits + norm + max(gradients, in_eager_loss)
+
+    def _in_block(self) -> int:
+        """Gradients inside a block at its widest, around SwiGLU, and those of the feed-forward's weights."""
+        M, D, F = self.layout.tokens, self.sizes.dim, self.sizes.ffn_dim
+        t, e = self.layout.tensor_parallel, self.layout.itemsize
+        return e * M // t * D + e * M * D + e * M * 3 * F // t + e * 3 * F * D // t

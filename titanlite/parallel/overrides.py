@@ -1,0 +1,172 @@
+"""Which change of a config would bring its peak under a limit: for who ran out of memory, or asks for too little.
+
+Each change is a flag of train.py, checked as a config would be, and priced by `memory.py`. Nothing here needs torch.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanlite import recipes
+from titanlite.config.check import check
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError, Problem, describe
+from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.memory import GIB, MemoryModel
+
+LEAST = SaveList("", "recompute")
+"""The list that keeps least: nothing but the input of each block."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Override:
+    """One change of a config.
+
+    Attributes:
+        flag: to paste behind the command.
+        peak: predicted with it, in bytes.
+        frees: bytes less than without it.
+    """
+
+    flag: str
+    peak: int
+    frees: int
+
+    def __str__(self) -> str:
+        return f"{self.flag:<44}  frees {self.frees / GIB:.1f} GiB, peak {self.peak / GIB:.1f} GiB"
+
+
+def predicted_peak(
+    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int, save_list: SaveList
+) -> int:
+    """Predict the peak of a run, in bytes.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        world: number of processes.
+        save_list: what blocks keep.
+
+    Raises:
+        RecipeError: the list has no price.
+    """
+    model = MemoryModel(config, sizes, float8, world)
+    return model.peak(block_prices(sizes, model.layout, save_list)).total
+
+
+def overrides_that_fit(
+    config: Config,
+    sizes: ModelRecipe,
+    float8: Float8Recipe | None,
+    world: int,
+    save_list: SaveList,
+    limit: float,
+) -> list[Override]:
+    """List changes with which a run would fit, the one that costs least first.
+
+    Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
+    each, what keeps most first. Three at most, of every kind one before a second.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        world: number of processes.
+        save_list: of the run; it has a price.
+        limit: bytes.
+    """
+    now = predicted_peak(config, sizes, float8, world, save_list)
+
+    def fitting(changes: "Iterator[_Change]") -> list[Override]:
+        found: list[Override] = []
+        for change in changes:
+            try:
+                check(change.config, sizes, world)
+                peak = predicted_peak(change.config, sizes, float8, world, change.save_list)
+            except ConfigError:  # impossible here, or without a price
+                continue
+            if peak <= limit and peak < now:
+                found.append(Override(change.flag, peak, now - peak))
+        return sorted(found, key=lambda override: -override.peak)
+
+    lists = fitting(_save_lists(config, save_list))
+    if config.activation_checkpoint.budget_gib is not None and limit < now:  # a list will be chosen that keeps to it
+        budget = math.floor(limit / GIB * 10) / 10
+        if predicted_peak(config, sizes, float8, world, LEAST) <= budget * GIB:
+            flag = f"--activation_checkpoint.budget_gib {budget}"
+            lists = [Override(flag, int(budget * GIB), now - int(budget * GIB))]
+    layouts, batches = fitting(_layouts(config, save_list)), fitting(_batches(config, save_list))
+    kinds = [kind for kind in (lists, layouts, batches) if kind]
+    return sorted(
+        [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN],
+        key=lambda override: next(i for i, kind in enumerate(kinds) if override in kind),
+    )
+
+
+def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
+    """Refuse a budget that no save-list keeps to.
+
+    Args:
+        config: with `activation_checkpoint.budget_gib`.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        world: number of processes.
+
+    Raises:
+        ConfigError: the run would hold more although it computed everything again.
+    """
+    budget = config.activation_checkpoint.budget_gib
+    if budget is None:
+        return
+    least = predicted_peak(config, sizes, float8, world, LEAST)
+    if least <= budget * GIB:
+        return
+    flags = overrides_that_fit(config, sizes, float8, world, LEAST, budget * GIB)
+    raised = f"--activation_checkpoint.budget_gib {-(-least * 10 // GIB) / 10}"
+    want = f"at least {least / GIB:.1f}: what the run is predicted to hold when blocks keep nothing but their input"
+    fix = f"{raised}, or" + "".join(f"\n          {flag}" for flag in flags) if flags else raised
+    raise ConfigError(describe("config", [Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)]))
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A config that differs in one key."""
+
+    flag: str
+    config: Config
+    save_list: SaveList
+
+
+def _save_lists(config: Config, save_list: SaveList) -> Iterator[_Change]:
+    """Every other list there is; where the list is chosen to keep to a budget, none."""
+    if config.activation_checkpoint.budget_gib is not None:
+        return
+    for name in recipes.names("activation_checkpoint", config.job.recipe_dirs):
+        other = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
+        yield replace(_changed(config, "activation_checkpoint", "recipe", name, save_list), save_list=other)
+
+
+def _layouts(config: Config, save_list: SaveList) -> Iterator[_Change]:
+    """More ranks to a layer, fewer replicas, weights that are freed."""
+    mesh = config.parallelism
+    for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
+        yield _changed(config, "parallelism", "tensor_parallel_degree", degree, save_list)
+    for degree in range(1, mesh.data_parallel_replicate_degree):
+        yield _changed(config, "parallelism", "data_parallel_replicate_degree", degree, save_list)
+    yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always", save_list)
+
+
+def _batches(config: Config, save_list: SaveList) -> Iterator[_Change]:
+    """Fewer sequences at a time."""
+    for sequences in range(1, config.training.local_batch_size):
+        yield _changed(config, "training", "local_batch_size", sequences, save_list)
+
+
+def _changed(config: Config, section: str, key: str, value: Any, save_list: SaveList) -> _Change:
+    changed = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return _Change(f"--{section}.{key} {value}", changed, save_list)

@@ -1,0 +1,122 @@
+"""What to say when a GPU is full: what holds its memory, what was predicted, and which flags would make the run fit.
+
+torch says how much it could not allocate. What the user needs to know is what all the rest is for, which only the
+prediction (`parallel/memory.py`) can say: the allocator knows sizes and no names.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.schema import Config
+from titanlite.errors import OutOfMemoryError, RecipeError
+from titanlite.observe.memory import memory_gib
+from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.memory import GIB, MemoryModel
+from titanlite.parallel.overrides import overrides_that_fit
+
+_MARGIN = 0.95
+"""Of a prediction that says that the run fits, though it did not: what must fit instead."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Memory of this rank, in GiB, as it is when it runs out."""
+
+    reserved: float
+    allocated: float
+    peak_reserved: float
+    peak_allocated: float
+    could_be_reserved: float  # what is reserved, and what is free besides
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reserved:.1f} GiB are reserved (peak {self.peak_reserved:.1f}), {self.allocated:.1f} of them by "
+            f"tensors (peak {self.peak_allocated:.1f}); {self.could_be_reserved:.1f} could be"
+        )
+
+
+def measure(device: torch.device) -> Measured:
+    """Read the memory of this rank: of its GPU, or of the process and the machine on a CPU."""
+    peak_reserved, peak_allocated = memory_gib(device)
+    if device.type != "cuda":
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+        return Measured(peak_allocated, peak_allocated, peak_reserved, peak_allocated, machine)
+    reserved, (free, _) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    return Measured(reserved / GIB, allocated / GIB, peak_reserved, peak_allocated, (reserved + free) / GIB)
+
+
+@contextmanager
+def explained(
+    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList, device: torch.device
+) -> Iterator[None]:
+    """Turn torch's error into one that explains itself.
+
+    Args:
+        config: of the run.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        save_list: what blocks keep.
+        device: this rank's.
+
+    Raises:
+        OutOfMemoryError: the device had no room.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = ". ".join(str(error).split(". ")[:2]).rstrip(".")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        message = explanation(config, sizes, float8, save_list, world, measure(device))
+        raise OutOfMemoryError(f"rank {rank}: {said}\n{message}") from error
+
+
+def explanation(
+    config: Config,
+    sizes: ModelRecipe,
+    float8: Float8Recipe | None,
+    save_list: SaveList,
+    world: int,
+    measured: Measured,
+) -> str:
+    """Say what holds the memory of a run, and what would make it fit.
+
+    Args:
+        config: of the run.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        save_list: what blocks keep.
+        world: number of processes.
+        measured: of the rank that ran out.
+
+    Returns:
+        A few lines.
+    """
+    lines = [f"    saw:  {measured}"]
+    room, model = measured.could_be_reserved * GIB, MemoryModel(config, sizes, float8, world)
+    try:
+        predicted = model.peak(block_prices(sizes, model.layout, save_list))
+    except RecipeError:
+        lines += [
+            "    want: less; there is no prediction, for what the save-list keeps without naming it has no price",
+            "    fix:  --activation_checkpoint.recipe full, or --training.local_batch_size 1",
+        ]
+        return "\n".join(lines)
+    fits = predicted.total <= room
+    but = ", which would fit: the prediction is short, or others hold memory of this device" if fits else ""
+    lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
+    held = sorted(predicted.categories().items(), key=lambda item: -item[1])
+    lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
+    limit = _MARGIN * predicted.total if fits else room
+    if flags := overrides_that_fit(config, sizes, float8, world, save_list, limit):
+        lines.append("    fix:  one of these; the first costs least")
+        lines += [f"          {flag}" for flag in flags]
+    else:
+        lines.append("    fix:  more GPUs, or a smaller model: no other save-list, layout or batch alone would fit")
+    return "\n".join(lines)
