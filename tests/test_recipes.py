@@ -207,6 +207,12 @@ def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:
         ('[[rules]]\nop = "matmul"\naction = "save"\nevery = 0', ["line 6  rules[0].every = 0", "at least 1"]),
         ('[[rules]]\nop = "aten.mm.default"\naction = "save"\nevery = 2', ["rules[0].every = 2"]),
         ('[[rules]]\nop = "attention"\naction = "save"\nmodule = ["wo"]', ["rules[0].module", "remove module"]),
+        ('[[rules]]\nop = "block"\naction = "recompute"', ["rules[0].action", 'action = "save"']),
+        ('[[rules]]\nop = "block"\naction = "save"\nmodule = ["wo"]', ["rules[0].module", "remove module"]),
+        (
+            '[[rules]]\nop = "attention"\naction = "save"\n[[rules]]\nop = "block"\naction = "save"',
+            ["line 7  rules[1].op", "move the rule up"],
+        ),
         (
             '[[rules]]\nop = "matmul"\naction = "save"\n[[rules]]\nop = "matmul"\naction = "save"\nmodule = ["wo"]',
             ["line 7  rules[1].op", "can never match"],

@@ -136,6 +136,8 @@ def test_numbers_out_of_range(key: str) -> None:
             ["step 10001 is after training.steps = 10000", "fix:  start_step = 9998"],
         ),
         ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
+        ({"activation_checkpoint__recipe": "auto"}, None, ["budget_gib beside it", "budget_gib = 60.0"]),
+        ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
         ({"checkpoint__enable": False, "job__stop_after": 5}, None, ["job.stop_after = 5", "enable = true"]),
         ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),

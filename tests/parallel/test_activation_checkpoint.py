@@ -85,6 +85,7 @@ CASES = {
     "a layer by more of its name": (save_list(ATTENTION, matmul("attention.wqkv")), ["wo", "w13"]),
     "a module by a pattern": (save_list(ATTENTION, matmul("attention.*")), ["w13"]),
     "every matmul": (save_list(ATTENTION, matmul()), []),
+    "whole blocks": (save_list(SaveRule("block", "save")), []),
     "every second matmul": (save_list(ATTENTION, matmul(every=2)), ["wo"]),
     "one op": (save_list(ATTENTION, SaveRule("aten.mm.default", "save")), []),
     "all but one layer": (save_list(matmul("w13", action="recompute"), default="save"), ["w13"]),
@@ -110,6 +111,17 @@ def test_what_is_recomputed(case, compiled):
 def test_layers_are_chosen_by_number():
     ops, _, _ = backward_ops(save_list(ATTENTION, matmul("wqkv"), matmul("w13", layers="1:")), compiled=False)
     assert ops == {"wo": LAYERS, "w13": 1}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_whole_blocks_are_left_alone(compiled):
+    """The other block computes all again; what is left alone is counted."""
+    ops, use, gradients = backward_ops(save_list(SaveRule("block", "save", layers="1:")), compiled)
+    assert ops == {"wqkv": 1, "attention": 1, "wo": 1, "w13": 1}
+    assert use.blocks == 1
+    assert use.matches == {0: 1}
+    for got, truth in zip(gradients, backward_ops(NONE, compiled=False)[2], strict=True):
+        assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
 @pytest.mark.parametrize("name", recipes.names("activation_checkpoint"))

@@ -105,7 +105,7 @@ def explanation(
     except RecipeError:
         lines += [
             "    want: less; there is no prediction, for what the save-list keeps without naming it has no price",
-            "    fix:  --activation_checkpoint.recipe full, or --training.local_batch_size 1",
+            "    fix:  a save-list with one: `titanlite plan FILE --activation-checkpoint --world N` lists the peaks",
         ]
         return "\n".join(lines)
     fits = predicted.total <= room

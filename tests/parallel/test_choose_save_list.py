@@ -1,0 +1,133 @@
+"""The chosen list is the fastest within its budget: against every assignment of selections to blocks."""
+
+from dataclasses import replace
+from itertools import chain, combinations, pairwise, product
+from pathlib import Path
+
+import pytest
+
+from titanlite import recipes
+from titanlite.commands.validate import checked_run
+from titanlite.config.recipe_schema import SaveList
+from titanlite.config.toml_file import shipped_folder
+from titanlite.config.write import to_toml
+from titanlite.errors import RecipeError
+from titanlite.parallel.activation_bytes import BlockPrice, block_prices
+from titanlite.parallel.choose_save_list import Times, choose, dear, in_words
+from titanlite.parallel.memory import GIB, MemoryModel
+from titanlite.parallel.save_rules import BLOCK
+
+LAYOUTS = [(), ("--parallelism.tensor_parallel_degree", "2")]
+LAYOUTS += [(*LAYOUTS[1], "--parallelism.async_tensor_parallel"), ("--compile.enable=false",)]
+
+
+def model_of(*flags: str) -> MemoryModel:
+    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    run = checked_run(["--config", config, *flags], world_size=4)
+    return MemoryModel(run.config, run.dimensions, run.float8, 4)
+
+
+def times_of(model: MemoryModel) -> Times:
+    """As an H200 might have them; attention costs more for its bytes than a matmul, elementwise work least."""
+    seconds = {
+        (a.op, a.layer): a.flops / 7e14 + a.moved / 2e12 for listed in dear(*_of(model)).values() for a in listed
+    }
+    return Times(seconds, 6e-4)
+
+
+def _of(model: MemoryModel):
+    return model.sizes, model.layout
+
+
+def every_selection(model: MemoryModel, times: Times) -> list[tuple[BlockPrice, float]]:
+    """Price and seconds of every set of rules that can be, the whole block too."""
+    rules = list(dear(*_of(model)))
+    found = []
+    for subset in chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1)):
+        try:
+            block = block_prices(*_of(model), SaveList("", "recompute", subset))[0]
+        except RecipeError:
+            continue
+        again = sum(times.activations.get((a.op, a.layer), 0) for a in block.again)
+        found.append((block, again + times.elementwise))
+    return [*found, (block_prices(*_of(model), SaveList("", "save"))[0], 0.0)]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.5, 0.9])
+def test_no_list_of_two_kinds_of_blocks_is_faster(share: float) -> None:
+    """Three blocks, all assignments of at most two selections: 13 of them, in any order."""
+    model = model_of("--model.n_layers", "3")
+    times = times_of(model)
+    budget = budget_within(model, share)
+    chosen = choose(model, times, budget)
+    fastest = min(
+        sum(seconds for _, seconds in kinds)
+        for kinds in product(every_selection(model, times), repeat=3)
+        if len({id(block) for block, _ in kinds}) <= 2
+        and model.peak([block for block, _ in kinds]).total <= budget * GIB
+    )
+    assert chosen.seconds == pytest.approx(fastest)
+    assert chosen.peak <= budget * GIB
+
+
+def budget_within(model: MemoryModel, share: float) -> float:
+    """GiB between the least (0) and the most (1) that a list can hold."""
+    least = model.peak(block_prices(*_of(model), SaveList("", "recompute"))).total
+    most = model.peak(block_prices(*_of(model), SaveList("", "save"))).total
+    return (least + (most - least) * share) / GIB
+
+
+@pytest.mark.parametrize("flags", LAYOUTS, ids=str)
+def test_a_larger_budget_is_never_slower_and_always_kept(flags: tuple[str, ...]) -> None:
+    model = model_of(*flags)
+    times = times_of(model)
+    budgets = [budget_within(model, share) for share in (0, 0.2, 0.5, 0.8, 1)]
+    choices = [choose(model, times, budget) for budget in budgets]
+    assert all(choice.peak <= budget * GIB for choice, budget in zip(choices, budgets, strict=True))
+    assert all(one.seconds > other.seconds for one, other in pairwise(choices))
+    assert choices[0].save_list.rules == ()
+    assert [rule.op for rule in choices[-1].save_list.rules] == [BLOCK]
+    assert choices[-1].seconds == 0
+
+
+@pytest.mark.parametrize("flags", LAYOUTS, ids=str)
+def test_the_list_is_an_ordinary_one(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Written, read and checked as any other, it has the price that it was chosen for."""
+    model = model_of(*flags)
+    for share in (0.05, 0.3, 0.6, 0.95):
+        choice = choose(model, times_of(model), budget_within(model, share))
+        path = tmp_path / "mine.toml"
+        path.write_text(to_toml(choice.save_list))
+        loaded = recipes.load("activation_checkpoint", str(path))
+        assert loaded == choice.save_list
+        assert model.peak(block_prices(*_of(model), loaded)).total == choice.peak
+        assert all(rule.op in in_words(choice) for rule in loaded.rules)
+
+
+def test_what_costs_nothing_again_is_not_kept() -> None:
+    model = model_of()
+    free = Times(dict.fromkeys(times_of(model).activations, 0.0), 0.0)
+    assert choose(model, free, 1000).save_list.rules == ()
+
+
+def test_what_costs_most_for_its_bytes_is_kept_first() -> None:
+    """A budget for one more GiB: attention, with the projection that it needs, if attention is slow; else w13."""
+    model = model_of()
+    times = times_of(model)
+    budget = budget_within(model, 0.05)
+
+    def kept(slow: str) -> set[str]:
+        slowed = {key: seconds * (100 if slow in key else 1) for key, seconds in times.activations.items()}
+        rules = choose(model, replace(times, activations=slowed), budget).save_list.rules
+        return {" ".join((rule.op, *rule.module)) for rule in rules}
+
+    attention = next(op for op, layer in times.activations if not layer)
+    assert "attention" in kept(attention)
+    assert "matmul feed_forward.w13" in kept("feed_forward.w13")
+    assert "attention" not in kept("feed_forward.w13")
+
+
+def test_no_list_keeps_to_less_than_the_least() -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match="no save-list keeps to 30 GiB"):
+        choose(model, times_of(model), 30)

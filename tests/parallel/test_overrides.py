@@ -1,0 +1,94 @@
+"""What is proposed fits: each flag is pasted behind the command and priced anew."""
+
+import pytest
+
+from titanlite import recipes
+from titanlite.commands.validate import CheckedRun, checked_run
+from titanlite.config.recipe_schema import SaveList
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import ConfigError
+from titanlite.parallel.memory import GIB
+from titanlite.parallel.overrides import LEAST, overrides_that_fit, predicted_peak
+
+CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
+
+
+def checked(*flags: str, world: int = 4) -> CheckedRun:
+    return checked_run(["--config", CONFIG, *flags], world_size=world)
+
+
+def peak(run: CheckedRun, save_list: SaveList | None = None, world: int = 4) -> int:
+    return predicted_peak(run.config, run.dimensions, run.float8, world, save_list or run.save_list or LEAST)
+
+
+@pytest.mark.parametrize("limit_gib", [100, 70, 60, 50])
+@pytest.mark.parametrize("flags", [(), ("--parallelism.tensor_parallel_degree", "2")], ids=str)
+def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...]) -> None:
+    run = checked("--activation_checkpoint.recipe", "none", *flags)
+    assert run.save_list is not None
+    now = peak(run)
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, limit_gib * GIB)
+    assert len(found) == 3 or limit_gib < 70
+    assert found
+    for override in found:
+        changed = checked("--activation_checkpoint.recipe", "none", *flags, *override.flag.split())
+        assert peak(changed) == override.peak <= limit_gib * GIB
+        assert override.frees == now - override.peak
+
+
+def test_one_of_each_kind_and_of_its_kind_the_one_that_keeps_most() -> None:
+    run = checked("--activation_checkpoint.recipe", "none")
+    assert run.save_list is not None
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 100 * GIB)
+    assert [override.flag for override in found] == [
+        "--activation_checkpoint.recipe matmuls",
+        "--parallelism.tensor_parallel_degree 2",
+        "--training.local_batch_size 1",
+    ]
+
+
+def test_a_batch_that_the_global_batch_cannot_be_made_of_is_not_proposed() -> None:
+    """Three sequences a step over three ranks: one at a time on each."""
+    run = checked("--training.local_batch_size", "3", "--training.global_batch_size", "12")
+    assert run.save_list is not None
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 80 * GIB)
+    assert "--training.local_batch_size 2" not in {override.flag for override in found}
+
+
+def test_replicas_are_given_up() -> None:
+    run = checked("--activation_checkpoint.recipe", "full", "--parallelism.data_parallel_replicate_degree", "2")
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, LEAST, 45 * GIB)
+    assert found[0].flag == "--parallelism.data_parallel_replicate_degree 1"
+
+
+def test_nothing_is_proposed_where_nothing_fits() -> None:
+    run = checked("--activation_checkpoint.recipe", "full")
+    assert overrides_that_fit(run.config, run.dimensions, run.float8, 4, LEAST, 20 * GIB) == []
+
+
+AUTO = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
+
+
+def test_a_chosen_list_is_given_less() -> None:
+    run, list_of_now = checked(*AUTO, "90"), recipes.load("activation_checkpoint", "matmuls")
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, list_of_now, 75.25 * GIB)
+    assert found[0].flag == "--activation_checkpoint.budget_gib 75.2"
+    assert all("recipe" not in override.flag for override in found)
+
+
+def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
+    with pytest.raises(ConfigError, match="1 problem") as error:
+        checked(*AUTO, "40")
+    said = str(error.value)
+    least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
+    assert "activation_checkpoint.budget_gib = 40\n" in said
+    assert f"want: at least {least:.1f}" in said
+    assert "fix:  --activation_checkpoint.budget_gib 42.6, or" in said
+    flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
+    assert len(flags) == 3
+    for flag in [["--activation_checkpoint.budget_gib", "42.6"], *flags]:
+        checked(*AUTO, "40", *flag)
+
+
+def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:
+    assert checked_run(["--config", CONFIG, *AUTO, "1"]).save_list is None

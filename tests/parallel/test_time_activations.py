@@ -1,0 +1,74 @@
+"""Timing a block: every part once, on every layout, and nothing left behind."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao.float8.float8_linear  # noqa: F401  # every rank would import it for itself
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks import run_ranks
+from titanlite import recipes
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.float8.convert import apply_float8
+from titanlite.kernels.collectives import Group
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.activation_bytes import LAYERS, Layout
+from titanlite.parallel.choose_save_list import Times, dear
+from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.parallel.time_activations import time_block
+
+CPU = torch.device("cpu")
+SIZES = ModelRecipe("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+
+
+def layout(**options: object) -> Layout:
+    return Layout(**{"tokens": 128, "seq_len": 64, "itemsize": 4, "compiled": False, **options})  # type: ignore[arg-type]
+
+
+def meta_model(sizes: ModelRecipe = SIZES) -> Llama3:
+    with torch.device("meta"):
+        return Llama3(sizes, 64)
+
+
+def check(times: Times, of: Layout) -> None:
+    assert set(times.activations) == {(a.op, a.layer) for listed in dear(SIZES, of).values() for a in listed}
+    assert all(0 < seconds < 1 for seconds in (*times.activations.values(), times.elementwise))
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("float8", [None, "rowwise", "tensorwise"])
+def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int) -> None:
+    of, model = layout(itemsize=itemsize), meta_model()
+    if float8:
+        recipe = recipes.load("float8", float8)
+        apply_float8(model, recipe, ("output",), CPU, of.tokens, shards=1)
+        of = layout(itemsize=itemsize, float8=recipe, converted=LAYERS)
+    before = dict(model.layers[0].named_parameters())
+    check(time_block(model.layers[0], SIZES, of, CPU), of)  # type: ignore[arg-type]
+    assert dict(model.layers[0].named_parameters()) == before
+    gc.collect()
+    assert not [t for t in gc.get_objects() if type(t) is torch.nn.Parameter and t.device == CPU]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
+    def body() -> None:
+        model, of = meta_model(), layout(tensor_parallel=2, fused=fused)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        group = Group(mesh.get_group().group_name, 2, dist.get_rank())
+        apply_tensor_parallel(model, mesh, group, asynchronous=fused)
+        check(time_block(model.layers[0], SIZES, of, CPU), of)  # type: ignore[arg-type]
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_wider_matmul_takes_longer() -> None:
+    """64 times the work: on a busy machine, too, the median of five is longer."""
+    wide = ModelRecipe("", 1, 128, 4, 2, 64 * 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+    narrow_s, wide_s = (
+        time_block(meta_model(sizes).layers[0], sizes, layout(), CPU).activations["aten.mm.default", LAYERS[2]]  # type: ignore[arg-type]
+        for sizes in (SIZES, wide)
+    )
+    assert wide_s > 4 * narrow_s

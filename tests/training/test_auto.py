@@ -1,0 +1,195 @@
+"""`recipe = "auto"` in whole runs: what it chooses, writes and reports, and how runs end that find no room."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import titanlite.training.build as build
+import titanlite.training.loop as loop
+import titanlite.training.out_of_memory as out_of_memory
+import titanlite.training.receipt as training_receipt
+from tests.training.launched import Desk
+from titanlite import recipes
+from titanlite.commands.validate import checked_run
+from titanlite.config.toml_file import shipped_folder
+from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.choose_save_list import Times
+from titanlite.parallel.memory import GIB
+from titanlite.parallel.overrides import LEAST
+from titanlite.training.out_of_memory import Measured, explanation
+
+AUTO = "--activation_checkpoint.recipe=auto"
+TWO_STEPS = ("--job.stop_after=2",)
+FULL = "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 139.80 GiB of which …"
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    return Desk(tmp_path_factory.mktemp("auto"))
+
+
+def budget(gib: float) -> str:
+    return f"--activation_checkpoint.budget_gib={gib}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_choice_is_written_reported_and_can_be_named(world: int, desk: Desk, tmp_path: Path) -> None:
+    """A budget for all: blocks are whole, and a run with the written list does the same."""
+    run = desk.run(f"auto {world}", world, AUTO, budget(8), *TWO_STEPS)
+    written = run.folder / "activation_checkpoint.toml"
+    chosen = recipes.load("activation_checkpoint", str(written))
+    assert [rule.op for rule in chosen.rules] == ["block"]
+    assert "for 8 GiB" in chosen.help
+    entry = run.receipt["activation_checkpoint"]
+    assert entry["requested"] == "auto"
+    assert entry["applied"] == {"keeps": "block", "recomputes_ms": 0.0, "blocks": 0, "matches": {"save block": 2}}
+    memory = run.receipt["memory"]
+    assert memory["requested"] == 8
+    assert memory["skipped"] == []
+    assert 0.4 < memory["applied"]["predicted_gib"] < 0.5  # nothing but slack, for a model so small
+    assert memory["applied"]["reserved_gib"] == pytest.approx(run.steps[0]["memory_gib"], abs=0.05)
+    named = desk.run(f"named {world}", world, f"--activation_checkpoint.recipe={written}", *TWO_STEPS)
+    assert named.trained() == run.trained()
+    assert not (named.folder / "activation_checkpoint.toml").exists()
+
+
+def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
+    """Each rank would choose another list, and prints the one that it was given; collectives of both match."""
+
+    def plant() -> None:
+        choose, time_block = build.choose, build.time_block
+
+        def time_differently(block, sizes, layout, device):
+            times = time_block(block, sizes, layout, device)
+            rank = torch.distributed.get_rank()
+            slow = {key: 1.0 if "w13" in key[1] and rank else 1e-9 for key in times.activations}
+            return Times(slow, 1e-9)
+
+        build.time_block = time_differently
+        build.choose = lambda memory, times, _: choose(memory, times, least(memory))
+
+        apply = build.apply_activation_checkpoint
+
+        def say(model, save_list):
+            print(f"given {save_list.rules}")
+            return apply(model, save_list)
+
+        build.apply_activation_checkpoint = say
+
+    run = desk.run("agree", 2, AUTO, budget(8), "--parallelism.tensor_parallel_degree=2", *TWO_STEPS, plant=plant)
+    first, second = (part.partition("given ")[2].splitlines()[0] for part in run.output.split("--- rank ")[1:])
+    assert first == second
+    assert first != "()"
+
+
+def least(memory) -> float:
+    """A little more than what the run holds if it keeps nothing, so that only a part can be kept."""
+    some = memory.peak(block_prices(memory.sizes, memory.layout, LEAST)).total
+    whole = memory.peak(block_prices(memory.sizes, memory.layout, recipes.load("activation_checkpoint", "none"))).total
+    return (some + (whole - some) * 0.5) / GIB
+
+
+def over_budget() -> None:
+    training_receipt.memory_gib = lambda device: (9.5, 9.25)
+
+
+def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
+    run = desk.run("over", 2, AUTO, budget(8), plant=over_budget, ends=2)
+    assert "activation_checkpoint.budget_gib = 8\n" in run.output
+    assert "want: a peak of at most that; 9.5 GiB are reserved, 0." in run.output
+    assert "fix:  budget_gib = 6.50; job.strict = false trains on" in run.output
+    assert len(run.steps) == 1
+    assert run.status["error"]["type"] == "StrictError"
+    (skipped,) = run.receipt["memory"]["skipped"]
+    assert skipped["what"] == "peak"
+
+
+def test_it_is_a_warning_where_runs_are_not_strict(desk: Desk) -> None:
+    run = desk.run("lenient", 1, AUTO, budget(8), "--job.strict=false", *TWO_STEPS, plant=over_budget)
+    assert len(run.steps) == 2
+    assert "warning: the run holds more than it may" in run.output
+    assert run.receipt["memory"]["skipped"]
+
+
+def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> None:
+    job = desk.start("nothing", 1, AUTO, budget(0.1))
+    assert job.wait() == [2]
+    assert "activation_checkpoint.budget_gib = 0.1" in job.output()
+    assert "want: at least 0.4" in job.output()
+    assert not (desk.folder / "runs" / "nothing").exists()
+
+
+def full_in_a_step() -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    loop.train_step = fail
+
+
+def full_in_building() -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    build.initialise = fail
+
+
+@pytest.mark.parametrize("plant", [full_in_a_step, full_in_building])
+@pytest.mark.parametrize("flags", [("--activation_checkpoint.recipe=balanced",), (AUTO, budget(8))], ids=str)
+def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -> None:
+    run = desk.run(f"{plant.__name__} {flags[0][-4:]}", 2, *flags, plant=plant, ends=2)
+    said = run.output.partition("--- rank 1")[0]
+    assert "rank 0: CUDA out of memory. Tried to allocate 3.91 GiB\n" in said
+    assert "which would fit: the prediction is short, or others hold memory of this device" in said
+    assert "activations" in said
+    assert "Traceback" not in run.output
+    assert run.status["error"]["type"] == "OutOfMemoryError"
+    assert run.steps == []
+
+
+def explained(flags: tuple[str, ...], room_gib: float, name: str = "none") -> str:
+    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    run = checked_run(["--config", config, *flags], world_size=4)
+    chosen = recipes.load("activation_checkpoint", name)
+    measured = Measured(78.0, 75.0, 79.0, 77.0, room_gib)
+    return explanation(run.config, run.dimensions, run.float8, chosen, 4, measured)
+
+
+def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
+    said = explained(("--activation_checkpoint.recipe", "none"), 100).splitlines()
+    assert said[0] == (
+        "    saw:  78.0 GiB are reserved (peak 79.0), 75.0 of them by tensors (peak 77.0); 100.0 could be"
+    )
+    assert said[1] == "    want: 111.6 GiB, as predicted; of these"
+    assert said[2].split() == ["73.1", "activations"]
+    assert said[-4] == "    fix:  one of these; the first costs least"
+    assert said[-3].strip().startswith("--activation_checkpoint.recipe matmuls  ")
+    assert said[-3].endswith("  frees 27.0 GiB, peak 84.6 GiB")
+    assert [line.split()[0] for line in said[-2:]] == [
+        "--parallelism.tensor_parallel_degree",
+        "--training.local_batch_size",
+    ]
+
+
+def test_a_prediction_that_would_fit_is_not_trusted() -> None:
+    """What is proposed is held against less than what has just failed."""
+    said = explained(("--activation_checkpoint.recipe", "matmuls"), 139, "matmuls")
+    assert "which would fit" in said
+    peaks = [float(line.split("peak ")[1].split()[0]) for line in said.splitlines() if "frees" in line]
+    assert len(peaks) == 3
+    assert max(peaks) <= 0.95 * 84.7
+
+
+def test_a_list_without_a_price_has_no_prediction(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        'help = "mine"\ndefault = "save"\n[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "recompute"\n'
+    )
+    said = explained(("--activation_checkpoint.recipe", str(mine)), 100, str(mine))
+    assert "there is no prediction" in said
+    assert "fix:  a save-list with one" in said
+
+
+def test_a_device_is_measured() -> None:
+    seen = out_of_memory.measure(torch.device("cpu"))
+    assert 0 < seen.allocated <= seen.peak_reserved < seen.could_be_reserved
