@@ -65,6 +65,14 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "any number of processes" in capsys.readouterr().out
 
 
+def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
+    assert main(["validate", file, *auto, "8", "--world", "2"]) == 0
+    assert "activation_checkpoint auto within 8 GiB, float8 none" in capsys.readouterr().out
+    assert main(["validate", file, *auto, "0.1", "--world", "2"]) == 2
+    assert "want: at least 0." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

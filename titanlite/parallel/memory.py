@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
 from titanlite.config.schema import Config
-from titanlite.parallel.activation_bytes import BlockPrice, held_without_checkpointing, layout_of
+from titanlite.parallel.activation_bytes import LAYERS, BlockPrice, held_without_checkpointing, layout_of
 
 GIB = 2**30
 SLACK = 2 * GIB // 5
@@ -97,8 +97,9 @@ class MemoryModel:
             self._embedding = self._head
         # Layers that FSDP gathers in float8 have a byte an element.
         in_float8 = self.layout.converted if float8 and float8.fsdp_all_gather == "float8" else ()
-        self._narrow = sum(layers[name] for name in in_float8)
-        self._gathered_block = e * (self._block - self._narrow) + self._narrow
+        narrow = sum(layers[name] for name in in_float8)
+        self._gathered_block = e * (self._block - narrow) + narrow
+        self._copied = sum(layers[name] for name in in_float8 if name in LAYERS[2:])
         units = [self._embedding] if sizes.tied_embeddings else [self._embedding, self._head]
         self._parameters = sizes.n_layers * self._block + sum(units)
 
@@ -155,8 +156,11 @@ class MemoryModel:
         return widened + (4 * largest if self._accumulates else 0)
 
     def _float8_copies(self, blocks: Sequence[BlockPrice]) -> int:
-        """Weights gathered in float8 that a compiled block without checkpointing keeps until backward, transposed."""
-        return sum(block.whole for block in blocks) * self._narrow if self.layout.compiled else 0
+        """Weights that were gathered in float8: a compiled block without checkpointing keeps copies until backward.
+
+        Of the feed-forward's: the compiler takes their transpose, which backward needs, for an activation.
+        """
+        return sum(block.whole for block in blocks) * self._copied if self.layout.compiled else 0
 
     def _loss(self) -> int:
         """The head's forward and backward: norm, logits, loss, and the gradients of weight and input."""
