@@ -145,7 +145,7 @@ def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixtu
     )
     assert [line.split()[0] for line in lines[-7:]] == LISTS
     assert main(["plan", CONFIG, "--activation-checkpoint", *auto[:3], "40", "--world", "4"]) == 2
-    assert "want: at least 42.6" in capsys.readouterr().err
+    assert "want: at least 43.3" in capsys.readouterr().err
 
 
 def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

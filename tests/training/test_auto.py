@@ -15,7 +15,7 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.choose_save_list import Times
-from titanlite.parallel.memory import GIB
+from titanlite.parallel.memory import usable
 from titanlite.parallel.overrides import LEAST
 from titanlite.training.out_of_memory import Measured, explanation
 
@@ -87,7 +87,7 @@ def least(memory) -> float:
     """A little more than what the run holds if it keeps nothing, so that only a part can be kept."""
     some = memory.peak(block_prices(memory.sizes, memory.layout, LEAST)).total
     whole = memory.peak(block_prices(memory.sizes, memory.layout, recipes.load("activation_checkpoint", "none"))).total
-    return (some + (whole - some) * 0.5) / GIB
+    return (some + (whole - some) * 0.5) / usable(1)
 
 
 def over_budget() -> None:
@@ -116,7 +116,7 @@ def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> N
     job = desk.start("nothing", 1, AUTO, budget(0.1))
     assert job.wait() == [2]
     assert "activation_checkpoint.budget_gib = 0.1" in job.output()
-    assert "want: at least 0.4" in job.output()
+    assert "want: at least 0.5: 0.4 are predicted" in job.output()
     assert not (desk.folder / "runs" / "nothing").exists()
 
 

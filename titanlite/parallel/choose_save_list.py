@@ -17,7 +17,7 @@ from itertools import chain, combinations
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.errors import RecipeError
 from titanlite.parallel.activation_bytes import Activation, BlockPrice, Layout, activations, block_prices
-from titanlite.parallel.memory import GIB, MemoryModel
+from titanlite.parallel.memory import GIB, MemoryModel, usable
 from titanlite.parallel.save_rules import BLOCK, CLASSES, FUSED
 
 _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
@@ -85,7 +85,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
     Args:
         model: predicts the peak of the run.
         times: measured.
-        budget_gib: GiB that the run may hold.
+        budget_gib: GiB that the run may hold; a margin of them stays free.
 
     Raises:
         ValueError: no list fits, which `overrides.check_budget` finds before anything is timed.
@@ -99,7 +99,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
             if best and seconds >= best.seconds:
                 continue
             peak = model.peak([fewer.block] * n + [more.block] * (n_layers - n)).total
-            if peak <= budget_gib * GIB:
+            if peak <= usable(budget_gib):
                 best = Choice(_save_list(fewer, more, n, n_layers), peak, seconds)
     if best is None:
         raise ValueError(f"no save-list keeps to {budget_gib:g} GiB")

@@ -14,7 +14,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.parallel.activation_bytes import block_prices
-from titanlite.parallel.memory import GIB, MemoryModel
+from titanlite.parallel.memory import GIB, MARGIN, MemoryModel, usable
 
 LEAST = SaveList("", "recompute")
 """The list that keeps least: nothing but the input of each block."""
@@ -97,7 +97,7 @@ def overrides_that_fit(
     lists = fitting(_save_lists(config, save_list))
     if config.activation_checkpoint.budget_gib is not None and limit < now:  # a list will be chosen that keeps to it
         budget = math.floor(limit / GIB * 10) / 10
-        if predicted_peak(config, sizes, float8, world, LEAST) <= budget * GIB:
+        if predicted_peak(config, sizes, float8, world, LEAST) <= usable(budget):
             flag = f"--activation_checkpoint.budget_gib {budget}"
             lists = [Override(flag, int(budget * GIB), now - int(budget * GIB))]
     layouts, batches = fitting(_layouts(config, save_list)), fitting(_batches(config, save_list))
@@ -124,11 +124,15 @@ def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None
     if budget is None:
         return
     least = predicted_peak(config, sizes, float8, world, LEAST)
-    if least <= budget * GIB:
+    if least <= usable(budget):
         return
-    flags = overrides_that_fit(config, sizes, float8, world, LEAST, budget * GIB)
-    raised = f"--activation_checkpoint.budget_gib {-(-least * 10 // GIB) / 10}"
-    want = f"at least {least / GIB:.1f}: what the run is predicted to hold when blocks keep nothing but their input"
+    flags = overrides_that_fit(config, sizes, float8, world, LEAST, usable(budget))
+    enough = math.ceil(least / usable(1) * 10) / 10
+    raised = f"--activation_checkpoint.budget_gib {enough}"
+    want = (
+        f"at least {enough}: {least / GIB:.1f} are predicted when blocks keep nothing but their input, and "
+        f"{MARGIN:.1%} stay free for what a prediction misses"
+    )
     fix = f"{raised}, or" + "".join(f"\n          {flag}" for flag in flags) if flags else raised
     raise ConfigError(describe("config", [Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)]))
 
