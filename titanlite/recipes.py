@@ -201,12 +201,14 @@ def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         want = 'a matmul in float8; all three are "none"'
         problems.add("input.output", '"none"', want, 'float8.recipe = "none" in the config, for no float8 at all')
     weight = recipe.weight
-    if recipe.fsdp_all_gather == "float8" and {weight.output, weight.grad_input} != {"tensor"}:
-        want = 'high_precision, unless weight.output and weight.grad_input are "tensor": FSDP gathers one scale'
-        problems.add("fsdp_all_gather", '"float8"', want, 'fsdp_all_gather = "high_precision"')
-    if recipe.fsdp_all_gather == "float8" and recipe.scale_rounding != "exact":
-        want = 'high_precision, unless scale_rounding is "exact": torchao\'s gather does not round its scale'
-        problems.add("fsdp_all_gather", '"float8"', want, 'fsdp_all_gather = "high_precision"')
+    if recipe.fsdp_all_gather == "float8":
+        fix = 'fsdp_all_gather = "high_precision"'
+        if weight.output != weight.grad_input or weight.output == "none":
+            want = "high_precision, unless weight.output and weight.grad_input are equal and not none: one cast travels"
+            problems.add("fsdp_all_gather", '"float8"', want, fix)
+        elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
+            want = 'high_precision, unless scale_rounding is "pow2_floor": backward casts rows again, by column'
+            problems.add("fsdp_all_gather", '"float8"', want, fix)
     for name in ("dim_multiple", "min_compute_capability"):
         if not getattr(recipe, name) > 0:
             problems.add(name, show(getattr(recipe, name)), "a number above 0", f"leave {name} out")

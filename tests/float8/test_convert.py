@@ -14,6 +14,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import Conversion, apply_float8
+from titanlite.float8.weight import Float8Weight, WeightShard
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import local_data
 
@@ -26,14 +27,14 @@ ALL = tuple(f"layers.0.{layer}" for layer in BLOCK)
 def convert(sizes: ModelRecipe = SIZES, filter_fqns: tuple[str, ...] = (), tokens: int = 32) -> Conversion:
     with torch.device("meta"):
         model = Llama3(sizes, 16)
-    done = apply_float8(model, recipes.load("float8", "rowwise"), filter_fqns, CPU, tokens, shards=3)
+    done = apply_float8(model, recipes.load("float8", "rowwise"), filter_fqns, CPU, tokens, shards=2)
     plain = {name for name, module in model.named_modules() if getattr(module, "matmul", None) is nn.functional.linear}
     assert plain == set(done.skipped)
     return done
 
 
 def test_every_layer_is_converted():
-    assert convert() == Conversion("torchao, emulated", (*ALL, "output"), {})
+    assert convert() == Conversion("definition", (*ALL, "output"), {})
 
 
 def test_filtered_layers_are_left_alone():
@@ -91,7 +92,10 @@ def in_bfloat16(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("layout", "recipe"),
-    [("one process", "rowwise"), *((layout, "tensorwise") for layout in LAYOUTS)],
+    [
+        ("one process", "rowwise_with_gw_hp"),
+        *((layout, recipe) for layout in LAYOUTS for recipe in ("tensorwise", "rowwise")),
+    ],
 )
 def test_trains_as_bfloat16_does(layout, recipe, in_bfloat16, tmp_path):
     world, flags = LAYOUTS[layout]
@@ -110,16 +114,15 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
     world, flags = LAYOUTS[layout]
     with_float8 = checked(tmp_path, world, [*FLOAT8, "tensorwise", *flags])
     without = checked(tmp_path, world, [*FLOAT8, "none", *flags])
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+    from torchao.float8.config import ScalingGranularity
+    from torchao.float8.float8_utils import tensor_to_scale
 
     def body() -> None:
         counts, gathered = [], set[str]()
 
         def note(module: nn.Module, name: str) -> None:
             weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
-            if isinstance(weight, Float8TrainingTensor):
+            if isinstance(weight, Float8Weight):
                 gathered.add(name)
 
         for asked in (without, with_float8):
@@ -139,10 +142,10 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
         for name in layers:
             parameter = run.model.get_parameter(f"{name}.weight")
             weight = parameter._local_tensor
-            assert isinstance(weight, WeightWithDynamicFloat8CastTensor)
+            assert isinstance(weight, WeightShard)
             assert local_data(parameter).dtype == torch.float32
-            roles = {"reduce_amax": True, "gemm_input_role": GemmInputRole.WEIGHT, "device_mesh": run.mesh.fsdp}
-            dynamic = hp_tensor_to_float8_dynamic(weight._tensor, weight._dtype, weight._linear_mm_config, **roles)
-            assert torch.equal(weight._precomputed_scale, dynamic._scale), name
+            options = {"scaling_granularity": ScalingGranularity.TENSORWISE, "device_mesh": run.mesh.fsdp}
+            wanted = tensor_to_scale(weight.master, weight.how.dtype, reduce_amax=True, **options)
+            assert torch.equal(weight.scale, wanted), name
 
     run_ranks(body, tmp_path, world)

@@ -20,8 +20,6 @@ def test_is_torchaos_recipe(name):
     from torchao.float8 import Float8LinearConfig
 
     theirs = Float8LinearConfig.from_recipe_name(name)
-    if name == "tensorwise":  # torchao leaves this choice to whoever knows whether there is FSDP
-        theirs = dataclasses.replace(theirs, enable_fsdp_float8_all_gather=True)
     ours = torchao_config(recipes.load("float8", name))
     for field in dataclasses.fields(theirs):
         assert getattr(ours, field.name) == getattr(theirs, field.name), field.name

@@ -141,7 +141,7 @@ class Float8Recipe:
     refs: tuple[str, ...] = ()
 
     @property
-    def all_in_float8(self) -> bool:
-        """Whether none of the three matmuls has an operand in high precision."""
+    def granularities(self) -> tuple[Granularity, ...]:
+        """Those of all six operands."""
         x, w, g = self.input, self.weight, self.grad_output
-        return "none" not in (x.output, x.grad_weight, w.output, w.grad_input, g.grad_input, g.grad_weight)
+        return x.output, x.grad_weight, w.output, w.grad_input, g.grad_input, g.grad_weight

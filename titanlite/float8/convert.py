@@ -1,20 +1,20 @@
-"""Float8 recipes applied to a model: each linear layer's three matmuls, carried out by torchao.
+"""Float8 recipes applied to a model: who carries out each linear layer's three matmuls.
 
-The recipe is data (`recipes/float8/*.toml`); this file translates its fields to torchao's and hands each eligible
-`Linear` another arithmetic. Layers work on local tensors, so under tensor parallelism every scale is that of this
-rank's part: exact for each product, and no reduction of maxima is needed.
+The recipe is data (`recipes/float8/*.toml`). titanlite's own products (`titanlite/float8/fused.py`) carry out whatever
+they can; what they cannot, as a matmul in high precision, is translated field by field for torchao. Layers work on
+local tensors, so under tensor parallelism every scale is that of this rank's part: exact for each product, and no
+reduction of maxima is needed.
 
 A fused projection is one operand: under tensorwise scaling its parts (`wq`, `wk`, `wv`) share a scale.
 
-Where the device has no float8 matmul the same casts are carried out and multiplied in high precision ("emulated"): the
-same numbers, none of the speed.
+Where the device has no float8 matmul the same casts are carried out and multiplied in high precision: the same
+numbers, none of the speed. On a CPU that is the definition of titanlite's products; else torchao emulates.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.fused import DTYPES, FusedFloat8
+from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
+from titanlite.kernels.linear import Matmul
 from titanlite.models.layers import Linear
 
 
@@ -29,7 +31,7 @@ from titanlite.models.layers import Linear
 class Conversion:
     """What became of each linear layer."""
 
-    lowering: str  # "torchao" or "torchao, emulated"
+    lowering: str  # "fused", "definition", "torchao" or "torchao, emulated"
     converted: tuple[str, ...]
     skipped: dict[str, str]  # name → why
 
@@ -42,30 +44,41 @@ class Float8Matmul:
         emulate: multiply the casted operands in high precision.
 
     Attributes:
-        fused: the same with a collective in it.
-        unfused: why there is no such thing for this recipe, or None.
+        fused: titanlite's own products, also with a collective in them.
+        unfused: why they are not used, or None.
+        lowering: who carries it out.
     """
 
     def __init__(self, recipe: Float8Recipe, emulate: bool) -> None:
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
-        from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-
-        self.config = torchao_config(recipe, emulate)
-        gemms = (
-            self.config.gemm_config_output,
-            self.config.gemm_config_grad_input,
-            self.config.gemm_config_grad_weight,
-        )
-        self.products = LinearMMConfig(*(ScaledMMConfig(emulate, g.use_fast_accum, False, False) for g in gemms))
-        self.function = matmul_with_hp_or_float8_args
         self.unfused = FusedFloat8.obstacle(recipe)
         if emulate and torch.cuda.is_available():
             self.unfused = "is emulated on this GPU"
         self.fused = FusedFloat8(recipe)
+        if self.unfused is None:
+            self.lowering, self.function = "definition" if emulate else "fused", self.fused
+        else:
+            self.lowering = "torchao, emulated" if emulate else "torchao"
+            self.function = torchao_matmul(recipe, emulate)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
-        return self.function.apply(x, weight.t(), self.products, self.config)  # type: ignore[no-any-return]
+        return self.function(x, weight)
+
+
+def torchao_matmul(recipe: Float8Recipe, emulate: bool) -> Matmul:
+    """A recipe's arithmetic as torchao carries it out.
+
+    Args:
+        recipe: the arithmetic.
+        emulate: multiply the casted operands in high precision.
+    """
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    config = torchao_config(recipe, emulate)
+    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    products = LinearMMConfig(*(ScaledMMConfig(emulate, g.use_fast_accum, False, False) for g in gemms))
+    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
 
 
 def torchao_config(recipe: Float8Recipe, emulate: bool = False):
@@ -104,7 +117,6 @@ def torchao_config(recipe: Float8Recipe, emulate: bool = False):
         gemm_config_output=Float8GemmConfig(use_fast_accum=add.output == "fast"),
         gemm_config_grad_input=Float8GemmConfig(use_fast_accum=add.grad_input == "fast"),
         gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=add.grad_weight == "fast"),
-        enable_fsdp_float8_all_gather=recipe.fsdp_all_gather == "float8",
         round_scales_to_power_of_2=recipe.scale_rounding == "pow2_floor",
         emulate=emulate,
     )
@@ -152,32 +164,26 @@ def apply_float8(
         else:
             module.matmul = matmul
             # A weight that is also the embedding's is gathered as it is: another parameter here would untie the two.
-            if recipe.fsdp_all_gather == "float8" and uses[module.weight] == 1:
+            if recipe.fsdp_all_gather == "float8" and matmul.unfused is None and uses[module.weight] == 1:
                 if len(weight) % shards:
                     uneven.append(f"{name} has {len(weight)}")
-                module.weight = _gathered_in_float8(module.weight, matmul)
+                module.weight = _gathered_in_float8(module.weight, recipe)
             converted.append(name)
     if uneven:  # FSDP pads what it gathers itself, but not what a weight casts for it: ranks would send unequal parts
         want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
         fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
-    return Conversion("torchao, emulated" if emulate else "torchao", tuple(converted), skipped)
+    return Conversion(matmul.lowering, tuple(converted), skipped)
 
 
-def _gathered_in_float8(weight: nn.Parameter, matmul: Float8Matmul) -> nn.Parameter:
+def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe) -> nn.Parameter:
     """Wrap the local tensor of a weight so that FSDP casts it before it gathers it."""
-    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-    dtype = matmul.config.cast_config_weight.target_dtype
-    assert dtype is not None  # noqa: S101  # `torchao_config` sets it
-
-    def wrap(local: Tensor) -> Tensor:
-        return WeightWithDynamicFloat8CastTensor(local, matmul.products, dtype)
-
+    how = Casting(DTYPES[recipe.weight.dtype], recipe.weight.output == "row", recipe.scale_rounding == "pow2_floor")
     data = weight.data
     if isinstance(data, DTensor):
         wrapped = DTensor.from_local(
-            wrap(data.to_local()),
+            WeightShard(data.to_local(), how),
             data.device_mesh,
             data.placements,
             run_check=False,
@@ -185,12 +191,11 @@ def _gathered_in_float8(weight: nn.Parameter, matmul: Float8Matmul) -> nn.Parame
             stride=data.stride(),
         )
         return nn.Parameter(wrapped)
-    return nn.Parameter(wrap(data))
+    return nn.Parameter(WeightShard(data, how))
 
 
-@torch.no_grad()
 def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Scale every weight that FSDP gathers in float8, with one reduction for all; call after each optimizer step.
+    """Scale every weight that FSDP gathers in float8 and scales as a whole; call after each update.
 
     Without it each gather would reduce its own maximum first.
 
@@ -200,12 +205,6 @@ def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
     """
     # The very tensor that FSDP gathers: of a parameter, `to_local` returns a view from torch 2.13 on.
     locals_ = [p._local_tensor for p in parameters if isinstance(p, DTensor)]
-    weights = [w for w in locals_ if hasattr(w, "_precomputed_scale")]
-    if not weights:
-        return
-    amax = torch.stack(torch._foreach_norm([w._tensor for w in weights], ord=float("inf")))  # type: ignore[attr-defined]
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
-    largest = torch.finfo(weights[0]._dtype).max  # type: ignore[attr-defined]
-    scales = (largest / amax.double().clamp(min=1e-12)).float()  # float64, as torchao's own dynamic scale
-    for weight, scale in zip(weights, scales.unbind(), strict=True):
-        weight._precomputed_scale = scale  # type: ignore[attr-defined]
+    shards = [shard for shard in locals_ if isinstance(shard, WeightShard) and not shard.how.by_row]
+    if shards:
+        agree_on_scales(shards, mesh)

@@ -1,14 +1,17 @@
-"""Float8 products with their collectives fused: what tensor-parallel layers run under async tensor parallelism.
+"""Float8 products by titanlite's own kernels: of a layer by itself, and with its collectives fused.
 
-A tensor that is gathered is cast first, on the rank that has it: float8 bytes travel, with a scale for each row, or one
-for each rank ("tensor" of a recipe is then this rank's part). No scale is reduced over the ranks. Backward keeps the
-gathered bytes and multiplies them again for the weight's gradient. There the scales lie along the sum, so they go to
-the other factor before that is cast: with `d` the bytes and `s` the scales of its rows,
+Each tensor is cast once, by row or as a whole, and what is multiplied again in backward are the same bytes. The product
+that sums over tokens wants both factors turned, and their scales by row lie along its sum. There the scales go to the
+narrower factor, whose bytes are cast again, now by column; the wider one is only turned. With `d` the bytes and `s` the
+scales of rows,
 
-    Σ_m (s_m · d_mn) · x_mk  =  Σ_m d_mn · (s_m · x_mk)
+    Σ_m (s_m · d_mn) · (t_m · e_mk)  =  Σ_m d_mn · (s_m · t_m · e_mk)
 
-The gathered factor is thus cast once for both of its products, by row; beside an unfused collective, torchao casts it
-anew by column for the second.
+Scales by row are powers of two, so the second cast loses nothing but what is too small for it.
+
+Under tensor parallelism a tensor that is gathered is cast first, on the rank that has it: float8 bytes travel, with a
+scale for each row, or one for each rank ("tensor" of a recipe is then this rank's part). No scale is reduced over the
+ranks.
 """
 
 from typing import Any, NamedTuple
@@ -17,20 +20,23 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
+from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.float8_cast import cast_turned, turn
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from titanlite.kernels.products import product
+from titanlite.kernels.scaled_matmul import scaled_matmul
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class FusedFloat8:
-    """A recipe's products for the two kinds of tensor-parallel layer; as `titanlite.kernels.linear.Fused`.
+    """A recipe's products for a layer by itself, and for the two kinds of tensor-parallel layer.
+
+    The latter as `titanlite.kernels.linear.Fused`.
 
     Args:
-        recipe: has all six operands in float8 (`obstacle`).
+        recipe: the arithmetic; see `obstacle`.
     """
 
     def __init__(self, recipe: Float8Recipe) -> None:
@@ -38,10 +44,16 @@ class FusedFloat8:
 
     @staticmethod
     def obstacle(recipe: Float8Recipe) -> str | None:
-        """Why a recipe cannot be fused, or None."""
-        if recipe.all_in_float8:
-            return None
-        return "has a matmul in high precision, for which its tokens would be gathered once more"
+        """Why a recipe cannot be carried out here, or None."""
+        if "none" in recipe.granularities:
+            return "has a matmul in high precision, for which its tokens would be gathered once more"
+        if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
+            return "has scales by row that are no powers of two: its bytes cannot be cast again without loss"
+        return None
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x [M, K] @ weight [N, K].T` → [M, N]."""
+        return _Gathered.apply(x, weight, None, self.recipe)  # type: ignore[no-any-return]
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         """`all_gather(x [M/tp, K]) @ weight [N, K].T` → [M, N]."""
@@ -52,7 +64,19 @@ class FusedFloat8:
         return _Scattered.apply(x, weight, group, self.recipe)  # type: ignore[no-any-return]
 
 
-def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> tuple[Tensor, Tensor]:
+class Cast(NamedTuple):
+    """A matrix in float8.
+
+    Attributes:
+        bits: [M, K] float8.
+        unit: the value of one unit of them: [M, 1] or [] float32.
+    """
+
+    bits: Tensor
+    unit: Tensor
+
+
+def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
     """A matrix in float8, bit for bit as torchao casts it.
 
     Args:
@@ -62,7 +86,7 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> tuple[Tensor,
         rounding: of the scales: "exact" or "pow2_floor".
 
     Returns:
-        The bytes [M, K], contiguous, and the value of one unit of them: [M, 1] or [] float32.
+        The bytes, contiguous, and their unit.
     """
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
@@ -74,43 +98,55 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> tuple[Tensor,
         axiswise_dim=-1 if of == "row" else None,
         round_scales_to_power_of_2=rounding == "pow2_floor",
     )
-    return to_fp8_saturated(x.float() * scale, DTYPES[dtype]).contiguous(), scale.reciprocal()
+    return Cast(to_fp8_saturated(x.float() * scale, DTYPES[dtype]).contiguous(), scale.reciprocal())
 
 
-def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool) -> tuple[Tensor, Tensor]:
+def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool) -> Cast:
     """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it."""
-    if hasattr(weight, "_data"):
-        data = weight._data  # type: ignore[attr-defined]
-        return turn(data) if turned else data.contiguous(), weight._scale.reciprocal()  # type: ignore[attr-defined]
-    return cast(weight.t() if turned else weight, of, recipe.weight.dtype, recipe.scale_rounding)
+    dtype, pow2 = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor"
+    if not isinstance(weight, Float8Weight):
+        if not turned:
+            return cast(weight, of, dtype, recipe.scale_rounding)
+        ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
+        return Cast(*cast_turned(weight, ones, of == "row", DTYPES[dtype], pow2))
+    if not turned:
+        return Cast(weight.bits, weight.unit)
+    if weight.unit.ndim == 0:
+        return Cast(turn(weight.bits), weight.unit)
+    return Cast(*cast_turned(weight.bits, weight.unit, of == "row", DTYPES[dtype], pow2))
 
 
-def _columns(scale: Tensor) -> Tensor:
-    """Scales [N, 1] of a factor's rows as those of its transpose's columns."""
-    return scale.t() if scale.ndim else scale
+def _columns(unit: Tensor) -> Tensor:
+    """Units [N, 1] of a factor's rows as those of its transpose's columns."""
+    return unit.t() if unit.ndim else unit
 
 
-def _weight_gradient(
-    kept: Tensor, scales: Tensor, other: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, turned: bool
-) -> Tensor:
-    """`(scales · kept).T @ other`, or its transpose: the sum over tokens of a factor in float8 and one that is cast.
+def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
+    """`grad.T @ x`, the sum over tokens [N, K].
 
     Args:
-        kept: [M, A] float8.
-        scales: [M, 1].
-        other: [M, B].
-        of: what of `other`'s transpose has a scale of its own.
-        dtype: that it is cast to.
+        grad: [M, N].
+        x: [M, K]. One of the two may be in high precision: it is then the one that is cast by column.
         recipe: the arithmetic.
-        turned: whether the result is [B, A].
+        dtype: of the result.
     """
-    pow2 = recipe.scale_rounding == "pow2_floor"
-    moved, moved_scale = cast_turned(other, scales, of == "row", DTYPES[dtype], pow2)  # [B, M]
-    kept, one = turn(kept), scales.new_ones(())  # [A, M]
-    fast = recipe.accumulation.grad_weight == "fast"
-    if turned:
-        return product(moved, kept.t(), None, moved_scale, one, other.dtype, fast)
-    return product(kept, moved.t(), None, one, _columns(moved_scale), other.dtype, fast)
+    fast, pow2 = recipe.accumulation.grad_weight == "fast", recipe.scale_rounding == "pow2_floor"
+    if isinstance(grad, Cast) and isinstance(x, Cast) and grad.unit.ndim == x.unit.ndim == 0:
+        return scaled_matmul(turn(grad.bits), turn(x.bits).t(), grad.unit, x.unit, dtype, fast)
+    if isinstance(x, Tensor) or (isinstance(grad, Cast) and grad.bits.shape[1] > x.bits.shape[1]):
+        assert isinstance(grad, Cast)  # noqa: S101
+        again = _cast_again(x, grad.unit, recipe.input.grad_weight, recipe.input.dtype, pow2)
+        kept, one = turn(grad.bits), grad.unit.new_ones(())
+        return scaled_matmul(kept, again.bits.t(), one, _columns(again.unit), dtype, fast)
+    again = _cast_again(grad, x.unit, recipe.grad_output.grad_weight, recipe.grad_output.dtype, pow2)
+    kept, one = turn(x.bits), x.unit.new_ones(())
+    return scaled_matmul(again.bits, kept.t(), again.unit, one, dtype, fast)
+
+
+def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2: bool) -> Cast:
+    """The transpose of `x [M, K] · by [M, 1]`, cast by its rows."""
+    source, factors = (x.bits, x.unit * by) if isinstance(x, Cast) else (x, by)
+    return Cast(*cast_turned(source, factors, of == "row", DTYPES[dtype], pow2))
 
 
 class _Product(NamedTuple):
@@ -141,58 +177,71 @@ def _grad_input(recipe: Float8Recipe) -> _Product:
     return _Product(g.grad_input, g.dtype, recipe.weight.grad_input, turned=True, fast=add.grad_input == "fast")
 
 
-def _gather(x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe, how: _Product) -> list[Tensor]:
-    """Of x [M/tp, K]: the gathered bytes [M, K], their product with the weight, and the scales of their rows [M, 1]."""
-    bits, scale = cast(x, how.of, how.dtype, recipe.scale_rounding)
-    w, w_scale = _cast_weight(weight, how.weight_of, recipe, how.turned)
-    return all_gather_matmul(
+def _gather(x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product) -> tuple[Cast, Tensor]:
+    """Of x [M/tp, K]: all of it [M, K] as it was cast, and its product with the weight."""
+    bits, unit = cast(x, how.of, how.dtype, recipe.scale_rounding)
+    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    if group is None:
+        return Cast(bits, unit), scaled_matmul(bits, w.t(), unit, _columns(w_unit), x.dtype, how.fast)
+    gathered, y, units = all_gather_matmul(
         bits,
         [w.t()],
         0,
         x.shape[0] * group.size,
         group.name,
-        scale=scale,
-        scale_of="row" if scale.ndim else "shard",
-        other_scales=[_columns(w_scale)],
+        scale=unit,
+        scale_of="row" if unit.ndim else "shard",
+        other_scales=[_columns(w_unit)],
         out_dtype=x.dtype,
         fast_accum=how.fast,
     )
+    return Cast(gathered, units), y
 
 
-def _scatter(x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe, how: _Product) -> Tensor:
+def _scatter(
+    x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
+) -> Tensor:
     """Of x [M, K]: this rank's part [M/tp, N] of its product with the weight."""
-    bits, scale = cast(x, how.of, how.dtype, recipe.scale_rounding)
-    w, w_scale = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    if group is None:
+        return scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
     return matmul_reduce_scatter(
-        [bits],
+        [x.bits],
         [w.t()],
         0,
         group.name,
-        left_scales=[scale],
-        right_scales=[_columns(w_scale)],
-        out_dtype=x.dtype,
+        left_scales=[x.unit],
+        right_scales=[_columns(w_unit)],
+        out_dtype=dtype,
         fast_accum=how.fast,
     )
 
 
-@torch._dynamo.allow_in_graph  # weights may be torchao's float8 tensors, whose insides Dynamo does not see
+def _is_cast_from_bytes(recipe: Float8Recipe, group: Group | None) -> bool:
+    """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor differ."""
+    return group is None or recipe.scale_rounding == "pow2_floor"
+
+
+@torch._dynamo.allow_in_graph  # weights may be in float8, whose insides Dynamo does not see
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
-        gathered, y, scales = _gather(x, weight, group, recipe, _output(recipe))
-        ctx.save_for_backward(gathered, scales, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
+        gathered, y = _gather(x, weight, group, recipe, _output(recipe))
+        ctx.save_for_backward(*gathered, weight)
         ctx.group, ctx.recipe = group, recipe
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gathered, scales, weight), recipe = ctx.saved_tensors, ctx.recipe
+        (bits, unit, weight), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         d_x = d_weight = None
+        how = _grad_input(recipe)
+        g = cast(grad, how.of, how.dtype, recipe.scale_rounding)
         if ctx.needs_input_grad[0]:
-            d_x = _scatter(grad, weight, ctx.group, recipe, _grad_input(recipe))
+            d_x = _scatter(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
-            g = recipe.grad_output
-            d_weight = _weight_gradient(gathered, scales, grad, g.grad_weight, g.dtype, recipe, turned=True)
+            source = g if _is_cast_from_bytes(recipe, group) else grad
+            d_weight = _weight_gradient(source, Cast(bits, unit), recipe, weight.dtype)
         return d_x, d_weight, None, None
 
 
@@ -200,16 +249,17 @@ class _Gathered(torch.autograd.Function):
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        how = _output(recipe)
+        c = cast(x, how.of, how.dtype, recipe.scale_rounding)
+        ctx.save_for_backward(*(c if _is_cast_from_bytes(recipe, group) else (x,)), weight)
         ctx.group, ctx.recipe = group, recipe
-        return _scatter(x, weight, group, recipe, _output(recipe))
+        return _scatter(c, weight, group, recipe, how, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight), recipe = ctx.saved_tensors, ctx.recipe
-        gathered, d_x, scales = _gather(grad, weight, ctx.group, recipe, _grad_input(recipe))
+        (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
+        gathered, d_x = _gather(grad, weight, ctx.group, recipe, _grad_input(recipe))
         d_weight = None
         if ctx.needs_input_grad[1]:
-            i = recipe.input
-            d_weight = _weight_gradient(gathered, scales, x, i.grad_weight, i.dtype, recipe, turned=False)
+            d_weight = _weight_gradient(gathered, x[0] if len(x) == 1 else Cast(*x), recipe, weight.dtype)
         return d_x, d_weight, None, None

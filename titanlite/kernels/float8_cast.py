@@ -1,4 +1,4 @@
-"""Float8 casts that turn a matrix, for the products that sum over tokens.
+"""Float8 casts that compilers do badly: those that turn a matrix, and those of weights, outside of any graph.
 
 Hopper multiplies float8 along rows only, so both factors of a weight's gradient are wanted with tokens along their
 rows: one is cast so, the other was cast before and is only turned. Compilers write bytes one by one into such a
@@ -21,7 +21,7 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
     """Cast the transpose of `x · factors`.
 
     Args:
-        x: [M, K], bfloat16, float16 or float32; rows contiguous.
+        x: [M, K], bfloat16, float16, float32 or float8; rows contiguous.
         factors: [M, 1] float32, one for each row of `x`.
         by_column: whether each of x's columns has a scale; one for all otherwise.
         dtype: float8.
@@ -38,6 +38,33 @@ def turn(x: Tensor) -> Tensor:
     return torch.ops.titanlite.turn(x)
 
 
+def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cast each row by a power of two of its own.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32; contiguous.
+        dtype: float8.
+
+    Returns:
+        Bytes [M, K], and the value of one unit of them, [M, 1] float32.
+    """
+    return torch.ops.titanlite.cast_rows(x, dtype)
+
+
+def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast by a scale that is known.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32; contiguous.
+        scale: [] float32.
+        dtype: float8.
+
+    Returns:
+        Bytes [M, K] of `x · scale`.
+    """
+    return torch.ops.titanlite.cast_by(x, scale, dtype)
+
+
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
     """What takes numbers up to `amax` to the range of a float8 dtype; float32."""
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
@@ -47,8 +74,18 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
 def _cast(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     turned = (x.float() * factors).t()  # [K, M]
     amax = turned.abs().amax(1, keepdim=True) if by_column else turned.abs().amax()
-    scale, most = scale_of(amax, dtype, pow2), torch.finfo(dtype).max
-    return (turned * scale).clamp(-most, most).to(dtype).contiguous(), scale.reciprocal()
+    scale = scale_of(amax, dtype, pow2)
+    return _cast_by(turned, scale, dtype).contiguous(), scale.reciprocal()
+
+
+def _cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-most, most).to(dtype)
+
+
+def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = scale_of(x.float().abs().amax(1, keepdim=True), dtype, pow2=True)
+    return _cast_by(x, scale, dtype), scale.reciprocal()
 
 
 def _cast_on_gpus(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -69,7 +106,21 @@ def _turn_on_gpus(x: Tensor) -> Tensor:
     return device.turn(x.contiguous())
 
 
+def _cast_by_on_gpus(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from titanlite.kernels.device import float8_cast as device
+
+    return device.cast_rows(x.contiguous(), dtype, scale)[0]
+
+
+def _cast_rows_on_gpus(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    from titanlite.kernels.device import float8_cast as device
+
+    return device.cast_rows(x.contiguous(), dtype)
+
+
 lowering.define("cast_turned", _cast, _cast_on_gpus)
+lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus)
+lowering.define("cast_by", _cast_by, _cast_by_on_gpus)
 lowering.define("turn", _turn, _turn_on_gpus)
 
 
@@ -82,3 +133,13 @@ def _fake_cast(x, factors, by_column, dtype, pow2):
 @torch.library.register_fake("titanlite::turn")
 def _fake_turn(x):
     return x.new_empty(x.shape[::-1])
+
+
+@torch.library.register_fake("titanlite::cast_rows")
+def _fake_cast_rows(x, dtype):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+@torch.library.register_fake("titanlite::cast_by")
+def _fake_cast_by(x, scale, dtype):
+    return x.new_empty(x.shape, dtype=dtype)

@@ -61,7 +61,7 @@ class Layout:
         """Whether the collective of a layer and its matmul are one operation."""
         if self.float8 is None or layer not in self.converted:
             return self.fused
-        return self.fused and self.float8.all_in_float8
+        return self.fused and "none" not in self.float8.granularities
 
 
 def layout_of(config: Config, float8: Float8Recipe | None) -> Layout:

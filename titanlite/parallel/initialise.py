@@ -60,7 +60,7 @@ def local_data(parameter: Tensor) -> Tensor:
     if isinstance(local, DTensor):
         local = local.to_local()
     # A float8 recipe that gathers weights in float8 wraps them; the master values are inside.
-    return getattr(local, "_tensor", local)
+    return getattr(local, "master", local)
 
 
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:

@@ -26,7 +26,13 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
     ),
-    "matmul": ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
+    "matmul": (
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten._scaled_mm.default",
+        "aten._scaled_mm_v2.default",
+        "titanlite.scaled_matmul.default",
+    ),
     "communication": (
         "_c10d_functional.all_gather_into_tensor.default",
         "_c10d_functional.reduce_scatter_tensor.default",

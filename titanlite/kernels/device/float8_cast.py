@@ -4,6 +4,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
+
+from titanlite.kernels.float8_cast import EPS as LEAST
+
+EPS = tl.constexpr(LEAST)
 
 ROWS, COLUMNS = 128, 64
 """Of a tile: 128 bytes are written together."""
@@ -57,6 +62,48 @@ def _turn(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     byte = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :])
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+@triton.jit
+def _cast_rows(x, scale, out, unit, K, most, KNOWN: tl.constexpr, BK: tl.constexpr):
+    row = tl.program_id(0)
+    k = tl.arange(0, BK)
+    x += row.to(tl.int64) * K
+    out += row.to(tl.int64) * K
+    if KNOWN:
+        by = tl.load(scale)
+    else:
+        amax = tl.zeros([BK], tl.int32)
+        for start in range(0, K, BK):
+            value = tl.abs(tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32))
+            amax = tl.maximum(amax, value.to(tl.int32, bitcast=True))  # NaN is the greatest
+        widest = tl.max(amax, 0).to(tl.float32, bitcast=True).to(tl.float64)
+        by = (most.to(tl.float64) / tl.maximum(widest, EPS, propagate_nan=tl.PropagateNan.ALL)).to(tl.float32)
+        by = libdevice.exp2(libdevice.floor(libdevice.log2(by)))
+        tl.store(unit + row, tl.div_rn(1.0, by))
+    for start in range(0, K, BK):
+        value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * by
+        value = tl.clamp(value, -most, most, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out + start + k, value.to(out.dtype.element_ty), mask=start + k < K)
+
+
+def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`x · scale` as float8.
+
+    Args:
+        x: [M, K], contiguous.
+        dtype: float8.
+        scale: [] float32; for each row a power of two, so that it fits, if None.
+
+    Returns:
+        [M, K], and without a scale the value of one unit, [M, 1] float32.
+    """
+    M, K = x.shape
+    out = torch.empty_like(x, dtype=dtype)
+    unit = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
+    BK = min(triton.next_power_of_2(K), 4096)
+    _cast_rows[(M,)](x, scale, out, unit, K, torch.finfo(dtype).max, scale is not None, BK, num_warps=8)
+    return out, unit
 
 
 def amax(x: Tensor, factors: Tensor, by_column: bool) -> Tensor:

@@ -1,0 +1,177 @@
+"""Weights that FSDP gathers in float8: each rank casts its shard, then bytes and scales travel.
+
+A shard is made of whole rows, so its rows' scales are its own affair; a scale of the whole tensor is agreed on once
+after each update (`titanlite.float8.convert.precompute_scales`).
+"""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from titanlite.kernels.float8_cast import cast_by, cast_rows, scale_of
+
+_aten = torch.ops.aten
+
+_STILL_A_SHARD = {
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+    _aten.as_strided.default,
+    _aten.clone.default,
+    _aten.copy_.default,
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+}
+"""What FSDP does to the tensor that it shards, and pads, on its way to the tensor that it keeps."""
+
+_THE_SAME_WEIGHT = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default}
+
+
+class Float8Weight(Tensor):
+    """A weight [N, K] of bytes, which stands for numbers of the dtype that it shows.
+
+    Attributes:
+        bits: [N, K] float8.
+        unit: the value of one unit of them: [N, 1] or [] float32.
+    """
+
+    bits: Tensor
+    unit: Tensor
+
+    @staticmethod
+    def __new__(cls, bits: Tensor, unit: Tensor, dtype: torch.dtype):  # noqa: D102
+        self = torch.Tensor._make_wrapper_subclass(cls, bits.shape, bits.stride(), dtype=dtype, device=bits.device)
+        self.bits, self.unit = bits, unit
+        return self
+
+    def __init__(self, bits: Tensor, unit: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["bits", "unit"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object):
+        return Float8Weight(inner["bits"], inner["unit"], dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Float8Weight({tuple(self.shape)}, {self.bits.dtype}, unit {tuple(self.unit.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        weight = args[0]
+        if func not in _THE_SAME_WEIGHT or (
+            func != _aten.detach.default and func != _aten.alias.default and list(args[1]) != list(weight.shape)
+        ):
+            raise NotImplementedError(f"{func} of a weight that was gathered in float8; only a float8 layer can use it")
+        return cls(weight.bits, weight.unit, weight.dtype)
+
+
+class Casting(NamedTuple):
+    """How a weight is cast.
+
+    Attributes:
+        dtype: float8.
+        by_row: whether each row has a scale of its own; one for the whole weight otherwise.
+        pow2: whether scales are powers of two; those of rows always are.
+    """
+
+    dtype: torch.dtype
+    by_row: bool
+    pow2: bool
+
+
+class WeightShard(Tensor):
+    """A rank's rows of a weight in high precision, cast before they are gathered.
+
+    Attributes:
+        master: [n, K], the values that the optimizer updates.
+        how: they are cast.
+        scale: [] float32: of the whole weight, set after each update; None if rows have their own.
+    """
+
+    master: Tensor
+    how: Casting
+    scale: Tensor | None
+
+    @staticmethod
+    def __new__(cls, values: Tensor, how: Casting):  # noqa: D102
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            values.stride(),
+            values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+            requires_grad=values.requires_grad,
+        )
+        self.master, self.how, self.scale = values, how, None
+        return self
+
+    def __init__(self, values: Tensor, how: Casting) -> None:
+        super().__init__()
+
+    def __tensor_flatten__(self) -> tuple[list[str], Casting]:
+        return ["master"], self.how
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], how: Casting, size: object, stride: object):
+        return WeightShard(inner["master"], how)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"WeightShard({self.master}, {self.how})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        first = next(a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, cls))
+        args, kwargs = pytree.tree_map_only(cls, lambda shard: shard.master, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func not in _STILL_A_SHARD:
+            return out
+        return pytree.tree_map_only(Tensor, lambda master: cls(master, first.how), out)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Cast. Returns what is to be gathered, and what is known without."""
+        if self.how.by_row:
+            bits, unit = cast_rows(self.master, self.how.dtype)
+            alone = mesh.size(mesh.ndim - 1) == 1  # FSDP then takes one tensor of each weight, and gathers nothing
+            return ((bits,), unit) if alone else ((bits, unit), None)
+        if self.scale is None:
+            agree_on_scales([self], mesh)
+        scale = cast("Tensor", self.scale)
+        return (cast_by(self.master, scale, self.how.dtype),), scale.reciprocal()
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], unit: Tensor | None, dtype: torch.dtype, *, out: Any = None
+    ):
+        """Make the whole weight of what was gathered; with `out`, which lies over the same memory, renew its scale."""
+        if unit is None:
+            bits, unit = gathered
+        else:
+            (bits,) = gathered
+        if out is not None:
+            getattr(out, "_local_tensor", out).unit = unit
+            return None
+        return Float8Weight(bits, unit, dtype), gathered
+
+
+@torch.no_grad()
+def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
+    """Scale weights as a whole, with one reduction for all.
+
+    Args:
+        shards: those of different weights, cast to one dtype.
+        mesh: its last axis is the one that weights are sharded over.
+    """
+    amax = torch.stack(torch._foreach_norm([shard.master for shard in shards], ord=float("inf")))
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
+    how = shards[0].how
+    for shard, scale in zip(shards, scale_of(amax, how.dtype, how.pow2).unbind(), strict=True):
+        shard.scale = scale

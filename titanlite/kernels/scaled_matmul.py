@@ -1,0 +1,48 @@
+"""A product of two float8 matrices, scaled by row and column or as a whole.
+
+One operator on every device, so that what is traced on a CPU is what runs on a GPU. There the hardware's own instruction
+does it; the definition multiplies what the bytes stand for.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import mm_flop, register_flop_formula
+
+from titanlite.kernels import lowering
+from titanlite.kernels.products import product
+
+
+def scaled_matmul(
+    left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    """`(left · left_unit) @ (right · right_unit)`, accumulated in float32 and rounded once.
+
+    Args:
+        left: [M, K] float8, rows contiguous.
+        right: [K, N] float8, columns contiguous.
+        left_unit: [M, 1] or [] float32: the value of one unit of each row, or of all.
+        right_unit: [1, N] or [] float32.
+        out_dtype: of the result.
+        fast_accum: sums may be left to tensor cores, which keep about 14 bits.
+
+    Returns:
+        [M, N].
+    """
+    return torch.ops.titanlite.scaled_matmul(left, right, left_unit, right_unit, out_dtype, fast_accum)
+
+
+def _multiply(
+    left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    return product(left, right, None, left_unit, right_unit, out_dtype, fast_accum)
+
+
+lowering.define("scaled_matmul", _multiply, _multiply)
+
+
+@torch.library.register_fake("titanlite::scaled_matmul")
+def _fake(left, right, left_unit, right_unit, out_dtype, fast_accum):
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype)
+
+
+register_flop_formula(torch.ops.titanlite.scaled_matmul)(lambda left, right, *_, **__: mm_flop(left, right))
