@@ -34,7 +34,7 @@ def convert(sizes: ModelRecipe = SIZES, filter_fqns: tuple[str, ...] = (), token
 
 
 def test_every_layer_is_converted():
-    assert convert() == Conversion("definition", (*ALL, "output"), {})
+    assert convert() == Conversion("definition", (*ALL, "output"), {}, ("layers.0.feed_forward",))
 
 
 def test_filtered_layers_are_left_alone():
@@ -120,16 +120,17 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
     def body() -> None:
         counts, gathered = [], set[str]()
 
-        def note(module: nn.Module, name: str) -> None:
-            weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
-            if isinstance(weight, Float8Weight):
-                gathered.add(name)
+        def note(block: nn.Module, name: str) -> None:
+            for layer in BLOCK:
+                weight = block.get_parameter(f"{layer}.weight")
+                if isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, Float8Weight):
+                    gathered.add(f"{name}.{layer}")
 
         for asked in (without, with_float8):
             run = assemble(asked)
-            for name, module in run.model.named_modules():
-                if hasattr(module, "matmul"):
-                    module.register_forward_pre_hook(lambda module, args, name=name: note(module, name))
+            for n, block in enumerate(run.model.layers):
+                # Of a part of the block, which runs once FSDP has gathered all of it.
+                block.attention.register_forward_pre_hook(lambda *_, b=block, n=n: note(b, f"layers.{n}"))
             with CountCollectives() as seen:
                 take_steps(run, 2)
             counts.append(seen.counts)

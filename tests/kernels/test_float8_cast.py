@@ -76,4 +76,4 @@ def test_operators():
     x, factors = outliers(64, 48, torch.bfloat16, "cpu"), torch.ones(64, 1)
     torch.library.opcheck(torch.ops.titanlite.cast_turned.default, (x, factors, True, E4M3, True), **fake)
     torch.library.opcheck(torch.ops.titanlite.turn.default, (x.to(E4M3),), **fake)
-    assert float8_cast.scale_of(torch.zeros(()), E4M3, False).isfinite()
+    assert all(t.isfinite() for t in float8_cast.scale_of(torch.zeros(()), E4M3, False))

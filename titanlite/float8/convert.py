@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.float8.fused import DTYPES, FusedFloat8
+from titanlite.float8.fused import DTYPES, FusedFloat8, feed_forward, joins_feed_forward
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.linear import Matmul
 from titanlite.models.layers import Linear
+from titanlite.models.llama3 import FeedForward
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Conversion:
     lowering: str  # "fused", "definition", "torchao" or "torchao, emulated"
     converted: tuple[str, ...]
     skipped: dict[str, str]  # name → why
+    joined: tuple[str, ...] = ()  # feed-forwards whose inside exists in float8 alone
 
 
 class Float8Matmul:
@@ -63,6 +66,23 @@ class Float8Matmul:
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
         return self.function(x, weight)
+
+
+class Float8FeedForward(FeedForward):
+    """A `FeedForward` whose inside exists in float8 alone.
+
+    Attributes:
+        group: the tensor-parallel ranks, or None.
+        recipe: the arithmetic.
+    """
+
+    group: Group | None
+    recipe: Float8Recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M/tp, D] → [M/tp, D]."""
+        w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13.weight, self.w2.weight))
+        return feed_forward(x, w13, w2, self.group, self.recipe)
 
 
 def torchao_matmul(recipe: Float8Recipe, emulate: bool) -> Matmul:
@@ -173,7 +193,22 @@ def apply_float8(
         want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
         fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
-    return Conversion(matmul.lowering, tuple(converted), skipped)
+    joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
+    return Conversion(matmul.lowering, tuple(converted), skipped, joined)
+
+
+def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:
+    """Join the products of a feed-forward in place, where both are titanlite's own. Returns whether that was so."""
+    if type(module) is not FeedForward or matmul.unfused is not None:
+        return False
+    if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in (module.w13, module.w2)):
+        return False  # left in high precision, or with collectives of its own
+    group = getattr(module.w13, "group", None)
+    if not joins_feed_forward(recipe, group):
+        return False
+    module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the module, its name and parameters stay
+    module.group, module.recipe = group, recipe  # type: ignore[assignment]
+    return True
 
 
 def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe) -> nn.Parameter:

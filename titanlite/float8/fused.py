@@ -23,9 +23,10 @@ from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.float8_cast import cast_turned, turn
+from titanlite.kernels.float8_cast import cast_to, cast_turned, scale_of, turn
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.scaled_matmul import scaled_matmul
+from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -88,17 +89,9 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
     Returns:
         The bytes, contiguous, and their unit.
     """
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
-
-    scale = tensor_to_scale(
-        x,
-        DTYPES[dtype],
-        scaling_granularity=ScalingGranularity.AXISWISE if of == "row" else ScalingGranularity.TENSORWISE,
-        axiswise_dim=-1 if of == "row" else None,
-        round_scales_to_power_of_2=rounding == "pow2_floor",
-    )
-    return Cast(to_fp8_saturated(x.float() * scale, DTYPES[dtype]).contiguous(), scale.reciprocal())
+    amax = x.abs().amax(-1, keepdim=True) if of == "row" else x.abs().amax()
+    scale, unit = scale_of(amax, DTYPES[dtype], rounding == "pow2_floor")
+    return Cast(cast_to(x, scale, DTYPES[dtype]).contiguous(), unit)
 
 
 def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool) -> Cast:
@@ -217,6 +210,27 @@ def _scatter(
     )
 
 
+def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
+    """`swiglu(x @ w13.T) @ w2.T`, of which what lies between the products exists in float8 alone.
+
+    Args:
+        x: [M/tp, D].
+        w13: [2F/tp, D], blocks of 128 rows of gate and up in turn.
+        w2: [D, F/tp].
+        group: the ranks that tokens are gathered from and scattered to, or None.
+        recipe: the arithmetic; see `joins_feed_forward`.
+
+    Returns:
+        [M/tp, D].
+    """
+    return _FeedForward.apply(x, w13, w2, group, recipe)  # type: ignore[no-any-return]
+
+
+def joins_feed_forward(recipe: Float8Recipe, group: Group | None) -> bool:
+    """Whether a recipe can go without what lies between the products of a feed-forward in high precision."""
+    return _is_cast_from_bytes(recipe, group) and recipe.input.output == recipe.grad_output.grad_input
+
+
 def _is_cast_from_bytes(recipe: Float8Recipe, group: Group | None) -> bool:
     """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor differ."""
     return group is None or recipe.scale_rounding == "pow2_floor"
@@ -263,3 +277,27 @@ class _Scattered(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_weight = _weight_gradient(gathered, x[0] if len(x) == 1 else Cast(*x), recipe, weight.dtype)
         return d_x, d_weight, None, None
+
+
+@torch._dynamo.allow_in_graph
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
+        how = _output(recipe)
+        gathered, a = _gather(x, w13, group, recipe, how)  # a [M, 2F/tp]
+        ctx.save_for_backward(*gathered, a, w13, w2)
+        ctx.group, ctx.recipe = group, recipe
+        h = Cast(*swiglu_cast(a, how.of == "row", DTYPES[how.dtype], recipe.scale_rounding == "pow2_floor"))
+        return _scatter(h, w2, group, recipe, how, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (bits, unit, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
+        how, forward = _grad_input(recipe), _output(recipe)
+        g, d_h = _gather(grad, w2, group, recipe, how)
+        dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"
+        d_bits, d_unit, h_bits, h_unit = swiglu_grad_cast(d_h, a, how.of == "row", *dtypes, pow2)
+        d_w2 = _weight_gradient(g, Cast(h_bits, h_unit), recipe, w2.dtype)
+        d_a = Cast(d_bits, d_unit)
+        d_x = _scatter(d_a, w13, group, recipe, how, grad.dtype) if ctx.needs_input_grad[0] else None
+        return d_x, _weight_gradient(d_a, Cast(bits, unit), recipe, w13.dtype), d_w2, None, None

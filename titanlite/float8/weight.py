@@ -94,12 +94,13 @@ class WeightShard(Tensor):
     Attributes:
         master: [n, K], the values that the optimizer updates.
         how: they are cast.
-        scale: [] float32: of the whole weight, set after each update; None if rows have their own.
+        scale, unit: [] float32: of the whole weight, set after each update; None if rows have their own.
     """
 
     master: Tensor
     how: Casting
     scale: Tensor | None
+    unit: Tensor | None
 
     @staticmethod
     def __new__(cls, values: Tensor, how: Casting):  # noqa: D102
@@ -112,7 +113,7 @@ class WeightShard(Tensor):
             device=values.device,
             requires_grad=values.requires_grad,
         )
-        self.master, self.how, self.scale = values, how, None
+        self.master, self.how, self.scale, self.unit = values, how, None, None
         return self
 
     def __init__(self, values: Tensor, how: Casting) -> None:
@@ -145,8 +146,7 @@ class WeightShard(Tensor):
             return ((bits,), unit) if alone else ((bits, unit), None)
         if self.scale is None:
             agree_on_scales([self], mesh)
-        scale = cast("Tensor", self.scale)
-        return (cast_by(self.master, scale, self.how.dtype),), scale.reciprocal()
+        return (cast_by(self.master, cast("Tensor", self.scale), self.how.dtype),), self.unit
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], unit: Tensor | None, dtype: torch.dtype, *, out: Any = None
@@ -173,5 +173,6 @@ def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
     amax = torch.stack(torch._foreach_norm([shard.master for shard in shards], ord=float("inf")))
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     how = shards[0].how
-    for shard, scale in zip(shards, scale_of(amax, how.dtype, how.pow2).unbind(), strict=True):
-        shard.scale = scale
+    scales, units = scale_of(amax, how.dtype, how.pow2)
+    for shard, scale, unit in zip(shards, scales.unbind(), units.unbind(), strict=True):
+        shard.scale, shard.unit = scale, unit

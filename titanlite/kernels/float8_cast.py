@@ -4,9 +4,12 @@ Hopper multiplies float8 along rows only, so both factors of a weight's gradient
 rows: one is cast so, the other was cast before and is only turned. Compilers write bytes one by one into such a
 transpose; the kernels here write 128 together (`titanlite/kernels/device/float8_cast.py`).
 
-Scales are torchao's to the bit (`torchao.float8.float8_utils.amax_to_scale`): a quotient in float64, rounded to
-float32, and rounded down to a power of two if asked.
+Scales are torchao's (`torchao.float8.float8_utils.amax_to_scale`): a quotient in float64, rounded to float32. Rounded
+down to a power of two they are taken from exponent and mantissa, where torchao takes a logarithm: the same bits unless
+the quotient is within its rounding of the next power, which maxima in bfloat16 or float8 never are.
 """
+
+import struct
 
 import torch
 from torch import Tensor
@@ -65,35 +68,58 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.titanlite.cast_by(x, scale, dtype)
 
 
-def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> Tensor:
-    """What takes numbers up to `amax` to the range of a float8 dtype; float32."""
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
-    return torch.exp2(torch.floor(torch.log2(scale))) if pow2 else scale
+def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """What takes numbers up to `amax` to the range of a float8 dtype.
+
+    Args:
+        amax: any shape; at least EPS is assumed.
+        dtype: float8.
+        pow2: round down to a power of two.
+
+    Returns:
+        The scale and its inverse, the value of one unit; float32, NaN where `amax` is not finite and `pow2` is set.
+    """
+    if not pow2:
+        scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
+        return scale, scale.reciprocal()
+    bits, top = amax.float().clamp(min=EPS).view(torch.int32), _bits(torch.finfo(dtype).max)
+    exponent = 254 + (top >> 23) - 127 - (bits >> 23) - ((bits & 0x7FFFFF) > (top & 0x7FFFFF)).int()
+    finite, nan = bits < 0x7F800000, torch.nan
+    return tuple(torch.where(finite, (e << 23).view(torch.float32), nan) for e in (exponent, 254 - exponent))  # type: ignore[return-value]
 
 
-def _cast(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    turned = (x.float() * factors).t()  # [K, M]
-    amax = turned.abs().amax(1, keepdim=True) if by_column else turned.abs().amax()
-    scale = scale_of(amax, dtype, pow2)
-    return _cast_by(turned, scale, dtype).contiguous(), scale.reciprocal()
+def _bits(number: float) -> int:
+    """Those of a float32."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
-def _cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x · scale` in float8: what is too large becomes the largest, NaN stays. Elementwise, for compilers to fuse.
+
+    Args:
+        x: any shape and float dtype.
+        scale: float32, broadcast.
+        dtype: float8.
+    """
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype)
 
 
-def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale = scale_of(x.float().abs().amax(1, keepdim=True), dtype, pow2=True)
-    return _cast_by(x, scale, dtype), scale.reciprocal()
+def _cast(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    turned = (x.float() * factors).t()  # [K, M]
+    scale, unit = scale_of(turned.abs().amax(1, keepdim=True) if by_column else turned.abs().amax(), dtype, pow2)
+    return cast_to(turned, scale, dtype).contiguous(), unit
 
 
 def _cast_on_gpus(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import float8_cast as device
 
-    x, factors = x if x.stride(1) == 1 else x.contiguous(), factors.contiguous()
-    scale = scale_of(device.amax(x, factors, by_column), dtype, pow2)
-    return device.cast_turned(x, factors, scale, dtype), scale.reciprocal()
+    return device.cast_turned(x if x.stride(1) == 1 else x.contiguous(), factors.contiguous(), by_column, dtype, pow2)
+
+
+def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale, unit = scale_of(x.abs().amax(1, keepdim=True), dtype, pow2=True)
+    return cast_to(x, scale, dtype), unit
 
 
 def _turn(x: Tensor) -> Tensor:
@@ -120,7 +146,7 @@ def _cast_rows_on_gpus(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 lowering.define("cast_turned", _cast, _cast_on_gpus)
 lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus)
-lowering.define("cast_by", _cast_by, _cast_by_on_gpus)
+lowering.define("cast_by", cast_to, _cast_by_on_gpus)
 lowering.define("turn", _turn, _turn_on_gpus)
 
 

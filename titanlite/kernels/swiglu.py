@@ -1,10 +1,17 @@
 """SwiGLU gate over one fused projection whose columns interleave gate and up in blocks.
 
+Where its result is wanted in float8, gate and cast are one pass over memory, and so is backward with its cast:
+compilers read a row of 28,672 numbers twice and more (`titanlite/kernels/device/swiglu.py`).
+
 Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from titanlite.kernels import lowering
+from titanlite.kernels.float8_cast import cast_to, scale_of
 
 BLOCK = 128
 """Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width, so that any split of the
@@ -20,5 +27,112 @@ def swiglu(x: Tensor) -> Tensor:
     Returns:
         [M, F] in `x.dtype`.
     """
-    gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)  # [M, F/128, 128] each
-    return (F.silu(gate.float()) * up.float()).to(x.dtype).flatten(-2)
+    gate, up = _parts(x)
+    return (F.silu(gate) * up).to(x.dtype).flatten(-2)
+
+
+def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of `swiglu`, formed in float32.
+
+    Args:
+        grad: [M, F], of the result.
+        x: [M, 2F].
+
+    Returns:
+        [M, 2F] in `x.dtype`.
+    """
+    gate, up = _parts(x)
+    grad = grad.unflatten(-1, (-1, BLOCK)).float()
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    parts = grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * silu
+    return torch.stack(parts, -2).to(x.dtype).flatten(-3)
+
+
+def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Cast `swiglu(x)`.
+
+    Args:
+        x: [M, 2F], contiguous.
+        by_row: whether each row has a scale; one for all otherwise.
+        dtype: float8.
+        pow2: round scales down to a power of two.
+
+    Returns:
+        Bytes [M, F], and the value of one unit of them: [M, 1] or [] float32.
+    """
+    return torch.ops.titanlite.swiglu_cast(x, by_row, dtype, pow2)
+
+
+def swiglu_grad_cast(
+    grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast `swiglu_grad(grad, x)`, and `swiglu(x)` once more: so backward has it without keeping it.
+
+    Args:
+        grad: [M, F], contiguous.
+        x: [M, 2F], contiguous.
+        by_row: whether each row has a scale; one for all otherwise.
+        dtype: float8, of the gradient.
+        result_dtype: float8, of `swiglu(x)`.
+        pow2: round scales down to a power of two.
+
+    Returns:
+        Bytes [M, 2F] of the gradient, and the value of one unit of them, [M, 1] or [] float32; bytes [M, F] and unit
+        of `swiglu(x)`, to the bit those of `swiglu_cast`.
+    """
+    return torch.ops.titanlite.swiglu_grad_cast(grad, x, by_row, dtype, result_dtype, pow2)
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate and up, [M, F/128, 128] float32 each."""
+    gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)
+    return gate.float(), up.float()
+
+
+def _cast(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    scale, unit = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
+    return cast_to(y, scale, dtype), unit
+
+
+def _swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    return _cast(swiglu(x), by_row, dtype, pow2)
+
+
+def _swiglu_grad_cast(
+    grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_cast(swiglu_grad(grad, x), by_row, dtype, pow2), *_cast(swiglu(x), by_row, result_dtype, pow2)
+
+
+def _swiglu_cast_on_gpus(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    from titanlite.kernels.device import swiglu as device
+
+    return device.swiglu_cast(x.contiguous(), by_row, dtype, pow2)
+
+
+def _swiglu_grad_cast_on_gpus(
+    grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from titanlite.kernels.device import swiglu as device
+
+    return device.swiglu_grad_cast(grad.contiguous(), x.contiguous(), by_row, dtype, result_dtype, pow2)
+
+
+lowering.define("swiglu_cast", _swiglu_cast, _swiglu_cast_on_gpus)
+lowering.define("swiglu_grad_cast", _swiglu_grad_cast, _swiglu_grad_cast_on_gpus)
+
+
+def _unit(x: Tensor, by_row: bool) -> Tensor:
+    return x.new_empty((len(x), 1) if by_row else (), dtype=torch.float32)
+
+
+@torch.library.register_fake("titanlite::swiglu_cast")
+def _fake_cast(x, by_row, dtype, pow2):
+    return x.new_empty((len(x), x.shape[1] // 2), dtype=dtype), _unit(x, by_row)
+
+
+@torch.library.register_fake("titanlite::swiglu_grad_cast")
+def _fake_grad_cast(grad, x, by_row, dtype, result_dtype, pow2):
+    bits, result = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
+    return bits, _unit(x, by_row), result, _unit(x, by_row)

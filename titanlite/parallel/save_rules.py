@@ -38,7 +38,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "_c10d_functional.reduce_scatter_tensor.default",
     ),
     "statistics": ("aten.mean.dim", "aten.amax.default", "aten.max.default"),
-    "cast": ("aten._to_copy.default",),
+    "cast": ("aten._to_copy.default", "titanlite.swiglu_cast.default"),
 }
 """The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
 float8 scales, a cast is one to float8. What is not listed here is recomputed unless it is named itself."""
@@ -120,7 +120,7 @@ class BlockRules:
 
     def _class(self, op: str, to_float8: bool) -> str | None:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
-        if op in CLASSES["cast"] and not to_float8:
+        if op == "aten._to_copy.default" and not to_float8:
             return None
         if op in _OF_OPERANDS:
             self._operands[op] += 1

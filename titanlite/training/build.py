@@ -161,6 +161,8 @@ def _float8(model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, 
     layers = [model.get_submodule(name) for name in done.converted]
     if fused := sum(isinstance(layer, ParallelLinear) and layer.fused is not None for layer in layers):
         applied["fused with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
+    if done.joined:
+        applied["feed-forwards in float8 throughout"] = len(done.joined)
     receipt.add(
         "float8",
         config.float8.recipe,

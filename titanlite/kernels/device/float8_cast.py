@@ -4,16 +4,37 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from titanlite.kernels.float8_cast import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
-
 ROWS, COLUMNS = 128, 64
 """Of a tile: 128 bytes are written together."""
 CHUNK, WIDTH = 512, 128
 """Rows and columns whose maxima a thread block takes."""
+
+
+@triton.jit
+def scale_of(amax, most, POW2: tl.constexpr):
+    """Scale and unit for maxima, given as the bits of float32; `titanlite.kernels.float8_cast.scale_of` says which."""
+    if POW2:
+        amax = tl.maximum(amax, tl.full((), EPS, tl.float32).to(tl.int32, bitcast=True))
+        top = most.to(tl.int32, bitcast=True)
+        exponent = 254 + (top >> 23) - 127 - (amax >> 23) - ((amax & 0x7FFFFF) > (top & 0x7FFFFF)).to(tl.int32)
+        scale = tl.where(amax < 0x7F800000, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+        unit = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+    else:
+        wide = amax.to(tl.float32, bitcast=True).to(tl.float64)
+        wide = tl.maximum(wide, tl.full((), EPS, tl.float64), propagate_nan=tl.PropagateNan.ALL)
+        scale = (most.to(tl.float64) / wide).to(tl.float32)
+        unit = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return scale, unit
+
+
+@triton.jit
+def to_bytes(value, most, dtype: tl.constexpr):
+    """Float32 in float8: what is too large becomes the largest, NaN stays."""
+    return tl.clamp(value, -most, most, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -24,8 +45,8 @@ def _amax(
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     most = tl.zeros([BM, BK], tl.int32)
     first = tl.program_id(1) * CHUNK
-    for start in range(first, min(first + CHUNK, M), BM):
-        m = start + tl.arange(0, BM)
+    for start in tl.static_range(0, CHUNK, BM):  # unrolled, so that its loads are in flight together
+        m = first + start + tl.arange(0, BM)
         inside = (m < M)[:, None] & (k < K)[None, :]
         value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
         value = tl.abs(value * tl.load(factors + m, mask=m < M, other=0.0)[:, None])
@@ -39,21 +60,31 @@ def _amax(
 
 @triton.jit
 def _cast_turned(
-    x, factors, scale, out, M, K, stride, most, BY_COLUMN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+    x,
+    factors,
+    amax,
+    out,
+    units,
+    M,
+    K,
+    stride,
+    most,
+    BY_COLUMN: tl.constexpr,
+    POW2: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
 ):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = (m < M)[:, None] & (k < K)[None, :]
+    at = k if BY_COLUMN else k * 0
+    scale, unit = scale_of(tl.load(amax + at, mask=k < K, other=0), most, POW2)
     value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(factors + m, mask=m < M, other=0.0)[:, None]
-    if BY_COLUMN:
-        value = value * tl.load(scale + k, mask=k < K, other=0.0)[None, :]
-    else:
-        value = value * tl.load(scale)
-    value = tl.clamp(value, -most, most, propagate_nan=tl.PropagateNan.ALL)
-    byte = value.to(out.dtype.element_ty)
-    at = k[:, None].to(tl.int64) * M + m[None, :]
-    tl.store(out + at, byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
+    byte = to_bytes(value * scale[None, :], most, out.dtype.element_ty)
+    tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
+    if tl.program_id(0) == 0:
+        tl.store(units + at, unit, mask=k < K)
 
 
 @triton.jit
@@ -65,7 +96,7 @@ def _turn(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _cast_rows(x, scale, out, unit, K, most, KNOWN: tl.constexpr, BK: tl.constexpr):
+def _cast_rows(x, scale, out, units, K, most, KNOWN: tl.constexpr, BK: tl.constexpr):
     row = tl.program_id(0)
     k = tl.arange(0, BK)
     x += row.to(tl.int64) * K
@@ -76,15 +107,12 @@ def _cast_rows(x, scale, out, unit, K, most, KNOWN: tl.constexpr, BK: tl.constex
         amax = tl.zeros([BK], tl.int32)
         for start in range(0, K, BK):
             value = tl.abs(tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32))
-            amax = tl.maximum(amax, value.to(tl.int32, bitcast=True))  # NaN is the greatest
-        widest = tl.max(amax, 0).to(tl.float32, bitcast=True).to(tl.float64)
-        by = (most.to(tl.float64) / tl.maximum(widest, EPS, propagate_nan=tl.PropagateNan.ALL)).to(tl.float32)
-        by = libdevice.exp2(libdevice.floor(libdevice.log2(by)))
-        tl.store(unit + row, tl.div_rn(1.0, by))
+            amax = tl.maximum(amax, value.to(tl.int32, bitcast=True))
+        by, unit = scale_of(tl.max(amax, 0), most, POW2=True)
+        tl.store(units + row, unit)
     for start in range(0, K, BK):
         value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * by
-        value = tl.clamp(value, -most, most, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out + start + k, value.to(out.dtype.element_ty), mask=start + k < K)
+        tl.store(out + start + k, to_bytes(value, most, out.dtype.element_ty), mask=start + k < K)
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -106,43 +134,29 @@ def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tup
     return out, unit
 
 
-def amax(x: Tensor, factors: Tensor, by_column: bool) -> Tensor:
-    """Greatest size of `x · factors`, float32.
+def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """`(x · factors).T` as float8.
 
     Args:
         x: [M, K], rows contiguous.
         factors: [M, 1], contiguous.
-        by_column: or of all.
-
-    Returns:
-        [K, 1], or [].
-    """
-    M, K = x.shape
-    out = factors.new_zeros((K, 1) if by_column else ())
-    grid = triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)
-    bits = out.view(torch.int32)
-    _amax[grid](x, factors, bits, M, K, x.stride(0), by_column, CHUNK, 64, WIDTH, num_warps=8)
-    return out
-
-
-def cast_turned(x: Tensor, factors: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(x · factors).T · scale` as float8.
-
-    Args:
-        x: [M, K], rows contiguous.
-        factors: [M, 1], contiguous.
-        scale: [K, 1] or [].
+        by_column: whether each of x's columns has a scale.
         dtype: float8.
+        pow2: round scales down to a power of two.
 
     Returns:
-        [K, M].
+        [K, M], and the value of one unit, [K, 1] or [] float32.
     """
     M, K = x.shape
-    out = x.new_empty((K, M), dtype=dtype)
-    grid = triton.cdiv(M, ROWS), triton.cdiv(K, COLUMNS)
-    most = torch.finfo(dtype).max
-    _cast_turned[grid](x, factors, scale, out, M, K, x.stride(0), most, scale.ndim > 0, ROWS, COLUMNS, num_warps=8)
-    return out
+    amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
+    grid = triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)
+    _amax[grid](x, factors, amax, M, K, x.stride(0), by_column, CHUNK, 64, WIDTH, num_warps=8)
+    out, unit = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
+    grid, most = (triton.cdiv(M, ROWS), triton.cdiv(K, COLUMNS)), torch.finfo(dtype).max
+    _cast_turned[grid](
+        x, factors, amax, out, unit, M, K, x.stride(0), most, by_column, pow2, ROWS, COLUMNS, num_warps=8
+    )
+    return out, unit
 
 
 def turn(x: Tensor) -> Tensor:

@@ -1,0 +1,203 @@
+"""Device code of `titanlite.kernels.swiglu`: the gate, or its gradient, and the cast of it, a row at a time.
+
+A row with a scale of its own is computed once and waits in registers for its maximum. With one scale for all, a first
+pass finds the maximum and stores nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.float8_cast import scale_of, to_bytes
+
+BLOCK = tl.constexpr(128)
+WIDEST = 128
+"""Blocks of 128 that a thread block holds; wider rows are computed twice."""
+PART, ROWS = 16, 16
+"""Blocks and rows of which a thread block finds the maximum."""
+
+
+@triton.jit
+def _gate(x, blocks, first, BLOCKS: tl.constexpr):
+    """Gate and up, [BLOCKS, 128] float32 each, of blocks from `first` on; zeros beyond the end of the row."""
+    n = first + tl.arange(0, BLOCKS)[:, None]
+    at = x + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
+    gate = tl.load(at, mask=n < blocks, other=0.0)
+    up = tl.load(at + BLOCK, mask=n < blocks, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _forward(x, blocks, first, BLOCKS: tl.constexpr):
+    """The result, rounded."""
+    gate, up = _gate(x, blocks, first, BLOCKS)
+    return (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _backward(grad, x, blocks, first, BLOCKS: tl.constexpr):
+    """The gradients of gate and up, and the result, rounded."""
+    n = first + tl.arange(0, BLOCKS)[:, None]
+    gate, up = _gate(x, blocks, first, BLOCKS)
+    d = tl.load(grad + n * BLOCK + tl.arange(0, BLOCK)[None, :], mask=n < blocks, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dtype: tl.constexpr = x.dtype.element_ty
+    return (d * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), (d * silu).to(dtype), (silu * up).to(dtype)
+
+
+@triton.jit
+def _most(a):
+    """Greatest size, as the bits of a float32: those of NaN are the greatest."""
+    return tl.max(tl.max(tl.abs(a.to(tl.float32)).to(tl.int32, bitcast=True), 1), 0)
+
+
+@triton.jit
+def _store(out, a, scale, most, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Blocks of a row as bytes, `STEP` blocks apart."""
+    n = first + tl.arange(0, BLOCKS)[:, None]
+    byte = to_bytes(a.to(tl.float32) * scale, most, out.dtype.element_ty)
+    tl.store(out + n * STEP * BLOCK + tl.arange(0, BLOCK)[None, :], byte, mask=n < blocks)
+
+
+@triton.jit
+def _swiglu_rows(x, out, units, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * blocks * 2 * BLOCK
+    out += row * blocks * BLOCK
+    a = _forward(x, blocks, 0, BLOCKS)
+    amax = _most(a)
+    if not WHOLE:
+        for first in range(BLOCKS, blocks, BLOCKS):
+            amax = tl.maximum(amax, _most(_forward(x, blocks, first, BLOCKS)))
+    scale, unit = scale_of(amax, most, POW2)
+    _store(out, a, scale, most, blocks, 0, 1, BLOCKS)
+    if not WHOLE:
+        for first in range(BLOCKS, blocks, BLOCKS):
+            _store(out, _forward(x, blocks, first, BLOCKS), scale, most, blocks, first, 1, BLOCKS)
+    tl.store(units + row, unit)
+
+
+@triton.jit
+def _swiglu_grad_rows(
+    grad,
+    x,
+    out,
+    units,
+    h,
+    h_units,
+    blocks,
+    most,
+    h_most,
+    POW2: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * blocks * 2 * BLOCK
+    out += row * blocks * 2 * BLOCK
+    grad += row * blocks * BLOCK
+    h += row * blocks * BLOCK
+    a, b, c = _backward(grad, x, blocks, 0, BLOCKS)
+    amax, h_amax = tl.maximum(_most(a), _most(b)), _most(c)
+    if not WHOLE:
+        for first in range(BLOCKS, blocks, BLOCKS):
+            d, e, f = _backward(grad, x, blocks, first, BLOCKS)
+            amax, h_amax = tl.maximum(amax, tl.maximum(_most(d), _most(e))), tl.maximum(h_amax, _most(f))
+    scale, unit = scale_of(amax, most, POW2)
+    h_scale, h_unit = scale_of(h_amax, h_most, POW2)
+    _store(out, a, scale, most, blocks, 0, 2, BLOCKS)
+    _store(out + BLOCK, b, scale, most, blocks, 0, 2, BLOCKS)
+    _store(h, c, h_scale, h_most, blocks, 0, 1, BLOCKS)
+    if not WHOLE:
+        for first in range(BLOCKS, blocks, BLOCKS):
+            d, e, f = _backward(grad, x, blocks, first, BLOCKS)
+            _store(out, d, scale, most, blocks, first, 2, BLOCKS)
+            _store(out + BLOCK, e, scale, most, blocks, first, 2, BLOCKS)
+            _store(h, f, h_scale, h_most, blocks, first, 1, BLOCKS)
+    tl.store(units + row, unit)
+    tl.store(h_units + row, h_unit)
+
+
+@triton.jit
+def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+    """Greatest sizes of the result, and with `grad` of its gradients."""
+    first, start = tl.program_id(1) * BLOCKS, tl.program_id(0).to(tl.int64) * ROWS
+    result, gradient = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for row in range(start, min(start + ROWS, M)):
+        at = x + row * blocks * 2 * BLOCK
+        if BACKWARD:
+            a, b, c = _backward(grad + row * blocks * BLOCK, at, blocks, first, BLOCKS)
+            gradient = tl.maximum(gradient, tl.maximum(_most(a), _most(b)))
+        else:
+            c = _forward(at, blocks, first, BLOCKS)
+        result = tl.maximum(result, _most(c))
+    tl.atomic_max(amax, result, sem="relaxed")
+    if BACKWARD:
+        tl.atomic_max(amax + 1, gradient, sem="relaxed")
+
+
+@triton.jit
+def _swiglu_by(x, amax, out, unit, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr):
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    scale, one = scale_of(tl.load(amax), most, POW2)
+    a = _forward(x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    _store(out + row * blocks * BLOCK, a, scale, most, blocks, first, 1, BLOCKS)
+    if (row == 0) & (first == 0):
+        tl.store(unit, one)
+
+
+@triton.jit
+def _swiglu_grad_by(
+    grad, x, amax, out, unit, h, h_unit, blocks, most, h_most, POW2: tl.constexpr, BLOCKS: tl.constexpr
+):
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    scale, one = scale_of(tl.load(amax + 1), most, POW2)
+    h_scale, h_one = scale_of(tl.load(amax), h_most, POW2)
+    a, b, c = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    out += row * blocks * 2 * BLOCK
+    _store(out, a, scale, most, blocks, first, 2, BLOCKS)
+    _store(out + BLOCK, b, scale, most, blocks, first, 2, BLOCKS)
+    _store(h + row * blocks * BLOCK, c, h_scale, h_most, blocks, first, 1, BLOCKS)
+    if (row == 0) & (first == 0):
+        tl.store(unit, one)
+        tl.store(h_unit, h_one)
+
+
+def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """As `titanlite.kernels.swiglu.swiglu_cast`; `x` is contiguous."""
+    M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
+    out, most = x.new_empty((M, x.shape[1] // 2), dtype=dtype), torch.finfo(dtype).max
+    unit = x.new_empty((M, 1) if by_row else (), dtype=torch.float32)
+    if by_row:
+        n = min(triton.next_power_of_2(blocks), WIDEST)
+        _swiglu_rows[(M,)](x, out, unit, blocks, most, pow2, n, blocks <= n, num_warps=_warps(n))
+        return out, unit
+    amax, parts = torch.zeros(1, dtype=torch.int32, device=x.device), triton.cdiv(blocks, PART)
+    _amax[triton.cdiv(M, ROWS), parts](x, x, amax, M, blocks, False, PART, ROWS, num_warps=4)
+    _swiglu_by[M, parts](x, amax, out, unit, blocks, most, pow2, PART, num_warps=4)
+    return out, unit
+
+
+def swiglu_grad_cast(
+    grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `titanlite.kernels.swiglu.swiglu_grad_cast`; `grad` and `x` are contiguous."""
+    M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
+    out, h = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
+    most = torch.finfo(dtype).max, torch.finfo(result_dtype).max
+    unit, h_unit = (x.new_empty((M, 1) if by_row else (), dtype=torch.float32) for _ in range(2))
+    if by_row:
+        n = min(triton.next_power_of_2(blocks), WIDEST)
+        _swiglu_grad_rows[(M,)](grad, x, out, unit, h, h_unit, blocks, *most, pow2, n, blocks <= n, num_warps=_warps(n))
+        return out, unit, h, h_unit
+    amax, parts = torch.zeros(2, dtype=torch.int32, device=x.device), triton.cdiv(blocks, PART)
+    _amax[triton.cdiv(M, ROWS), parts](grad, x, amax, M, blocks, True, PART, ROWS, num_warps=4)
+    _swiglu_grad_by[M, parts](grad, x, amax, out, unit, h, h_unit, blocks, *most, pow2, PART, num_warps=4)
+    return out, unit, h, h_unit
+
+
+def _warps(blocks: int) -> int:
+    """For a row of so many blocks: 32 numbers a thread."""
+    return max(1, blocks // 8)
