@@ -12,9 +12,10 @@ from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.float8.convert import Float8Matmul, torchao_matmul
-from titanlite.float8.fused import cast
+from titanlite.float8.fused import cast, feed_forward, joins_feed_forward
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
+from titanlite.kernels.swiglu import swiglu
 
 RECIPES = ("rowwise", "tensorwise")
 M, K, N = 128, 64, 96
@@ -187,6 +188,47 @@ def test_a_layer_by_itself_is_as_exact_as_torchaos(recipe: str, wide: str) -> No
         if recipe == "tensorwise" or name != "d_w":
             assert sqnr(mine, torchaos) > 110, name  # the same bits and scales, added in another order
         assert sqnr(torchaos, exact) - 0.5 < sqnr(mine, exact) < 40, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_feed_forward_in_one_is_as_exact_as_in_parts(recipe: str, tmp_path) -> None:
+    """By itself, and where tokens are gathered before it and scattered after it."""
+    chosen = recipes.load("float8", recipe)
+    matmul, F = Float8Matmul(chosen, emulate=True), 512
+
+    def body() -> None:
+        group, rank = world_of_two()
+        for ranks in (group, None):
+            if not joins_feed_forward(chosen, ranks):
+                assert recipe == "tensorwise"
+                continue
+            n = 1 if ranks is None else 2
+            x, g = numbers(rank, M, K, spread=True), numbers(2, M, K, spread=True)
+            w13, w2 = numbers(3, 2 * F, K).chunk(n)[rank % n] / 8, numbers(4, K, F).chunk(n, 1)[rank % n] / 8
+
+            def ran(function, dtype: torch.dtype) -> tuple[Tensor, ...]:
+                args = [t.to(dtype).requires_grad_() for t in (x, w13, w2)]  # noqa: B023
+                y = function(*args)
+                return y.detach(), *torch.autograd.grad(y, args, g.to(dtype))  # noqa: B023
+
+            def plain(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+                if ranks is None:  # noqa: B023
+                    return swiglu(x @ w13.t()) @ w2.t()
+                return scatter_tokens(swiglu(gather_tokens(x, ranks) @ w13.t()) @ w2.t(), ranks)  # noqa: B023
+
+            def parts(x: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+                if ranks is None:  # noqa: B023
+                    return matmul(swiglu(matmul(x, w13)), w2)
+                return matmul.fused.scattered(swiglu(matmul.fused.gathered(x, w13, ranks)), w2, ranks)  # noqa: B023
+
+            joined = ran(lambda x, w13, w2: feed_forward(x, w13, w2, ranks, chosen), torch.float32)  # noqa: B023
+            apart, truth = ran(parts, torch.float32), ran(plain, torch.float64)
+            assert torch.equal(joined[0], apart[0])
+            for name, one, two, exact in zip(("y", "d_x", "d_w13", "d_w2"), joined, apart, truth, strict=True):
+                assert sqnr(two, exact) - 0.3 < sqnr(one, exact) < 40, name
+                assert sqnr(one, two) > 50, name  # a gradient's last place, which few casts show
+
+    run_ranks(body, tmp_path, 2)
 
 
 def test_a_matmul_in_high_precision_is_not_fused() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from titanlite.kernels.float8_cast import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
-ROWS, COLUMNS = 128, 64
+ROWS, COLUMNS = 128, 128
 """Of a tile: 128 bytes are written together."""
 CHUNK, WIDTH = 512, 128
 """Rows and columns whose maxima a thread block takes."""
@@ -150,11 +150,11 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
     M, K = x.shape
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
     grid = triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)
-    _amax[grid](x, factors, amax, M, K, x.stride(0), by_column, CHUNK, 64, WIDTH, num_warps=8)
+    _amax[grid](x, factors, amax, M, K, x.stride(0), by_column, CHUNK, 64, WIDTH, num_warps=4)
     out, unit = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
     grid, most = (triton.cdiv(M, ROWS), triton.cdiv(K, COLUMNS)), torch.finfo(dtype).max
     _cast_turned[grid](
-        x, factors, amax, out, unit, M, K, x.stride(0), most, by_column, pow2, ROWS, COLUMNS, num_warps=8
+        x, factors, amax, out, unit, M, K, x.stride(0), most, by_column, pow2, ROWS, COLUMNS, num_warps=4
     )
     return out, unit
 

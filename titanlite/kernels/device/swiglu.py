@@ -199,5 +199,5 @@ def swiglu_grad_cast(
 
 
 def _warps(blocks: int) -> int:
-    """For a row of so many blocks: 32 numbers a thread."""
-    return max(1, blocks // 8)
+    """For a row of so many blocks: 16 numbers a thread."""
+    return max(1, blocks // 4)
