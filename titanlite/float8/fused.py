@@ -23,7 +23,7 @@ from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.float8_cast import cast_to, cast_turned, scale_of, turn
+from titanlite.kernels.float8_cast import cast_rows, cast_to, cast_turned, scale_of, turn
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.scaled_matmul import scaled_matmul
 from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
@@ -159,6 +159,10 @@ class _Product(NamedTuple):
     turned: bool
     fast: bool
 
+    def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
+        """The tensor in float8."""
+        return cast(x, self.of, self.dtype, recipe.scale_rounding)
+
 
 def _output(recipe: Float8Recipe) -> _Product:
     x, add = recipe.input, recipe.accumulation
@@ -170,22 +174,23 @@ def _grad_input(recipe: Float8Recipe) -> _Product:
     return _Product(g.grad_input, g.dtype, recipe.weight.grad_input, turned=True, fast=add.grad_input == "fast")
 
 
-def _gather(x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product) -> tuple[Cast, Tensor]:
-    """Of x [M/tp, K]: all of it [M, K] as it was cast, and its product with the weight."""
-    bits, unit = cast(x, how.of, how.dtype, recipe.scale_rounding)
+def _gather(
+    x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
+) -> tuple[Cast, Tensor]:
+    """Of x [M/tp, K]: all of it [M, K], and its product with the weight."""
     w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned)
     if group is None:
-        return Cast(bits, unit), scaled_matmul(bits, w.t(), unit, _columns(w_unit), x.dtype, how.fast)
+        return x, scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
     gathered, y, units = all_gather_matmul(
-        bits,
+        x.bits,
         [w.t()],
         0,
-        x.shape[0] * group.size,
+        len(x.bits) * group.size,
         group.name,
-        scale=unit,
-        scale_of="row" if unit.ndim else "shard",
+        scale=x.unit,
+        scale_of="row" if x.unit.ndim else "shard",
         other_scales=[_columns(w_unit)],
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         fast_accum=how.fast,
     )
     return Cast(gathered, units), y
@@ -240,7 +245,8 @@ def _is_cast_from_bytes(recipe: Float8Recipe, group: Group | None) -> bool:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
-        gathered, y = _gather(x, weight, group, recipe, _output(recipe))
+        how = _output(recipe)
+        gathered, y = _gather(how.cast(x, recipe), weight, group, recipe, how, x.dtype)
         ctx.save_for_backward(*gathered, weight)
         ctx.group, ctx.recipe = group, recipe
         return y
@@ -250,7 +256,7 @@ class _Gathered(torch.autograd.Function):
         (bits, unit, weight), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         d_x = d_weight = None
         how = _grad_input(recipe)
-        g = cast(grad, how.of, how.dtype, recipe.scale_rounding)
+        g = how.cast(grad, recipe)
         if ctx.needs_input_grad[0]:
             d_x = _scatter(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
@@ -264,7 +270,7 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
         how = _output(recipe)
-        c = cast(x, how.of, how.dtype, recipe.scale_rounding)
+        c = how.cast(x, recipe)
         ctx.save_for_backward(*(c if _is_cast_from_bytes(recipe, group) else (x,)), weight)
         ctx.group, ctx.recipe = group, recipe
         return _scatter(c, weight, group, recipe, how, x.dtype)
@@ -272,7 +278,8 @@ class _Scattered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
-        gathered, d_x = _gather(grad, weight, ctx.group, recipe, _grad_input(recipe))
+        how = _grad_input(recipe)
+        gathered, d_x = _gather(how.cast(grad, recipe), weight, ctx.group, recipe, how, grad.dtype)
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = _weight_gradient(gathered, x[0] if len(x) == 1 else Cast(*x), recipe, weight.dtype)
@@ -284,7 +291,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
         how = _output(recipe)
-        gathered, a = _gather(x, w13, group, recipe, how)  # a [M, 2F/tp]
+        gathered, a = _gather(how.cast(x, recipe), w13, group, recipe, how, x.dtype)  # a [M, 2F/tp]
         ctx.save_for_backward(*gathered, a, w13, w2)
         ctx.group, ctx.recipe = group, recipe
         h = Cast(*swiglu_cast(a, how.of == "row", DTYPES[how.dtype], recipe.scale_rounding == "pow2_floor"))
@@ -294,7 +301,9 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits, unit, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         how, forward = _grad_input(recipe), _output(recipe)
-        g, d_h = _gather(grad, w2, group, recipe, how)
+        # Nothing stands before it in a block, that a compiler could join its cast to.
+        cast_grad = Cast(*cast_rows(grad, DTYPES[how.dtype])) if how.of == "row" else how.cast(grad, recipe)
+        g, d_h = _gather(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"
         d_bits, d_unit, h_bits, h_unit = swiglu_grad_cast(d_h, a, how.of == "row", *dtypes, pow2)
         d_w2 = _weight_gradient(g, Cast(h_bits, h_unit), recipe, w2.dtype)

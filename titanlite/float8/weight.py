@@ -174,5 +174,6 @@ def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     how = shards[0].how
     scales, units = scale_of(amax, how.dtype, how.pow2)
+    units = units[:, None].repeat(1, 4)[:, 0]  # cuBLAS wants a scale at a multiple of 16 bytes
     for shard, scale, unit in zip(shards, scales.unbind(), units.unbind(), strict=True):
         shard.scale, shard.unit = scale, unit

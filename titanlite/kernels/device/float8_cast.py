@@ -101,16 +101,18 @@ def _cast_rows(x, scale, out, units, K, most, KNOWN: tl.constexpr, BK: tl.conste
     k = tl.arange(0, BK)
     x += row.to(tl.int64) * K
     out += row.to(tl.int64) * K
+    first = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)  # all of a row that is not wider
     if KNOWN:
         by = tl.load(scale)
     else:
-        amax = tl.zeros([BK], tl.int32)
-        for start in range(0, K, BK):
+        amax = tl.abs(first).to(tl.int32, bitcast=True)
+        for start in range(BK, K, BK):
             value = tl.abs(tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32))
             amax = tl.maximum(amax, value.to(tl.int32, bitcast=True))
         by, unit = scale_of(tl.max(amax, 0), most, POW2=True)
         tl.store(units + row, unit)
-    for start in range(0, K, BK):
+    tl.store(out + k, to_bytes(first * by, most, out.dtype.element_ty), mask=k < K)
+    for start in range(BK, K, BK):
         value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * by
         tl.store(out + start + k, to_bytes(value, most, out.dtype.element_ty), mask=start + k < K)
 
