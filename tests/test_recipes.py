@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 
+from titanlite.commands.validate import checked_run
+from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config, Job, Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, RecipeError
@@ -50,7 +52,7 @@ def message(kind: Kind, name: object, dirs: tuple[str, ...] = ()) -> str:
 
 def test_shipped_names() -> None:
     assert names("model") == [f"llama3-{flavor}" for flavor in ("1B", "3B", "405B", "70B", "8B", "debug")]
-    assert names("float8") == ["rowwise", "rowwise_with_gw_hp", "tensorwise"]
+    assert names("float8") == ["blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
     expected = ["attention", "balanced", "balanced_tight", "every_second_matmul", "full", "matmuls", "none"]
     assert names("activation_checkpoint") == expected
     assert {p.name for p in shipped_folder("recipes").iterdir()} == set(KINDS)
@@ -65,7 +67,11 @@ def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) ->
 @pytest.mark.parametrize(
     ("kind", "name", "parts"),
     [
-        ("float8", "rowwis", ['float8.recipe = "rowwis"', "none, rowwise, rowwise_with_gw_hp", 'mean "rowwise"?']),
+        (
+            "float8",
+            "rowwis",
+            ['float8.recipe = "rowwis"', "none, blockwise, mxfp8, rowwise, rowwise_with_gw_hp", 'mean "rowwise"?'],
+        ),
         ("float8", "mine.toml", ["a .toml file that exists"]),
         ("activation_checkpoint", "fulll", ["activation_checkpoint.recipe", 'did you mean "full"?']),
         ("activation_checkpoint", "zzz", ["see `titanlite recipes activation_checkpoint`"]),
@@ -179,19 +185,88 @@ def test_float8_recipes_that_no_tensor_core_can_carry_out(
         assert part in said
 
 
-def test_a_float8_all_gather_needs_one_scale_per_weight(tmp_path: Path) -> None:
-    text = 'extends = "rowwise"\nfsdp_all_gather = "float8"\n'
+def test_a_float8_all_gather_needs_one_cast_of_a_weight(tmp_path: Path) -> None:
+    text = 'extends = "tensorwise"\nfsdp_all_gather = "float8"\n[weight]\ngrad_input = "row"\n'
     said = message("float8", write(tmp_path, "float8", "mine", text))
     assert 'line 2  fsdp_all_gather = "float8"' in said
+    assert "one cast travels" in said
     assert 'fix:  fsdp_all_gather = "high_precision"' in said
 
 
-def test_a_float8_all_gather_needs_exact_scales(tmp_path: Path) -> None:
-    said = message(
-        "float8", write(tmp_path, "float8", "mine", 'extends = "tensorwise"\nscale_rounding = "pow2_floor"\n')
-    )
+def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None:
+    text = 'extends = "{}"\nscale_rounding = "{}"\n'
+    said = message("float8", write(tmp_path, "float8", "mine", text.format("rowwise", "exact")))
     assert "1 problem\n" in said
-    assert 'unless scale_rounding is "exact"' in said
+    assert 'unless scale_rounding is "pow2_floor"' in said
+    assert load("float8", str(write(tmp_path, "float8", "mine", text.format("tensorwise", "pow2_floor"))))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (
+            'extends = "blockwise"\n[weight]\noutput = "row"\n',
+            ['line 3  weight.output = "row"', 'one of "1x128", "128x128" beside input.output = "1x128"', '"1x128"'],
+        ),
+        (
+            'extends = "blockwise"\n[input]\noutput = "128x128"\n',  # cuBLAS has one of the two by 128×128
+            ['line 3  input.output = "128x128"', 'one of "1x128" beside weight.output = "128x128"', 'output = "1x128"'],
+        ),
+        (
+            'extends = "mxfp8"\ndim_multiple = 128\n[grad_output]\ngrad_input = "1x128"\n',
+            ['line 4  grad_output.grad_input = "1x128"', 'one of "1x32" beside weight.grad_input = "1x32"'],
+        ),
+        (
+            'extends = "rowwise"\nscale_rounding = "e8m0_rceil"\n',
+            ['line 2  scale_rounding = "e8m0_rceil"', "row have no E8M0 scales", 'scale_rounding = "pow2_floor"'],
+        ),
+        (
+            'extends = "mxfp8"\nscale_rounding = "exact"\n',
+            ['line 2  scale_rounding = "exact"', "stored as E8M0", 'scale_rounding = "e8m0_rceil"'],
+        ),
+        (
+            'extends = "blockwise"\n[accumulation]\ngrad_input = "fast"\n',
+            ['line 3  accumulation.grad_input = "fast"', "block by block", 'grad_input = "split"'],
+        ),
+        (
+            'extends = "blockwise"\ndim_multiple = 16\n',
+            ["line 2  dim_multiple = 16", "a multiple of 128: blocks are whole", "dim_multiple = 128"],
+        ),
+        (
+            'extends = "blockwise"\nfsdp_all_gather = "float8"\n',
+            ['line 2  fsdp_all_gather = "float8"', 'are "tensor"', 'fsdp_all_gather = "high_precision"'],
+        ),
+        (
+            'extends = "blockwise"\n[weight]\ndtype = "e5m2"\n[grad_output]\ndtype = "e5m2"\n',
+            ['line 3  weight.dtype = "e5m2"', "no e5m2 × e5m2", 'weight.dtype = "e4m3"'],
+        ),
+    ],
+)
+def test_formats_that_do_not_go_together(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = write(tmp_path, "float8", "mine", text)
+    said = message("float8", path)
+    assert f"{path}: " in said
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])
+def test_blocks_may_be_changed_within_the_rules(tmp_path: Path, name: str) -> None:
+    text = f'extends = "{name}"\nscale_rounding = "pow2_floor"\n[grad_output]\ndtype = "e5m2"\n'
+    recipe = load("float8", str(write(tmp_path, "float8", "mine", text)))
+    assert recipe == replace(load("float8", name), scale_rounding="pow2_floor", grad_output=recipe.grad_output)
+    assert recipe.grad_output.dtype == "e5m2"
+
+
+@pytest.mark.parametrize("old", OLD_FLOAT8_RECIPES)
+def test_old_names_are_still_understood(tmp_path: Path, old: str) -> None:
+    assert load("float8", old) == load("float8", OLD_FLOAT8_RECIPES[old])
+    assert old not in names("float8")
+    run = checked_run(["--config", str(shipped_folder("configs") / "debug.toml"), "--float8.recipe", old])
+    assert run.config.float8.recipe == OLD_FLOAT8_RECIPES[old]
+    assert run.hints == (f'float8.recipe = "{old}" is called "{OLD_FLOAT8_RECIPES[old]}" here; write that',)
+    write(tmp_path, "float8", old, 'extends = "tensorwise"\ndim_multiple = 64\n')  # one's own comes first
+    assert load("float8", old, (str(tmp_path),)).dim_multiple == 64
 
 
 def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:

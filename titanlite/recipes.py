@@ -15,11 +15,13 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast, get_args, overload
 
 from titanlite.config.build import build, show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import (
+    BLOCKS,
+    MATMULS,
     Float8Accumulation,
     Float8GradOutput,
     Float8Input,
@@ -31,6 +33,7 @@ from titanlite.config.recipe_schema import (
     SaveList,
     SaveRule,
 )
+from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
 from titanlite.errors import RecipeError
@@ -47,6 +50,7 @@ __all__ = [
     "RopeScaling",
     "SaveList",
     "SaveRule",
+    "current_name",
     "load",
     "model_dimensions",
     "names",
@@ -68,6 +72,22 @@ def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
         RecipeError: a folder does not exist, or two recipes have one name.
     """
     return list(_files(kind, extra_dirs, Origin("recipes")))
+
+
+def current_name(kind: Kind, name: str, extra_dirs: Sequence[str] = ()) -> str:
+    """Return the name that a recipe has here: `name`, unless that is what torchao or torchtitan once called it.
+
+    Args:
+        kind: which recipes.
+        name: as the config says it.
+        extra_dirs: the user's folders (`job.recipe_dirs`), whose names are never old ones.
+
+    Raises:
+        RecipeError: as `names`.
+    """
+    if kind != "float8" or name in names(kind, extra_dirs):
+        return name
+    return OLD_FLOAT8_RECIPES.get(name, name)
 
 
 @overload
@@ -102,7 +122,7 @@ def load(
     """
     origin = origin or Origin("recipes")
     files = _files(kind, extra_dirs, origin)
-    path = _find(kind, name_or_path, files, origin)
+    path = _find(kind, current_name(kind, name_or_path, extra_dirs), files, origin)
 
     def find_base(name: str, file: Path) -> Path:
         return _find(kind, name, files, Origin(str(file)), "extends", file.parent)
@@ -178,40 +198,70 @@ def _check_model(recipe: ModelRecipe, problems: Problems) -> None:
             problems.add(name, show(value), "a number above 0", f"{name} = the published size")
 
 
+_PAIRS = {  # of granularities in one matmul that exist, in either order
+    frozenset(pair)
+    for pair in (
+        ("tensor", "tensor"),
+        ("row", "row"),
+        ("tensor", "row"),  # the one scale is repeated
+        ("1x128", "1x128"),
+        ("1x128", "128x128"),
+        ("1x32", "1x32"),
+    )
+}
+
+
 def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
     """Each matmul is one that the hardware, or its definition, can carry out."""
-    matmuls = {
-        "output": ("input", "weight"),
-        "grad_input": ("grad_output", "weight"),
-        "grad_weight": ("grad_output", "input"),
-    }
-    n_float8 = 0
-    for matmul, (left, right) in matmuls.items():
+    for matmul, (left, right) in MATMULS.items():
         a, b = getattr(recipe, left), getattr(recipe, right)
-        grain_a, grain_b = getattr(a, matmul), getattr(b, matmul)
-        n_float8 += "none" not in (grain_a, grain_b)
+        grain_a, grain_b = recipe.operands(matmul)
         if (grain_a == "none") != (grain_b == "none"):
             where, other = (left, right) if grain_a == "none" else (right, left)
             want = f'both operands of a matmul in float8, or both "none"; {other}.{matmul} is not "none"'
             problems.add(f"{where}.{matmul}", '"none"', want, f'{other}.{matmul} = "none"')
-        elif grain_a != "none" and a.dtype == b.dtype == "e5m2":
+        elif grain_a == "none":
+            continue
+        elif a.dtype == b.dtype == "e5m2":
             want = f"e4m3 for one operand of the {matmul} matmul: tensor cores have no e5m2 × e5m2"
             problems.add(f"{right}.dtype", '"e5m2"', want, f'{right}.dtype = "e4m3"')
-    if n_float8 == 0 and not problems:
+        elif {grain_a, grain_b} not in _PAIRS:
+            kept, wrong = (f"{left}.{matmul}", grain_a), (f"{right}.{matmul}", grain_b)
+            if problems.is_own(kept[0]) and not problems.is_own(wrong[0]):  # what a base says was right there
+                kept, wrong = wrong, kept
+            fitting = [show(g) for g in get_args(Granularity) if {kept[1], g} in _PAIRS]
+            want = f"one of {', '.join(fitting)} beside {kept[0]} = {show(kept[1])}"
+            problems.add(wrong[0], show(wrong[1]), want, f"{matmul} = {fitting[0]}")
+        elif grain_a in BLOCKS and getattr(recipe.accumulation, matmul) == "fast":
+            want = '"split": what has scales by block is added up in float32, block by block'
+            problems.add(f"accumulation.{matmul}", '"fast"', want, f'{matmul} = "split"')
+    grains = set(recipe.granularities) - {"none"}
+    if not grains and not problems:
         want = 'a matmul in float8; all three are "none"'
         problems.add("input.output", '"none"', want, 'float8.recipe = "none" in the config, for no float8 at all')
+    if recipe.scale_rounding == "e8m0_rceil" and (others := sorted(grains - set(BLOCKS))):
+        want = f"a rounding for all of its granularities; {', '.join(others)} have no E8M0 scales, blocks have"
+        problems.add("scale_rounding", '"e8m0_rceil"', want, 'scale_rounding = "pow2_floor"')
+    if recipe.scale_rounding == "exact" and "1x32" in grains:
+        want = "a power of two: scales of 1x32 blocks are stored as E8M0, exponents alone"
+        problems.add("scale_rounding", '"exact"', want, 'scale_rounding = "e8m0_rceil"')
     weight = recipe.weight
     if recipe.fsdp_all_gather == "float8":
         fix = 'fsdp_all_gather = "high_precision"'
-        if weight.output != weight.grad_input or weight.output == "none":
-            want = "high_precision, unless weight.output and weight.grad_input are equal and not none: one cast travels"
+        if weight.output != weight.grad_input or weight.output not in ("tensor", "row"):
+            want = 'high_precision, unless weight.output and weight.grad_input are "tensor", or "row": one cast travels'
             problems.add("fsdp_all_gather", '"float8"', want, fix)
         elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
             want = 'high_precision, unless scale_rounding is "pow2_floor": backward casts rows again, by column'
             problems.add("fsdp_all_gather", '"float8"', want, fix)
-    for name in ("dim_multiple", "min_compute_capability"):
-        if not getattr(recipe, name) > 0:
-            problems.add(name, show(getattr(recipe, name)), "a number above 0", f"leave {name} out")
+    if not recipe.min_compute_capability > 0:
+        given = show(recipe.min_compute_capability)
+        problems.add("min_compute_capability", given, "a number above 0", "leave min_compute_capability out")
+    unit = max((BLOCKS[g][1] for g in grains if g in BLOCKS), default=1)
+    if recipe.dim_multiple < 1 or recipe.dim_multiple % unit:
+        want = "a number above 0" if unit == 1 else f"a multiple of {unit}: blocks are whole"
+        fix = "leave dim_multiple out" if unit == 1 else f"dim_multiple = {unit}"
+        problems.add("dim_multiple", show(recipe.dim_multiple), want, fix)
 
 
 def _check_save_list(recipe: SaveList, problems: Problems) -> None:

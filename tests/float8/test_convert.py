@@ -1,6 +1,7 @@
 """Float8 on a model: which layers, what FSDP gathers, and the same training as in bfloat16 to float8's accuracy."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,15 @@ from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe
-from titanlite.errors import RecipeError
-from titanlite.float8.convert import Conversion, apply_float8
+from titanlite.config.schema import Config, Float8
+from titanlite.errors import RecipeError, StrictError
+from titanlite.float8.convert import Conversion, Lowering, apply_float8
 from titanlite.float8.weight import Float8Weight, WeightShard
 from titanlite.models.llama3 import Llama3
+from titanlite.observe.receipt import Receipt
 from titanlite.parallel.initialise import local_data
+from titanlite.training import build
+from titanlite.training.build import Run
 
 CPU = torch.device("cpu")
 SIZES = ModelRecipe("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
@@ -34,7 +39,9 @@ def convert(sizes: ModelRecipe = SIZES, filter_fqns: tuple[str, ...] = (), token
 
 
 def test_every_layer_is_converted():
-    assert convert() == Conversion("definition", (*ALL, "output"), {}, ("layers.0.feed_forward",))
+    assert convert() == Conversion(
+        Lowering("definition", None), (*ALL, "output"), {}, joined=("layers.0.feed_forward",)
+    )
 
 
 def test_filtered_layers_are_left_alone():
@@ -76,6 +83,60 @@ def test_tied_weights_stay_tied():
     assert model.output.weight is model.tok_embeddings.weight
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "lowering", "why"),
+    [
+        ("rowwise", (9, 0), "fused", None),
+        ("rowwise", (8, 9), "emulated", "it needs compute capability 9.0, this GPU has 8.9"),
+        ("rowwise", None, "definition", None),
+        ("tensorwise", (8, 9), "fused", None),
+        ("rowwise_with_gw_hp", (9, 0), "torchao", "has a matmul in high precision, for which"),
+        ("rowwise_with_gw_hp", (8, 9), "emulated", "it needs compute capability 9.0, this GPU has 8.9"),
+        ("rowwise_with_gw_hp", None, "emulated", "it needs compute capability 9.0, this device is no GPU"),
+        ("blockwise", (9, 0), "block scaled", "has scales by block, which no fused kernel takes"),
+        ("blockwise", None, "emulated", "it needs compute capability 9.0, this device is no GPU"),
+        ("blockwise", (10, 0), "emulated", "blocks of 128 need compute capability 9.x, this GPU has 10.0"),
+        ("mxfp8", (9, 0), "emulated", "it needs compute capability 10.0, this GPU has 9.0"),
+        ("mxfp8", (10, 0), "emulated", "titanlite has no lowering that multiplies 1x32 in a recipe with blocks"),
+    ],
+)
+def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeypatch):
+    """Weights are gathered in float8, and feed-forwards are joined, by titanlite's own products alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    with torch.device("meta"):
+        model = Llama3(dataclasses.replace(SIZES, dim=128, vocab_size=128), 16)
+    device = torch.device("cuda") if capability else CPU
+    done = apply_float8(model, recipes.load("float8", name), (), device, tokens=128, shards=1)
+    own = lowering in ("fused", "definition")
+    assert done.lowering.name == model.output.matmul.lowering.name == lowering
+    assert done.lowering.why is None if why is None else str(done.lowering.why).startswith(why)
+    assert (done.converted, done.skipped) == ((*ALL, "output"), {})
+    assert done.joined == (("layers.0.feed_forward",) if own else ())
+    assert isinstance(model.output.weight.data, WeightShard) == own
+    assert (model.output.matmul.unfused is None) == own
+
+
+@pytest.mark.parametrize(("name", "is_error"), [("rowwise", True), ("mxfp8", False)])
+def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
+    """What promised tensor cores and has none ends a strict run; what promised none is said."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with torch.device("meta"):
+        model = Llama3(SIZES, 16)
+    config = dataclasses.replace(Config(), float8=Float8(recipe=name))
+    mesh = SimpleNamespace(device=torch.device("cuda"), fsdp=SimpleNamespace(size=lambda dim: 1))
+    receipt, recipe = Receipt(), recipes.load("float8", name)
+    (said,) = build._float8(model, config, recipe, mesh, 32, receipt)  # type: ignore[arg-type]
+    assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')
+    assert receipt.entries[0].applied["lowering"] in said
+    assert receipt.entries[0].applied["fsdp_all_gather"].startswith("high_precision")
+    if is_error:
+        with pytest.raises(StrictError, match=r"applied nowhere\n.*layers\.0\.attention\.wqkv: emulated: slower than"):
+            receipt.enforce(strict=True, warn=pytest.fail)
+    else:
+        receipt.enforce(strict=True, warn=pytest.fail)
+
+
 FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--optimizer.lr", "3e-4", "--float8.recipe"]
 LAYOUTS = {
     "one process": (1, ["--training.local_batch_size", "4"]),
@@ -90,16 +151,24 @@ def in_bfloat16(tmp_path_factory):
     return train(tmp_path_factory.mktemp("bfloat16"), world, [*FLOAT8, "none", *flags], steps=8)
 
 
+def all_converted(run: Run) -> None:
+    """Else it would be bfloat16 that trains as bfloat16 does."""
+    assert run.receipt.entries[0].count == len(BLOCK) * run.sizes.n_layers, run.receipt.entries[0].skipped
+
+
 @pytest.mark.parametrize(
     ("layout", "recipe"),
     [
-        ("one process", "rowwise_with_gw_hp"),
-        *((layout, recipe) for layout in LAYOUTS for recipe in ("tensorwise", "rowwise")),
+        *(("one process", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")),
+        *((layout, recipe) for layout in LAYOUTS for recipe in ("tensorwise", "rowwise", "ones_own")),
     ],
 )
 def test_trains_as_bfloat16_does(layout, recipe, in_bfloat16, tmp_path):
     world, flags = LAYOUTS[layout]
-    got = train(tmp_path, world, [*FLOAT8, recipe, *flags], steps=8)
+    (tmp_path / "float8").mkdir()
+    (tmp_path / "float8" / "ones_own.toml").write_text('extends = "blockwise"\nscale_rounding = "pow2_floor"\n')
+    flags = [*FLOAT8, recipe, *flags, "--job.recipe_dirs", str(tmp_path)]
+    got = train(tmp_path, world, flags, steps=8, change=all_converted)
     difference = (got.losses - in_bfloat16.losses).abs() / in_bfloat16.losses
     assert difference.max() <= 5e-3
     assert difference.max() > 1e-6  # else it was not float8

@@ -11,12 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
-from titanlite.float8.convert import Float8Matmul, torchao_matmul
+from titanlite.float8.convert import Float8Matmul
+from titanlite.float8.emulated import EmulatedFloat8
 from titanlite.float8.fused import cast, feed_forward, joins_feed_forward
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.swiglu import swiglu
 
+CPU = torch.device("cpu")
 RECIPES = ("rowwise", "tensorwise")
 M, K, N = 128, 64, 96
 
@@ -44,7 +46,7 @@ class Run:
 
     def __init__(self, recipe: Float8Recipe, gathers: bool, spread: bool = False) -> None:
         group, rank = world_of_two()
-        matmul = Float8Matmul(recipe, emulate=True)
+        matmul = Float8Matmul(recipe, CPU)
         tokens, whole, grad = numbers(0, M, K, spread=spread), numbers(1, N, K), numbers(2, M, N, spread=spread)
         x = tokens.chunk(2)[rank] if gathers else tokens.chunk(2, 1)[rank]
         w = whole.chunk(2, 0 if gathers else 1)[rank]
@@ -129,7 +131,7 @@ def test_collectives_and_accumulation_are_those_of_the_recipe(recipe: str, tmp_p
 
     def body() -> None:
         group, rank = world_of_two()
-        matmul = Float8Matmul(recipes.load("float8", recipe), emulate=True)
+        matmul = Float8Matmul(recipes.load("float8", recipe), CPU)
         for gathers in (True, False):
             function = matmul.fused.gathered if gathers else matmul.fused.scattered
             x, w = numbers(rank, M, K).float().requires_grad_(), numbers(1, N, K).float().requires_grad_()
@@ -152,7 +154,7 @@ def test_a_weight_that_was_gathered_in_float8(recipe: str, tmp_path) -> None:
     def body() -> None:
         group, rank = world_of_two()
         chosen = recipes.load("float8", recipe)
-        matmul = Float8Matmul(chosen, emulate=True)
+        matmul = Float8Matmul(chosen, CPU)
         for function in (matmul, matmul.fused.gathered, matmul.fused.scattered):
             results = []
             for in_float8 in (False, True):
@@ -174,7 +176,7 @@ def test_a_weight_that_was_gathered_in_float8(recipe: str, tmp_path) -> None:
 def test_a_layer_by_itself_is_as_exact_as_torchaos(recipe: str, wide: str) -> None:
     """Whichever factor of the weight's gradient is the wider one, and so is not cast again."""
     chosen = recipes.load("float8", recipe)
-    ours, theirs = Float8Matmul(chosen, emulate=True), torchao_matmul(chosen, emulate=True)
+    ours, theirs = Float8Matmul(chosen, CPU), EmulatedFloat8(chosen)
     K, N = (64, 160) if wide == "grad" else (160, 64)
     x, w, g = numbers(0, M, K, spread=True), numbers(1, N, K), numbers(2, M, N, spread=True)
 
@@ -194,7 +196,7 @@ def test_a_layer_by_itself_is_as_exact_as_torchaos(recipe: str, wide: str) -> No
 def test_a_feed_forward_in_one_is_as_exact_as_in_parts(recipe: str, tmp_path) -> None:
     """By itself, and where tokens are gathered before it and scattered after it."""
     chosen = recipes.load("float8", recipe)
-    matmul, F = Float8Matmul(chosen, emulate=True), 512
+    matmul, F = Float8Matmul(chosen, CPU), 512
 
     def body() -> None:
         group, rank = world_of_two()
@@ -232,5 +234,5 @@ def test_a_feed_forward_in_one_is_as_exact_as_in_parts(recipe: str, tmp_path) ->
 
 
 def test_a_matmul_in_high_precision_is_not_fused() -> None:
-    assert Float8Matmul(recipes.load("float8", "rowwise"), emulate=True).unfused is None
-    assert "high precision" in str(Float8Matmul(recipes.load("float8", "rowwise_with_gw_hp"), emulate=True).unfused)
+    assert Float8Matmul(recipes.load("float8", "rowwise"), CPU).unfused is None
+    assert "high precision" in str(Float8Matmul(recipes.load("float8", "rowwise_with_gw_hp"), CPU).unfused)

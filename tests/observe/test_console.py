@@ -10,7 +10,7 @@ import pytest
 
 from titanlite.errors import DataError
 from titanlite.observe.console import Console, duration, step_line
-from titanlite.observe.metrics import StepRow, ValidationRow
+from titanlite.observe.metrics import Float8Row, StepRow, ValidationRow
 
 ROW = StepRow(
     step=120,
@@ -36,6 +36,9 @@ def run(rank, local_rank, folder):
     console.step(replace(ROW, seconds=3.0))
     console.warning("no peak")
     console.validation(ValidationRow(120, 1, 2.5))
+    numbers = {"output_sqnr_db": (24.52, 28.5), "input_saturated": (0.0, 0.001), "weight_flushed": (0.25, 0.5)}
+    layers = {f"float8_{name}.layers.{n}.w": value[n] for name, value in numbers.items() for n in (0, 1)}
+    console.float8(Float8Row(120, 1, layers))
     console.close()
     return stream.getvalue(), (folder / f"rank{rank}.log").read_text()
 
@@ -48,6 +51,7 @@ def test_plain_output_is_stable(tmp_path):
         "wait  0.1%  eta 8:14:00\n"
         "warning: no peak\n"
         "step   120/10000  validation loss 2.5000\n"
+        "step   120/10000  float8 at least 24.5 dB, layers.0.w; at most 0.10% beyond the range, 50.00% became zero\n"
     )
     assert [re.sub("^" + STAMP, "", line) for line in log.splitlines()] == out.splitlines()
     assert all(re.match(STAMP, line) for line in log.splitlines())
@@ -56,10 +60,10 @@ def test_plain_output_is_stable(tmp_path):
 def test_who_writes_what(tmp_path):
     out, log = run(8, 0, tmp_path)  # first rank of the second host
     assert out == "[rank 8] 8 processes [mesh 2x4]\n[rank 8] warning: no peak\n"
-    assert len(log.splitlines()) == 4
+    assert len(log.splitlines()) == 5
     out, log = run(9, 1, tmp_path)
     assert out == ""
-    assert len(log.splitlines()) == 4
+    assert len(log.splitlines()) == 5
 
 
 def test_columns_stay_aligned_and_can_be_parsed():
@@ -113,7 +117,7 @@ def test_a_secret_in_a_message_is_not_shown(tmp_path, monkeypatch):
 def test_a_restart_continues_the_log(tmp_path):
     for _ in range(2):
         run(0, 0, tmp_path)
-    assert len((tmp_path / "rank0.log").read_text().splitlines()) == 8
+    assert len((tmp_path / "rank0.log").read_text().splitlines()) == 10
 
 
 def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkeypatch):

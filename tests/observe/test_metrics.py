@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from titanlite.observe.metrics import MetricsFile, RunError, StepRow, ValidationRow, read_metrics
+from titanlite.observe.metrics import Float8Row, MetricsFile, RunError, StepRow, ValidationRow, read_metrics
 
 ROW = StepRow(
     step=1,
@@ -38,6 +38,16 @@ def test_a_row_has_the_fields_of_the_contract(tmp_path):
     fields = """step loss grad_norm lr tokens tokens_per_second_per_gpu tflops_per_gpu mfu memory_gib
         memory_allocated_gib seconds data_wait_seconds"""
     assert list(row) == fields.split()
+
+
+def test_each_layer_and_number_of_float8_is_a_column(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.write(
+        Float8Row(step=5, tokens=100, layers={"float8_output_sqnr_db.w": 28.5, "float8_output_sqnr_db.v": math.inf})
+    )
+    file.close()
+    (row,) = read_metrics(tmp_path / "m.jsonl")
+    assert row == {"step": 5, "tokens": 100, "float8_output_sqnr_db.w": 28.5, "float8_output_sqnr_db.v": None}
 
 
 def test_rows_are_readable_while_the_run_goes_on(tmp_path):

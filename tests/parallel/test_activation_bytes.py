@@ -14,6 +14,7 @@ from tests.parallel.held_for_backward import Held, build, held_compiled, held_ea
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.kernels import block_scaled_matmul
 from titanlite.parallel import activation_checkpoint
 from titanlite.parallel.activation_bytes import LAYERS, Layout, block_input, held_without_checkpointing, price
 from titanlite.parallel.save_rules import CLASSES, FUSED
@@ -75,6 +76,14 @@ def check(what: object, found: Held, expected: Held) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_shipped_lists(name, float8, mode):
     check(name, *measured(recipes.load("activation_checkpoint", name), mode, float8))
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_shipped_lists_with_scales_by_block(name, mode, monkeypatch):
+    monkeypatch.setattr(block_scaled_matmul, "obstacle", lambda device: None)  # as on a GPU that has them
+    sizes = replace(SIZES, dim=128, ffn_dim=640)
+    check(name, *measured(recipes.load("activation_checkpoint", name), mode, "blockwise", sizes=sizes, batch=8))
 
 
 @pytest.mark.parametrize("float8", FLOAT8)

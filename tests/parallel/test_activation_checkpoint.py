@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.kernels import float8_cast, linear  # noqa: F401  # they define titanlite's operators
+from titanlite.kernels import block_scaled_matmul, float8_cast, linear  # noqa: F401  # they define titanlite's operators
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
@@ -228,4 +228,5 @@ def test_an_operation_that_is_two_in_one_is_kept_for_either():
 def test_every_operator_of_titanlite_has_a_class():
     in_backward = {"titanlite.turn.default", "titanlite.cast_turned.default"}  # where no rule applies
     spelled = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("titanlite::")}
-    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *in_backward}
+    classed = {op for ops in CLASSES.values() for op in ops if op.startswith("titanlite.")}
+    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *classed, *in_backward}

@@ -67,7 +67,8 @@ def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ende
     entry = everything.receipt["float8"]
     assert entry["requested"] == "rowwise"
     assert entry["applied"]["layers"] == 8
-    assert "emulated" in entry["applied"]["lowering"]
+    assert entry["applied"]["lowering"] == "definition"
+    assert entry["applied"]["fsdp_all_gather"] == "float8"
     assert "fused with their collectives" not in entry["applied"]
     assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
 
@@ -177,6 +178,21 @@ def test_float8_layers_are_fused(desk: Desk) -> None:
     assert entry["async_tensor_parallel"]["skipped"] == []
     assert entry["float8"]["applied"]["layers"] == len(LINEARS)
     assert entry["float8"]["applied"]["fused with their collectives"] == len(LINEARS)
+
+
+def test_float8_is_looked_at_every_so_many_steps(desk: Desk) -> None:
+    flags = ["--float8.recipe=rowwise", "--training.steps=5", "--lr_scheduler.warmup_steps=1"]
+    plain, looked = (desk.run(f"looked {freq}", 2, *flags, f"--metrics.float8_numerics_freq={freq}") for freq in (0, 2))
+    assert looked.losses() == plain.losses()
+    assert "float8_numerics" not in plain.receipt
+    assert looked.receipt["float8_numerics"]["applied"] == {"layers": len(LINEARS)}
+    found = [row for row in looked.rows if "loss" not in row and "validation_loss" not in row]
+    assert [row["step"] for row in found] == [2, 4]
+    whats = "input_saturated", "input_flushed", "weight_saturated", "weight_flushed", "output_sqnr_db"
+    names = {f"float8_{what}.{layer}" for what in whats for layer in LINEARS}
+    assert all(row.keys() == {"step", "tokens", *names} for row in found)
+    assert "float8 at least" in looked.output
+    assert not [row for row in plain.rows if "loss" not in row and "validation_loss" not in row]
 
 
 def test_layers_partly_in_float8_are_declared_not_to_be_fused(desk: Desk) -> None:

@@ -160,7 +160,7 @@ def _of_rules(checked: CheckedRun, layout: Layout) -> list[str]:
         return [introduction, "  no rules: everything is kept\n"]
     size = f"{block_input(checked.dimensions, layout) / _MIB:,.1f}"
     rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
-    return [introduction, *_table(("rule", "layers", "MiB", "GFLOP", "MiB moved"), rows)]
+    return [introduction, *table(("rule", "layers", "MiB", "GFLOP", "MiB moved"), rows)]
 
 
 def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> list[str]:
@@ -178,7 +178,7 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> lis
             continue
         peak = [f"{model.peak(block_prices(sizes, layout, _named(other))).total / _GIB:,.1f}"] if model else []
         rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
-    return _table(("save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])), rows)
+    return table(("save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])), rows)
 
 
 def _amounts(price: RulePrice) -> tuple[str, str, str]:
@@ -194,8 +194,8 @@ def _label(rule: SaveRule) -> str:
     return words + (f", every {rule.every}" if rule.every > 1 else "")
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns; all but the first are numbers, to the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of columns; all but the first are numbers, to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = []
     for row in (header, *rows):

@@ -1,4 +1,4 @@
-"""List the recipes, or show one in full: recipes [KIND [NAME]].
+"""List the recipes, or show one: recipes [KIND [NAME]]; or time them: recipes float8 --measure --config FILE.
 
 What is shown is what the loader made of the file: defaults filled in, `extends` resolved. So a recipe that extends
 another can be read here without opening both.
@@ -10,18 +10,23 @@ import textwrap
 from collections.abc import Sequence
 from typing import cast, get_args
 
+from titanlite.commands.validate import checked_run
 from titanlite.config.problems import Origin
 from titanlite.config.write import to_toml
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.recipes import Kind, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
+_MEASURE = "--measure"
+_USAGE = f"titanlite recipes float8 {_MEASURE} --config FILE [--section.key VALUE ...]"
 
 
 def run(argv: list[str]) -> int:
     """Print the recipes of all kinds or of one kind, or one recipe."""
+    if _MEASURE in argv:
+        return _measure([word for word in argv if word != _MEASURE])
     if {"-h", "--help"} & set(argv):
-        sys.stdout.write("usage: titanlite recipes [KIND [NAME]]\n\n  KIND  " + ", ".join(_KINDS) + "\n")
+        sys.stdout.write(f"usage: titanlite recipes [KIND [NAME]]\n       {_USAGE}\n\n  KIND  {', '.join(_KINDS)}\n")
         return 0
     if len(argv) > 2:
         problem = Problem(" ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME")
@@ -36,6 +41,19 @@ def run(argv: list[str]) -> int:
     else:
         kinds = cast("Sequence[Kind]", argv) or _KINDS
         sys.stdout.write("\n".join(_listing(kind) for kind in kinds))
+    return 0
+
+
+def _measure(argv: list[str]) -> int:
+    """Time every float8 recipe on the linear layers of a config."""
+    if argv[:1] != ["float8"] and not {"-h", "--help"} & set(argv):
+        problem = Problem(_MEASURE, " ".join(argv), "the kind whose recipes are arithmetic: float8", _USAGE)
+        raise RecipeError(describe("command line", [problem]))
+    checked = checked_run(argv[1:] if argv[:1] == ["float8"] else argv, _USAGE)
+
+    from titanlite.commands.measure_float8 import measured  # imports torch
+
+    sys.stdout.write(measured(checked))
     return 0
 
 

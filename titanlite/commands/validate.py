@@ -7,7 +7,7 @@ file that passes here with `--world N` passes there on N processes of this machi
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
@@ -34,6 +34,7 @@ class CheckedRun:
     dimensions: ModelRecipe
     save_list: SaveList | None
     float8: Float8Recipe | None
+    hints: tuple[str, ...] = ()  # what works, but has another name by now
 
 
 def checked_run(
@@ -70,7 +71,12 @@ def checked_run(
     save_list = (
         None if is_chosen_later else attempt(lambda: recipes.load("activation_checkpoint", save_name, dirs, origin))
     )
-    float8 = None if float8_name == "none" else attempt(lambda: recipes.load("float8", float8_name, dirs, origin))
+    float8, hints = None, tuple[str, ...]()
+    if float8_name != "none":
+        float8 = attempt(lambda: recipes.load("float8", float8_name, dirs, origin))
+    if float8 and (name := recipes.current_name("float8", float8_name, dirs)) != float8_name:
+        hints = (f'float8.recipe = "{float8_name}" is called "{name}" here; write that',)
+        config = replace(config, float8=replace(config.float8, recipe=name))
     attempt(lambda: check(config, dimensions, world_size, origin))
     vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
     attempt(lambda: check_inputs(config, vocab_size, sequences))
@@ -78,7 +84,7 @@ def checked_run(
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
     if wrong or dimensions is None:
         raise ConfigError("\n".join(wrong))
-    return CheckedRun(config, dimensions, save_list, float8)
+    return CheckedRun(config, dimensions, save_list, float8, hints)
 
 
 def run(argv: list[str]) -> int:
@@ -129,7 +135,8 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         "data": f"{config.data.source}, tokenizer {config.data.tokenizer}",
         "folder": os.path.join(config.job.dump_folder, config.job.name),
     }
-    return f"{file}: no problems\n" + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
+    hints = "".join(f"  {hint}\n" for hint in checked.hints)
+    return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
 
 
 def _save_list(checked: CheckedRun) -> str:

@@ -48,6 +48,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
     "checkpoint.keep_latest_k": "[0, inf)",
     "checkpoint.resume": "[1, inf)",
     "metrics.log_freq": "[1, inf)",
+    "metrics.float8_numerics_freq": "[0, inf)",
     "profiling.start_step": "[1, inf)",
     "profiling.steps": "[1, inf)",
 }
@@ -253,6 +254,10 @@ def _check_features(config: Config, problems: Problems) -> None:
         ):
             if asked:
                 problems.add(key, show(value), "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
+    if config.metrics.float8_numerics_freq > 0 and config.float8.recipe == "none":
+        want = 'a float8 recipe, but float8.recipe = "none": there is nothing to measure'
+        given = str(config.metrics.float8_numerics_freq)
+        problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         default = Config().metrics.wandb_project
         problems.add(

@@ -65,6 +65,10 @@ class Problems:
             fix = f"--{where} {fix.removeprefix(line)}"
         self._found.append((place, Problem(where, saw, want, fix, place.line)))
 
+    def is_own(self, key: str) -> bool:
+        """Whether the source itself gives `key`, not a file that it extends."""
+        return self.origin.of(key).source == self.origin.source
+
     def raise_all(self, error: type[ConfigError] = ConfigError) -> None:
         """Raise one error with every problem, or return if there is none.
 

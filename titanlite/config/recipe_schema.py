@@ -85,7 +85,19 @@ class SaveList:
         return [frozenset(i for i, blocks in enumerate(of_rules) if n in blocks) for n in range(n_layers)]
 
 
-Granularity = Literal["tensor", "row", "none"]  # "none": this operand stays in high precision in this matmul
+Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "none"]
+"""What of an operand has a scale of its own, its sum running along rows: all of it, a row, a block of rows × columns;
+"none": this operand stays in high precision in this matmul."""
+
+BLOCKS: dict[Granularity, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+"""Rows and columns of the granularities that are blocks."""
+
+MATMULS = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+"""The three matmuls of a linear layer and the operands of each."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +137,32 @@ class Float8Accumulation:
 
 
 @dataclass(frozen=True)
+class Decibels:
+    """A number for each of the three matmuls."""
+
+    output: float
+    grad_input: float
+    grad_weight: float
+
+
+@dataclass(frozen=True)
+class Float8Contract:
+    """Signal to quantisation noise of each matmul against its bfloat16 operands in high precision, in decibels.
+
+    On normal numbers, and on some with loud tokens, channels and single values (`tests/float8/test_recipes.py`).
+    """
+
+    sqnr_db: Decibels  # at least
+    sqnr_row_p1_db: Decibels  # of each row, 99 % of them, at least
+    sqnr_below_db: Decibels  # what is more exact was not in these formats
+
+
+@dataclass(frozen=True)
 class Float8Recipe:
     """The arithmetic of a linear layer's three matmuls: output, grad_input, grad_weight."""
 
     help: str
-    scale_rounding: Literal["exact", "pow2_floor"]
+    scale_rounding: Literal["exact", "pow2_floor", "e8m0_rceil"]
     input: Float8Input
     weight: Float8Weight
     grad_output: Float8GradOutput
@@ -137,11 +170,26 @@ class Float8Recipe:
     fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
     min_compute_capability: float = 8.9  # below it, and on a CPU, the recipe is emulated
     dim_multiple: int = 16  # layers with other widths cannot be converted
-    status: Literal["stable", "experimental"] = "stable"
+    status: Literal["stable", "experimental", "emulated"] = "stable"  # "emulated": no device has a lowering for it yet
     refs: tuple[str, ...] = ()
+    contract: Float8Contract | None = None
+
+    @property
+    def all_in_float8(self) -> bool:
+        """Whether none of the three matmuls has an operand in high precision."""
+        return "none" not in self.granularities
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether an operand has scales by block."""
+        return any(granularity in BLOCKS for granularity in self.granularities)
 
     @property
     def granularities(self) -> tuple[Granularity, ...]:
-        """Those of all six operands."""
-        x, w, g = self.input, self.weight, self.grad_output
-        return x.output, x.grad_weight, w.output, w.grad_input, g.grad_input, g.grad_weight
+        """Those of all operands, both of each matmul in turn."""
+        return tuple(g for matmul in MATMULS for g in self.operands(matmul))
+
+    def operands(self, matmul: str) -> tuple[Granularity, Granularity]:
+        """The granularities of the two operands of "output", "grad_input" or "grad_weight"."""
+        left, right = MATMULS[matmul]
+        return getattr(getattr(self, left), matmul), getattr(getattr(self, right), matmul)

@@ -60,7 +60,7 @@ _REPLACEMENT: dict[str, str] = {
     "float8.moe_fqns_prototype": f"{_NEVER} mixture of experts",
     "float8.emulate": "remove it; a device without float8 emulates, and receipt.json says so",
     "quantize": "use float8.recipe and float8.filter_fqns",
-    "mx": f"{_NEVER} MX formats; see `titanlite recipes float8`",
+    "mx": 'use float8.recipe = "mxfp8", which is emulated',
     "compile.components": "remove it; compile.enable compiles the blocks and the loss",
     "compile.backend": "remove it; the back end is inductor",
     "checkpoint.enable_checkpoint": "use checkpoint.enable",
@@ -100,6 +100,14 @@ _REPLACEMENT: dict[str, str] = {
     "fault_tolerance": f"{_NEVER} torchft; restart with torchrun --max-restarts",
     "memory_estimation": f"{_NEVER} memory estimation",
 }
+
+
+OLD_FLOAT8_RECIPES = {
+    "all_tensorwise": "tensorwise",
+    "all_axiswise": "rowwise",
+    "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
+}
+"""What torchao and torchtitan called recipes of the same arithmetic in earlier releases."""
 
 
 def replacement(key: str) -> str | None:

@@ -219,6 +219,8 @@ class Metrics:
 
     log_freq: int = 1
     """Steps between log lines. Between them the host does not wait for the device."""
+    float8_numerics_freq: int = 0
+    """Steps between measurements of what float8 does to each converted layer: one more forward pass, without the compiler, on the step's first micro-batch. Into metrics.jsonl go, by layer, `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>` (share of numbers beyond the range), `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>` (share that became zero), and `float8_output_sqnr_db.<layer>` (the product against that in `training.mixed_precision_param`). 0: none."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases. It can never end a run: what it cannot send stays in metrics.jsonl."""
     wandb_project: str = "titanlite"

@@ -1,18 +1,18 @@
-"""Float8 recipes applied to a model: who carries out each linear layer's three matmuls.
+"""Float8 recipes applied to a model: each linear layer's three matmuls, by the lowering that the device has for them.
 
-The recipe is data (`recipes/float8/*.toml`). titanlite's own products (`titanlite/float8/fused.py`) carry out whatever
-they can; what they cannot, as a matmul in high precision, is translated field by field for torchao. Layers work on
-local tensors, so under tensor parallelism every scale is that of this rank's part: exact for each product, and no
-reduction of maxima is needed.
+The recipe is data (`recipes/float8/*.toml`); what it means is in `emulated.py`. titanlite's own products (`fused.py`)
+carry out whatever they can. Scales by block are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); what is left, as
+a matmul in high precision, is translated field by field for torchao. Where a device has no such matmul, the same casts
+are multiplied in float32: the same numbers, none of the speed.
 
-A fused projection is one operand: under tensorwise scaling its parts (`wq`, `wk`, `wv`) share a scale.
-
-Where the device has no float8 matmul the same casts are carried out and multiplied in high precision: the same
-numbers, none of the speed. On a CPU that is the definition of titanlite's products; else torchao emulates.
+Layers work on local tensors, so under tensor parallelism every scale is that of this rank's part: exact for each
+product, and no reduction of maxima is needed. A fused projection is one operand: under tensorwise scaling its parts
+(`wq`, `wk`, `wv`) share a scale.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,64 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.float8.fused import DTYPES, FusedFloat8, feed_forward, joins_feed_forward
+from titanlite.float8.emulated import DTYPES, EmulatedFloat8
+from titanlite.float8.fused import FusedFloat8, feed_forward, joins_feed_forward
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
+from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.linear import Matmul
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import FeedForward
 
 
+class Lowering(NamedTuple):
+    """Who carries out a recipe's matmuls on a device.
+
+    Attributes:
+        name: "fused", titanlite's own products; "definition", the same on a CPU; "block scaled", by cuBLASLt;
+            "torchao"; or "emulated".
+        why: not titanlite's own products, or None. If emulated: why the device does not multiply so.
+    """
+
+    name: str
+    why: str | None
+
+
+def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
+    """Choose who carries out a recipe: the first that can.
+
+    Args:
+        recipe: the arithmetic.
+        device: to train on.
+    """
+    obstacle = FusedFloat8.obstacle(recipe)
+    if obstacle is None and device.type != "cuda":
+        return Lowering("definition", None)
+    if why := _why_emulated(recipe, device):
+        return Lowering("emulated", why)
+    if obstacle is None:
+        return Lowering("fused", None)
+    return Lowering("block scaled" if recipe.has_blocks else "torchao", obstacle)
+
+
+def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
+    """Why a device has no tensor cores for a recipe, or None."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability[0] + capability[1] / 10 < recipe.min_compute_capability:
+        has = f"this GPU has {capability[0]}.{capability[1]}" if device.type == "cuda" else "this device is no GPU"
+        return f"it needs compute capability {recipe.min_compute_capability}, {has}"
+    if not recipe.has_blocks:
+        return None
+    if others := set(recipe.granularities) - {"1x128", "128x128", "none"}:
+        return f"titanlite has no lowering that multiplies {', '.join(sorted(others))} in a recipe with blocks"
+    return block_scaled_matmul.obstacle(device)
+
+
 @dataclass(frozen=True)
 class Conversion:
     """What became of each linear layer."""
 
-    lowering: str  # "fused", "definition", "torchao" or "torchao, emulated"
+    lowering: Lowering
     converted: tuple[str, ...]
     skipped: dict[str, str]  # name → why
     joined: tuple[str, ...] = ()  # feed-forwards whose inside exists in float8 alone
@@ -44,24 +89,25 @@ class Float8Matmul:
 
     Args:
         recipe: the arithmetic.
-        emulate: multiply the casted operands in high precision.
+        device: that the operands will be on.
 
     Attributes:
-        fused: titanlite's own products, also with a collective in them.
-        unfused: why they are not used, or None.
+        recipe: as given.
         lowering: who carries it out.
+        fused: the same with a collective in it.
+        unfused: why there is no such thing, or None: the lowering is then titanlite's own products.
     """
 
-    def __init__(self, recipe: Float8Recipe, emulate: bool) -> None:
-        self.unfused = FusedFloat8.obstacle(recipe)
-        if emulate and torch.cuda.is_available():
-            self.unfused = "is emulated on this GPU"
-        self.fused = FusedFloat8(recipe)
-        if self.unfused is None:
-            self.lowering, self.function = "definition" if emulate else "fused", self.fused
+    def __init__(self, recipe: Float8Recipe, device: torch.device) -> None:
+        self.recipe, self.lowering = recipe, lowering_of(recipe, device)
+        self.unfused, self.fused = FusedFloat8.obstacle(recipe), FusedFloat8(recipe)
+        if self.lowering.why is None:
+            self.function: Matmul = self.fused
+        elif self.lowering.name == "torchao":
+            self.function = torchao_matmul(recipe)
         else:
-            self.lowering = "torchao, emulated" if emulate else "torchao"
-            self.function = torchao_matmul(recipe, emulate)
+            self.function = EmulatedFloat8(recipe, by_blocks=self.lowering.name == "block scaled")
+            self.unfused = self.unfused or "is emulated on this GPU"
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
@@ -85,28 +131,26 @@ class Float8FeedForward(FeedForward):
         return feed_forward(x, w13, w2, self.group, self.recipe)
 
 
-def torchao_matmul(recipe: Float8Recipe, emulate: bool) -> Matmul:
-    """A recipe's arithmetic as torchao carries it out.
+def torchao_matmul(recipe: Float8Recipe) -> Matmul:
+    """A recipe's arithmetic as torchao carries it out on tensor cores.
 
     Args:
-        recipe: the arithmetic.
-        emulate: multiply the casted operands in high precision.
+        recipe: the arithmetic; without scales by block.
     """
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
-    config = torchao_config(recipe, emulate)
+    config = torchao_config(recipe)
     gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    products = LinearMMConfig(*(ScaledMMConfig(emulate, g.use_fast_accum, False, False) for g in gemms))
+    products = LinearMMConfig(*(ScaledMMConfig(False, g.use_fast_accum, False, False) for g in gemms))
     return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
 
 
-def torchao_config(recipe: Float8Recipe, emulate: bool = False):
+def torchao_config(recipe: Float8Recipe):
     """Translate a recipe, field by field.
 
     Args:
-        recipe: the arithmetic.
-        emulate: multiply the casted operands in high precision.
+        recipe: the arithmetic; without scales by block.
 
     Returns:
         A `torchao.float8.Float8LinearConfig`.
@@ -138,7 +182,6 @@ def torchao_config(recipe: Float8Recipe, emulate: bool = False):
         gemm_config_grad_input=Float8GemmConfig(use_fast_accum=add.grad_input == "fast"),
         gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=add.grad_weight == "fast"),
         round_scales_to_power_of_2=recipe.scale_rounding == "pow2_floor",
-        emulate=emulate,
     )
 
 
@@ -151,7 +194,7 @@ def apply_float8(
         model: after tensor parallelism, before FSDP.
         recipe: the arithmetic.
         filter_fqns: layers whose name contains one of these are left alone.
-        device: decides between hardware and emulation.
+        device: to train on; decides about the lowering.
         tokens: M, the tokens a layer sees per micro-step.
         shards: ranks over which FSDP splits each weight.
 
@@ -161,9 +204,7 @@ def apply_float8(
     Raises:
         RecipeError: a filter matches no layer, or FSDP is to gather float8 and a weight's rows cannot be split equally.
     """
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    emulate = capability[0] + capability[1] / 10 < recipe.min_compute_capability
-    matmul = Float8Matmul(recipe, emulate)
+    matmul = Float8Matmul(recipe, device)
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     if unused := [f for f in filter_fqns if not any(f in name for name in linears)]:
         want = f"part of the name of a linear layer: {', '.join(dict.fromkeys(n.split('.')[-1] for n in linears))}, …"

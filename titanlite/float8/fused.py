@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
+from titanlite.float8.emulated import DTYPES, Cast, cast
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.float8_cast import cast_rows, cast_to, cast_turned, scale_of, turn
+from titanlite.kernels.float8_cast import cast_rows, cast_turned, turn
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.scaled_matmul import scaled_matmul
 from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
-
-DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class FusedFloat8:
@@ -46,7 +45,9 @@ class FusedFloat8:
     @staticmethod
     def obstacle(recipe: Float8Recipe) -> str | None:
         """Why a recipe cannot be carried out here, or None."""
-        if "none" in recipe.granularities:
+        if recipe.has_blocks:
+            return "has scales by block, which no fused kernel takes"
+        if not recipe.all_in_float8:
             return "has a matmul in high precision, for which its tokens would be gathered once more"
         if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
             return "has scales by row that are no powers of two: its bytes cannot be cast again without loss"
@@ -65,41 +66,13 @@ class FusedFloat8:
         return _Scattered.apply(x, weight, group, self.recipe)  # type: ignore[no-any-return]
 
 
-class Cast(NamedTuple):
-    """A matrix in float8.
-
-    Attributes:
-        bits: [M, K] float8.
-        unit: the value of one unit of them: [M, 1] or [] float32.
-    """
-
-    bits: Tensor
-    unit: Tensor
-
-
-def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
-    """A matrix in float8, bit for bit as torchao casts it.
-
-    Args:
-        x: [M, K].
-        of: "row" or "tensor": what has a scale of its own.
-        dtype: "e4m3" or "e5m2".
-        rounding: of the scales: "exact" or "pow2_floor".
-
-    Returns:
-        The bytes, contiguous, and their unit.
-    """
-    amax = x.abs().amax(-1, keepdim=True) if of == "row" else x.abs().amax()
-    scale, unit = scale_of(amax, DTYPES[dtype], rounding == "pow2_floor")
-    return Cast(cast_to(x, scale, DTYPES[dtype]).contiguous(), unit)
-
-
 def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool) -> Cast:
     """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it."""
     dtype, pow2 = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor"
     if not isinstance(weight, Float8Weight):
         if not turned:
-            return cast(weight, of, dtype, recipe.scale_rounding)
+            bits, unit = cast(weight, of, dtype, recipe.scale_rounding)
+            return Cast(bits.contiguous(), unit)
         ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
         return Cast(*cast_turned(weight, ones, of == "row", DTYPES[dtype], pow2))
     if not turned:
@@ -160,8 +133,9 @@ class _Product(NamedTuple):
     fast: bool
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
-        """The tensor in float8."""
-        return cast(x, self.of, self.dtype, recipe.scale_rounding)
+        """The tensor in float8, contiguous."""
+        bits, unit = cast(x, self.of, self.dtype, recipe.scale_rounding)
+        return Cast(bits.contiguous(), unit)
 
 
 def _output(recipe: Float8Recipe) -> _Product:

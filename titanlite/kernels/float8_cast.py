@@ -83,6 +83,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
         scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
         return scale, scale.reciprocal()
     bits, top = amax.float().clamp(min=EPS).view(torch.int32), _bits(torch.finfo(dtype).max)
+    bits = bits & 0x7FFFFFFF  # NaN may have a sign
     exponent = 254 + (top >> 23) - 127 - (bits >> 23) - ((bits & 0x7FFFFF) > (top & 0x7FFFFF)).int()
     finite, nan = bits < 0x7F800000, torch.nan
     return tuple(torch.where(finite, (e << 23).view(torch.float32), nan) for e in (exponent, 254 - exponent))  # type: ignore[return-value]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from titanlite.errors import TitanliteError
-from titanlite.observe.metrics import StepRow, ValidationRow
+from titanlite.observe.metrics import Float8Row, StepRow, ValidationRow
 from titanlite.observe.redact import redact
 
 if TYPE_CHECKING:
@@ -66,6 +66,19 @@ class Console:
     def validation(self, row: ValidationRow) -> None:
         """Show one validation."""
         line = f"{_progress(row.step, self._total)}  validation loss {row.validation_loss:.4f}"
+        self._log(line)
+        if self._rank == 0:
+            self._show(line, done=row.step)
+
+    def float8(self, row: Float8Row) -> None:
+        """Show the layer whose product is the least exact, and the most that a layer clamps and loses."""
+        sqnr = {key: number for key, number in row.layers.items() if key.startswith("float8_output_sqnr_db.")}
+        worst = min(sqnr, key=sqnr.__getitem__)
+        clamped, lost = (
+            max(number for key, number in row.layers.items() if f"_{what}." in key) for what in ("saturated", "flushed")
+        )
+        line = f"{_progress(row.step, self._total)}  float8 at least {sqnr[worst]:.1f} dB, {worst.partition('.')[2]}; "
+        line += f"at most {clamped:.2%} beyond the range, {lost:.2%} became zero"
         self._log(line)
         if self._rank == 0:
             self._show(line, done=row.step)

@@ -1,7 +1,7 @@
 """metrics.jsonl: the record of a run, one JSON object per line. Everything else that is shown can be derived from it.
 
-Two kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation
-after that step, in a row of its own because validation and logging have different intervals.
+Three kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation and
+`Float8Row` a look at float8's numerics after that step, in rows of their own because each has an interval of its own.
 
 A number that is NaN, infinite or unknown is `null`, so that each line is strict JSON and a column stays numeric for
 whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in the log line of that step.
@@ -16,6 +16,7 @@ restart can resume from, even after a power cut.
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,18 @@ class ValidationRow:
     validation_loss: float  # mean over all targets of the source
 
 
+@dataclass(frozen=True)
+class Float8Row:
+    """What float8 did to each layer on the first micro-batches of a step, all ranks."""
+
+    step: int
+    tokens: int
+    layers: Mapping[str, float]  # "float8_<what>.<layer>" → number, as of `titanlite.float8.numerics`
+
+
+Row = StepRow | ValidationRow | Float8Row
+
+
 class MetricsFile:
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
@@ -86,7 +99,7 @@ class MetricsFile:
                 beside.replace(path)
         self._file = path.open("a")
 
-    def write(self, row: StepRow | ValidationRow) -> None:
+    def write(self, row: Row) -> None:
         """Append one row and hand it to the operating system."""
         self._file.write(json.dumps(json_row(row), allow_nan=False) + "\n")
         self._file.flush()
@@ -100,9 +113,11 @@ class MetricsFile:
         self._file.close()
 
 
-def json_row(row: StepRow | ValidationRow) -> dict[str, int | float | None]:
+def json_row(row: Row) -> dict[str, int | float | None]:
     """Give a row as a dict whose numbers are finite or None."""
-    return {key: value if value is not None and math.isfinite(value) else None for key, value in asdict(row).items()}
+    given = asdict(row)
+    given |= given.pop("layers", {})
+    return {key: value if value is not None and math.isfinite(value) else None for key, value in given.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.config.schema import Config
-from titanlite.observe.metrics import StepRow, ValidationRow, json_row
+from titanlite.observe.metrics import Row, json_row
 from titanlite.observe.redact import redact
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class WandbRun:
             except Exception as second:
                 self._give_up("start offline", second)
 
-    def log(self, row: StepRow | ValidationRow) -> None:
+    def log(self, row: Row) -> None:
         """Send one row. Returns at once; wandb sends in a process of its own."""
         if self._run is None:
             return

@@ -15,7 +15,7 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 
 from dataclasses import dataclass
 
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole
@@ -61,7 +61,7 @@ class Layout:
         """Whether the collective of a layer and its matmul are one operation."""
         if self.float8 is None or layer not in self.converted:
             return self.fused
-        return self.fused and "none" not in self.float8.granularities
+        return self.fused and self.float8.all_in_float8 and not self.float8.has_blocks
 
 
 def layout_of(config: Config, float8: Float8Recipe | None) -> Layout:
@@ -305,9 +305,11 @@ def _operands(layer: str, M: int, K: int, N: int, layout: Layout) -> list[Activa
     if float8 is None or not layout.is_float8(layer):
         return []
 
-    def maxima(granularity: str, rows: int) -> Activation:
-        op, count = (_ROW_MAXIMA, rows) if granularity == "row" else (_MAXIMUM, 1)
-        return Activation(op, layer, e * count, rows * K, e * rows * K)
+    def maxima(granularity: Granularity, rows: int) -> Activation:
+        op, (r, c) = (
+            (_MAXIMUM, (rows, K)) if granularity == "tensor" else (_ROW_MAXIMA, BLOCKS.get(granularity, (1, K)))
+        )
+        return Activation(op, layer, e * (rows // r) * (K // c), rows * K, e * rows * K)
 
     cast = Activation(_CAST, layer, M * K, M * K, (e + 1) * M * K)
     return [maxima(float8.input.output, M), cast, maxima(float8.weight.output, N)]

@@ -32,6 +32,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_mm.default",
         "aten._scaled_mm_v2.default",
         "titanlite.scaled_matmul.default",
+        "titanlite.block_scaled_matmul.default",
     ),
     "communication": (
         "_c10d_functional.all_gather_into_tensor.default",

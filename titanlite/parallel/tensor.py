@@ -113,6 +113,30 @@ _PLAN: dict[str, tuple[type[nn.Module], Placement]] = {
 }
 
 
+def local_shape(name: str, module: nn.Module, ranks: int) -> torch.Size:
+    """The shape of one rank's part of a module's weight, as `apply_tensor_parallel` splits it.
+
+    Args:
+        name: of the module.
+        module: whole; has a weight.
+        ranks: tensor-parallel ranks.
+
+    Raises:
+        ValueError: no rule of the plan places it.
+    """
+    weight, (_, placement) = module.weight, _rule(name, module)
+    assert isinstance(weight, Tensor)  # noqa: S101
+    return torch.Size(n // ranks if placement.is_shard(dim) else n for dim, n in enumerate(weight.shape))
+
+
+def _rule(name: str, module: nn.Module) -> tuple[type[nn.Module], Placement]:
+    """What becomes of a module with parameters."""
+    for pattern, rule in _PLAN.items():
+        if fnmatch(name, pattern):
+            return rule
+    raise ValueError(f"{name} ({type(module).__name__}) has parameters but no tensor-parallel placement")
+
+
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, group: Group, asynchronous: bool = False) -> None:
     """Split every layer of a model over the tensor-parallel ranks, in place.
 
@@ -129,10 +153,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, group: Group, asyn
     for name, module in model.named_modules():
         if not module._parameters:
             continue
-        rule = next((rule for pattern, rule in _PLAN.items() if fnmatch(name, pattern)), None)
-        if rule is None:
-            raise ValueError(f"{name} ({type(module).__name__}) has parameters but no tensor-parallel placement")
-        parallel, placement = rule
+        parallel, placement = _rule(name, module)
         weight = module.weight
         assert isinstance(weight, nn.Parameter)  # noqa: S101
         if weight not in placed:

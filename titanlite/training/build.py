@@ -22,6 +22,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
+from titanlite.float8.numerics import measurable
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.receipt import Receipt, Skipped
@@ -61,6 +62,7 @@ class Run:
     optimizer: AdamW
     save_list_use: SaveListUse
     receipt: Receipt
+    warnings: tuple[str, ...] = ()  # to be said before the first step
 
 
 def fastest_attention() -> AbstractContextManager[object]:
@@ -102,8 +104,9 @@ def build(
         model = _MODELS[config.model.name](sizes, config.training.seq_len)
     if mesh.tp_group is not None:
         apply_tensor_parallel(model, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
+    warnings: tuple[str, ...] = ()
     if float8 is not None:
-        _float8(model, config, float8, mesh, tokens, receipt)
+        warnings = _float8(model, config, float8, mesh, tokens, receipt)
     memory, chosen = MemoryModel(config, sizes, float8, dist.get_world_size()), None
     if save_list is None:
         chosen = _choose(model, config, memory, device)
@@ -137,6 +140,7 @@ def build(
         optimizer=AdamW(named, config.optimizer, mesh),
         save_list_use=save_list_use,
         receipt=receipt,
+        warnings=warnings,
     )
 
 
@@ -155,19 +159,37 @@ def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
     return None
 
 
-def _float8(model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt) -> None:
+def _float8(
+    model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt
+) -> tuple[str, ...]:
+    """Convert and report it; returns warnings. A definition is all that CPUs have; on a GPU it is no gain in speed."""
     done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, mesh.fsdp.size(-1))
-    applied: dict[str, int | str] = {"layers": len(done.converted), "lowering": done.lowering}
+    applied: dict[str, int | str] = {"layers": len(done.converted), "lowering": done.lowering.name}
+    missed: list[Skipped] = []
+    warnings: tuple[str, ...] = ()
+    if done.lowering.name == "emulated" and mesh.device.type == "cuda":
+        cost = f"emulated: slower than bf16; {done.lowering.why}"
+        applied["lowering"], warnings = cost, (f'float8.recipe = "{config.float8.recipe}" is {cost}',)
+        if recipe.status != "emulated":  # its file promises tensor cores
+            missed = [Skipped(name, cost) for name in done.converted]
     layers = [model.get_submodule(name) for name in done.converted]
     if fused := sum(isinstance(layer, ParallelLinear) and layer.fused is not None for layer in layers):
         applied["fused with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
     if done.joined:
         applied["feed-forwards in float8 throughout"] = len(done.joined)
+    gathered = recipe.fsdp_all_gather
+    if gathered == "float8" and done.lowering.why is not None:
+        gathered = f"high_precision: {done.lowering.name} products take no weights in float8"
     receipt.add(
         "float8",
         config.float8.recipe,
-        {**applied, "fsdp_all_gather": recipe.fsdp_all_gather},
-        count=len(done.converted),
+        {**applied, "fsdp_all_gather": gathered},
+        count=len(done.converted) - len(missed),
         skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],
+        missed=missed,
         key="float8.recipe",
     )
+    if freq := config.metrics.float8_numerics_freq:
+        n = len(measurable(model))
+        receipt.add("float8_numerics", freq, {"layers": n}, count=n, key="metrics.float8_numerics_freq")
+    return warnings

@@ -7,10 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
+from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.process_group import limit_collectives
@@ -72,10 +75,12 @@ class Loop:
 
             validate = step % config.validation.freq == 0 or step == config.training.steps
             validate &= self.validation is not None
+            look = config.metrics.float8_numerics_freq > 0 and step % config.metrics.float8_numerics_freq == 0
             save = config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == last)
             trace = self.profiler.edge(step)
             # Steps are read one step late, but before anything that relies on them. All ranks read the same numbers.
-            while len(in_flight) > (0 if validate or save or trace or stopping or step in (start + 1, last) else 1):
+            pause = validate or look or save or trace
+            while len(in_flight) > (0 if pause or stopping or step in (start + 1, last) else 1):
                 outcome = in_flight.popleft().read()
                 stopping |= outcome.stop_asked
                 report.step(outcome)
@@ -83,13 +88,15 @@ class Loop:
                 self._profile(step)
             if step == start + 1:
                 complete_receipt(run, self.folder, report.console)
+            if look:
+                self.float8_numerics(step, micro_batches[0].tokens)
             if validate and not stopping:
                 self.validate(step)
             if save or (stopping and config.checkpoint.enable):
                 self._save(step, validation_due=validate and stopping)
             if trace == "begin":  # after what is not of a step
                 self._profile(step)
-            if validate or save or trace or step == start + 1:
+            if pause or step == start + 1:
                 self._limit(config.comm.train_timeout_seconds)
                 report.restart_clock()
             if stopping:
@@ -104,6 +111,12 @@ class Loop:
         total, targets = validation_loss(self.run, self._watched(self.validation, step)).tolist()
         self.run.model.train()
         self.report.validation(step, total / targets)
+
+    def float8_numerics(self, step: int, tokens: Tensor) -> None:
+        """Log what float8 does to each layer, on tokens of each rank's; training goes on as if it had not been."""
+        self.watchdog.progress(step, "float8 numerics")
+        self._limit(self.run.config.comm.init_timeout_seconds)
+        self.report.float8(step, float8_numerics(self.run.model, tokens, self.run.mesh.fsdp))
 
     def _watched(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
         for batch in batches:

@@ -16,7 +16,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import StepError
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
+from titanlite.observe.metrics import Float8Row, MetricsFile, Row, StepRow, ValidationRow
 from titanlite.observe.peak_flops import flops_per_token, peak_flops
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
@@ -181,12 +181,20 @@ class Report:
         self.console.validation(row)
         self._record(row)
 
+    def float8(self, step: int, layers: dict[str, float]) -> None:
+        """Log what float8 did to each layer; see `titanlite.float8.numerics`."""
+        if not layers:  # which the receipt has said
+            return
+        row = Float8Row(step=step, tokens=self.tokens(step), layers=layers)
+        self.console.float8(row)
+        self._record(row)
+
     def sync(self) -> None:
         """Make what is logged so far durable, before a checkpoint that counts on it."""
         if self.metrics:
             self.metrics.sync()
 
-    def _record(self, row: StepRow | ValidationRow) -> None:
+    def _record(self, row: Row) -> None:
         if self.metrics:
             self.metrics.write(row)
         if self.wandb:

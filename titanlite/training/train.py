@@ -100,6 +100,8 @@ def _train(
     cleanup.enter_context(fastest_attention())
     with explained(config, sizes, float8, save_list or LEAST, device):
         run = build(config, sizes, save_list, float8, device)
+    for text in run.warnings:
+        console.warning(text)
     if run.chosen is not None:
         chosen = to_toml(run.save_list)
         on_rank_0(lambda: folder.record_save_list(chosen))

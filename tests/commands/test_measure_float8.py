@@ -1,0 +1,137 @@
+"""`titanlite recipes float8 --measure`: which sizes are timed, what a timed step is, and what is said of the times."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from titanlite import recipes
+from titanlite.commands import main
+from titanlite.commands.measure_float8 import Layer, Timed, layers, report, slower, time_all
+from titanlite.commands.validate import CheckedRun, checked_run
+from titanlite.config.toml_file import shipped_folder
+from titanlite.models.layers import Linear
+from titanlite.models.llama3 import Llama3
+
+DEBUG = ["--config", str(shipped_folder("configs") / "debug.toml")]
+CPU = torch.device("cpu")
+
+
+def debug(*flags: str) -> CheckedRun:
+    small = ["--training.seq_len", "128", "--training.local_batch_size", "2", "--training.global_batch_size", "8"]
+    return checked_run([*DEBUG, *small, *flags])
+
+
+def test_each_layer_once_in_the_sizes_of_one_rank() -> None:
+    whole = [
+        Layer("attention.wqkv", 256, 512, 256),
+        Layer("attention.wo", 256, 256, 256),
+        Layer("feed_forward.w13", 256, 1536, 256),
+        Layer("feed_forward.w2", 256, 256, 768),
+        Layer("output", 256, 256, 256),
+    ]
+    assert layers(debug()) == whole
+    split = layers(debug("--parallelism.tensor_parallel_degree", "2"))
+    by_rows = {"attention.wo", "feed_forward.w2"}  # whose sum is split
+    assert split == [
+        replace(layer, K=layer.K // 2) if layer.name in by_rows else replace(layer, N=layer.N // 2) for layer in whole
+    ]
+
+
+def test_the_names_are_those_that_filters_match() -> None:
+    with torch.device("meta"):
+        model = Llama3(debug().dimensions, 128)
+    found = {name for name, module in model.named_modules() if isinstance(module, Linear)}
+    for layer in layers(debug()):
+        assert any(layer.name in name for name in found)
+        found = {name for name in found if layer.name not in name}
+    assert not found
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_step_is_three_matmuls(compile: bool) -> None:
+    sizes = [Layer("a", 128, 256, 384), Layer("odd", 128, 256, 96)]
+    float8 = {name: recipes.load("float8", name) for name in ("rowwise", "blockwise")}
+    flops: list[int] = []
+
+    def clock(step: Callable[[], object]) -> float:
+        with nullcontext() if compile else FlopCounterMode(display=False) as counter:  # which compiled code refuses
+            d_x, d_w = step()  # type: ignore[misc]
+        assert d_x.isfinite().all()
+        assert d_w.shape[1] == d_x.shape[1]
+        flops.append(counter.get_total_flops() if counter else 0)
+        return float(len(flops))
+
+    timed = time_all(sizes, float8, torch.bfloat16, CPU, compile, clock)
+    assert [(t.layer, t.plain, dict(t.float8)) for t in timed] == [
+        (sizes[0], 1.0, {"rowwise": 2.0, "blockwise": 3.0}),
+        (sizes[1], 4.0, {"rowwise": 5.0}),  # 96 is not whole blocks
+    ]
+    if not compile:
+        assert flops == [
+            3 * 2 * layer.M * layer.N * layer.K for layer, n in zip(sizes, (3, 2), strict=True) for _ in range(n)
+        ]
+
+
+def test_layers_that_gain_nothing_are_to_be_filtered() -> None:
+    timed = [
+        Timed(Layer("attention.wo", 16384, 4096, 4096), 2.0, {"rowwise": 1.0, "tensorwise": 2.5}),
+        Timed(Layer("output", 16384, 8, 4096), 0.5, {"rowwise": 0.5}),
+    ]
+    assert slower(timed, "rowwise") == ["output"]
+    assert slower(timed, "tensorwise") == ["attention.wo"]
+    said = report(timed, "H200", {"mxfp8": "it needs compute capability 10.0, this GPU has 9.0"}).splitlines()
+    assert said[0].startswith("H200; each layer's three matmuls with their casts")
+    assert said[2].split() == ["layer", "M", "N", "K", "bf16", "rowwise", "tensorwise"]
+    assert said[3].split() == ["attention.wo", "16,384", "4,096", "4,096", "2.000", "1.000", "2.00x", "2.500", "0.80x"]
+    assert said[4].split() == ["output", "16,384", "8", "4,096", "0.500", "0.500", "1.00x", "not", "convertible"]
+    assert '  rowwise     float8.filter_fqns = ["output"]' in said
+    assert '  tensorwise  float8.filter_fqns = ["attention.wo"]' in said
+    assert said[-1] == "not timed: mxfp8 is emulated here; it needs compute capability 10.0, this GPU has 9.0"
+
+
+def test_recipes_that_are_all_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+    timed = time_all([Layer("a", 16, 16, 16)], {}, torch.bfloat16, CPU, compile=False, milliseconds=lambda step: 1.0)
+    said = report(timed, "A100", {"rowwise": "it needs compute capability 9.0, this GPU has 8.0"})
+    assert "filter_fqns" not in said
+    assert "not timed: rowwise" in said
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["recipes", "float8", "--measure", *DEBUG]) == 2
+    assert "want: a GPU; this machine has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--measure", *DEBUG], "the kind whose recipes are arithmetic: float8"),
+        (["model", "--measure", *DEBUG], "the kind whose recipes are arithmetic: float8"),
+        (["float8", "--measure"], "one TOML file"),
+        (["float8", "--measure", *DEBUG, "--training.stepz", "5"], "did you mean training.steps?"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
+    assert main(["recipes", *argv]) == 2
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_every_recipe_is_timed_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "float8", "--measure", *DEBUG, "--training.mixed_precision_param", "bfloat16"]) == 0
+    said = capsys.readouterr().out
+    for name in recipes.names("float8"):
+        assert name in said
+    assert said.count("x") >= 5
+
+
+def test_a_layer_without_a_placement_has_no_part() -> None:
+    from titanlite.parallel.tensor import local_shape
+
+    with pytest.raises(ValueError, match=r"gate \(Linear\) has parameters but no tensor-parallel"):
+        local_shape("gate", nn.Linear(2, 2), 2)

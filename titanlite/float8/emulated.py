@@ -1,0 +1,123 @@
+"""What every float8 recipe means, in plain torch: casts, and products of the numbers that the bytes stand for.
+
+It runs on any device and is the truth that the other lowerings are held against. Casts are torchao's to the bit where
+torchao has the recipe, and so are the results of its emulation (`tests/float8/test_emulated.py`), but for one thing: a
+byte is multiplied by the value of its unit, as tensor cores do it, where torchao's emulation divides it by the scale.
+
+Each operand is cast for each of its two products, so that scales never lie along the sum:
+
+    output       x  [M, K]    weight    [N, K]     sum over K, the in features
+    grad_input   g  [M, N]    weight.T  [K, N]     sum over N, the out features
+    grad_weight  g.T [N, M]   x.T       [K, M]     sum over M, the tokens
+
+A matrix [R, C] is seen as rows of C values that are summed over, and as blocks [R/r, r, C/c, c] with one scale each.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity
+from titanlite.kernels.block_scaled_matmul import block_scaled_matmul, dequantise
+from titanlite.kernels.float8_cast import cast_to, scale_of
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_E8M0 = 127  # exponents of E8M0 reach from -127 to 127
+
+
+class Cast(NamedTuple):
+    """A matrix in float8.
+
+    Attributes:
+        bits: [R, C] float8.
+        unit: the value of one unit of them, float32: [] of the whole matrix, [R, 1] of rows, [R/r, C/c] of blocks.
+    """
+
+    bits: Tensor
+    unit: Tensor
+
+
+def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
+    """Cast a matrix whose rows are summed over.
+
+    Args:
+        x: [R, C], any floating dtype. R and C are multiples of a block.
+        of: what has a scale of its own; not "none".
+        dtype: "e4m3" or "e5m2".
+        rounding: of the scales: "exact" or "pow2_floor", as `scale_of` has them; "e8m0_rceil", the largest power of
+            two by which no maximum leaves the range, if E8M0 has it.
+
+    Returns:
+        The bytes, laid out as `x`, and their units. NaN makes NaN of all that shares its scale, and so does infinity,
+        with exact scales once bytes meet their unit; E8M0 has a scale for infinity, and keeps it to itself.
+
+    Source:
+        torchao.float8.float8_utils; arXiv:2506.08027, algorithm 1, for "e8m0_rceil".
+    """
+    to = DTYPES[dtype]
+    if of in BLOCKS:
+        rows, columns = BLOCKS[of]
+        blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        scale, unit = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
+        return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), unit)
+    scale, unit = _scale_of(x.abs().amax(-1, keepdim=True) if of == "row" else x.abs().amax(), to, rounding)
+    return Cast(cast_to(x, scale, to), unit)
+
+
+def _scale_of(amax: Tensor, dtype: torch.dtype, rounding: str) -> tuple[Tensor, Tensor]:
+    """The scale of numbers up to `amax`, and its inverse, the value of one unit."""
+    if rounding != "e8m0_rceil":
+        return scale_of(amax, dtype, rounding == "pow2_floor")
+    unit = torch.log2(amax.double() / torch.finfo(dtype).max).ceil()  # exact: float64 tells all float32 numbers apart
+    unit = unit.clamp(-_E8M0, _E8M0)
+    return torch.exp2(-unit).float(), torch.exp2(unit).float()
+
+
+def multiply(left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
+    """`left [R, C] @ right [S, C].T` → [R, S], accumulated in float32 and rounded once."""
+    return torch.mm(dequantise(*left), dequantise(*right).t()).to(dtype)
+
+
+class EmulatedFloat8:
+    """`x @ weight.T` as a recipe defines it, forward and backward.
+
+    Args:
+        recipe: the arithmetic.
+        by_blocks: multiply by `titanlite.kernels.block_scaled_matmul`, which GPUs have; the casts stay those below.
+    """
+
+    def __init__(self, recipe: Float8Recipe, by_blocks: bool = False) -> None:
+        self.recipe, self.by_blocks = recipe, by_blocks
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[M, K], [N, K] → [M, N]."""
+        return _Matmul.apply(x, weight, self.recipe, self.by_blocks)  # type: ignore[no-any-return]
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, by_blocks: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.by_blocks = recipe, by_blocks
+        return _product(x, weight, "output", recipe, by_blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x = d_weight = None
+        if ctx.needs_input_grad[0]:
+            d_x = _product(grad, weight.t(), "grad_input", ctx.recipe, ctx.by_blocks)
+        if ctx.needs_input_grad[1]:
+            d_weight = _product(grad.t(), x.t(), "grad_weight", ctx.recipe, ctx.by_blocks)
+        return d_x, d_weight, None, None
+
+
+def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, by_blocks: bool) -> Tensor:
+    """`left [R, C] @ right [S, C].T` → [R, S], one of the recipe's three."""
+    of = recipe.operands(matmul)
+    if of == ("none", "none"):
+        return torch.mm(left, right.t())
+    dtypes = (getattr(recipe, name).dtype for name in MATMULS[matmul])
+    a, b = (cast(*given, recipe.scale_rounding) for given in zip((left, right), of, dtypes, strict=True))
+    return block_scaled_matmul(*a, *b, left.dtype) if by_blocks else multiply(a, b, left.dtype)

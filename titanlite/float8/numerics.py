@@ -1,0 +1,152 @@
+"""What float8 does to each layer of a model in training: what it clamps, what it loses, how exact products are.
+
+One more forward pass looks at it, without gradients and without the compiler. In it each converted layer multiplies as
+it always does and once more in high precision, with its collectives beside its matmul, so that the operands of each
+rank's product are at hand; a feed-forward whose inside exists in float8 alone is two layers again for that. Nothing is
+left behind, and when nobody looks nothing is there.
+
+All is of the layer's output; gradients have no forward pass. A cast that scales by its own maxima never clamps: numbers
+are beyond the range where a scale is not of the tensor that it is applied to.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.config.recipe_schema import Granularity
+from titanlite.float8.convert import Float8FeedForward, Float8Matmul
+from titanlite.float8.emulated import Cast, cast
+from titanlite.float8.weight import Float8Weight, WeightShard
+from titanlite.kernels.block_scaled_matmul import dequantise
+from titanlite.kernels.collectives import Group, all_gather
+from titanlite.models.layers import Linear
+from titanlite.models.llama3 import FeedForward
+
+
+class _Look:
+    """A layer's matmul in its place, which notes what becomes of its operands and result.
+
+    Args:
+        matmul: the layer's own.
+        parameter: its weight, sharded.
+        mesh: of FSDP.
+
+    Attributes:
+        sums: [8] float64: of input and of weight how many numbers are beyond the range, became zero, and are; power of
+            the exact result and of the noise.
+    """
+
+    def __init__(self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+        self.matmul, self.parameter, self.mesh = matmul, parameter, mesh
+        self.sums = torch.zeros(8, dtype=torch.float64)
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[M, K], [N, K] → [M, N]."""
+        y, recipe = self.matmul(x, weight), self.matmul.recipe
+        exact = _gather(self.parameter, self.mesh) if isinstance(weight, Float8Weight) else weight
+        truth = F.linear(x, exact.to(x.dtype)).float()
+        operands = ((x, x, recipe.input), (exact, weight, recipe.weight))
+        counts = [
+            n
+            for given, used, how in operands
+            for n in _count(given, _operand(used, how.output, how.dtype, recipe.scale_rounding))
+        ]
+        power = [torch.linalg.vector_norm(part).double().square() for part in (truth, truth - y)]
+        self.sums = torch.stack([n.double() for n in (*counts, *power)])
+        return y
+
+
+def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
+    """`cast`, unless FSDP has gathered a weight in float8."""
+    return Cast(x.bits, x.unit) if isinstance(x, Float8Weight) else cast(x, of, dtype, rounding)
+
+
+def _count(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
+    """How many numbers round to beyond the range, and become zero though they are not; and how many there are."""
+    info = torch.finfo(cast.bits.dtype)
+    step = info.eps * 2 ** math.floor(math.log2(info.max))  # between the two largest numbers
+    in_units = x.abs() / dequantise(torch.ones_like(x), cast.unit)
+    beyond = in_units >= info.max + step / 2
+    return beyond.sum(), ((cast.bits.float() == 0) & (x != 0)).sum(), torch.tensor(x.numel(), device=x.device)
+
+
+def _gather(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
+    """A weight that FSDP gathers in float8, in high precision: [N, K], of this tensor-parallel rank."""
+    assert isinstance(parameter, DTensor)  # noqa: S101
+    shard = parameter._local_tensor
+    assert isinstance(shard, WeightShard)  # noqa: S101
+    group = mesh.get_group(mesh.ndim - 1)
+    return all_gather(shard.master, Group(group.group_name, group.size(), group.rank()))
+
+
+def measurable(model: nn.Module) -> dict[str, Linear]:
+    """The layers of a model whose output is a product in float8, by name."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if isinstance(layer.matmul, Float8Matmul) and layer.matmul.recipe.input.output != "none"
+    }
+
+
+@contextmanager
+def _looking(model: nn.Module, mesh: DeviceMesh) -> Iterator[dict[str, _Look]]:
+    """Replace each layer's matmul, and compiled code by the modules themselves; put all back at the end."""
+    layers = measurable(model)
+    matmuls = {name: layer.matmul for name, layer in layers.items()}
+    compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
+    joined = [module for module in model.modules() if type(module) is Float8FeedForward]
+    looks = {name: _Look(layer.matmul, layer.weight, mesh) for name, layer in layers.items()}  # type: ignore[arg-type]
+    try:
+        for name, layer in layers.items():
+            layer.matmul = looks[name]
+        for module in compiled:
+            module._compiled_call_impl = None
+        for module in joined:
+            module.__class__ = FeedForward  # type: ignore[assignment]
+        yield looks
+    finally:
+        for module in joined:
+            module.__class__ = Float8FeedForward
+        for name, layer in layers.items():
+            layer.matmul = matmuls[name]
+        for module, call in compiled.items():
+            module._compiled_call_impl = call
+
+
+@torch.no_grad()
+def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> dict[str, float]:
+    """Run a model forward and measure each layer whose output is a float8 product.
+
+    Args:
+        model: as it trains; each rank calls this.
+        tokens: [M] int64, this rank's.
+        mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
+
+    Returns:
+        Of each layer, over all ranks: `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>`, the share
+        of numbers beyond the range of their dtype; `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>`,
+        the share that became zero; `float8_output_sqnr_db.<layer>`, signal to noise of the product in decibels, against
+        that of the uncast operands in the compute dtype.
+    """
+    with _looking(model, mesh) as looks:
+        if not looks:
+            return {}
+        model(tokens)
+    totals = torch.stack([look.sums for look in looks.values()])  # [layers, 8]
+    dist.all_reduce(totals)
+    found: dict[str, float] = {}
+    for name, sums in zip(looks, totals.tolist(), strict=True):
+        for what, (saturated, flushed, n) in (("input", sums[:3]), ("weight", sums[3:6])):
+            found[f"float8_{what}_saturated.{name}"] = saturated / n
+            found[f"float8_{what}_flushed.{name}"] = flushed / n
+        signal, noise = sums[6:]
+        found[f"float8_output_sqnr_db.{name}"] = 10 * math.log10(signal / noise) if signal and noise else math.inf
+    return found

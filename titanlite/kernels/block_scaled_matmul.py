@@ -1,0 +1,98 @@
+"""A product of float8 matrices whose scales are by block: 1×128 along the sum, and 128×128 for one of the two.
+
+Hopper's tensor cores have it through cuBLASLt 12.9 (`torch.nn.functional.scaled_mm`), which adds up each run of 128
+products by itself, scales it and promotes it to float32. What cuBLASLt wants of the scales, C = 128·c columns:
+
+    1×128      [R, c]         columns contiguous: stride (1, R)
+    128×128    [c', R/128]    transposed, c' = c rounded up to a multiple of 4: stride (1, c')
+
+and no more than one matrix of 128×128 blocks. Blackwell has other blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.kernels import lowering
+
+BLOCK = 128
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why a device has no such product, or None."""
+    if device.type != "cuda":
+        return "the device is no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        return f"blocks of {BLOCK} need compute capability 9.x, this GPU has {capability[0]}.{capability[1]}"
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    if cuda < (12, 9):
+        return f"blocks of {BLOCK} need CUDA 12.9, this torch was built with {torch.version.cuda}"
+    return None
+
+
+def dequantise(bits: Tensor, unit: Tensor) -> Tensor:
+    """The numbers that float8 bytes stand for.
+
+    Args:
+        bits: [R, C] float8.
+        unit: the value of one unit of them: [R/r, C/c] float32 for blocks of r × c, or [] for all.
+
+    Returns:
+        [R, C] float32, laid out as `bits`.
+    """
+    if unit.ndim == 0:
+        return bits.float() * unit
+    rows, columns = unit.shape
+    blocks = bits.float().unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
+    return (blocks * unit[:, None, :, None]).flatten(2).flatten(0, 1)
+
+
+def block_scaled_matmul(
+    left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`left @ right.T` of the numbers that the bytes stand for, accumulated in float32 and rounded once.
+
+    Args:
+        left: [R, C] float8; R and C are multiples of 128.
+        left_unit: [R, C/128] or [R/128, C/128] float32, as of `dequantise`.
+        right: [S, C] float8, as `left`; not both e5m2.
+        right_unit: as `left_unit`; not both of 128×128 blocks.
+        dtype: of the result, bfloat16 or float32.
+
+    Returns:
+        [R, S].
+    """
+    return torch.ops.titanlite.block_scaled_matmul(left, left_unit, right, right_unit, dtype)
+
+
+def _definition(left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.mm(dequantise(left, left_unit), dequantise(right, right_unit).t()).to(dtype)
+
+
+def _on_gpus(left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype) -> Tensor:
+    left, right = left.contiguous(), right.contiguous()
+    left_unit, left_blocks = as_cublas_has_it(left, left_unit)
+    right_unit, right_blocks = as_cublas_has_it(right, right_unit)
+    return F.scaled_mm(left, right.t(), left_unit, left_blocks, right_unit, right_blocks, output_dtype=dtype)
+
+
+def as_cublas_has_it(bits: Tensor, unit: Tensor) -> tuple[Tensor, F.ScalingType]:
+    """Units laid out as cuBLASLt wants them, and its name for the blocks."""
+    if unit.shape[0] == bits.shape[0]:
+        return unit.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    return F.pad(unit, (0, -unit.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+
+
+lowering.define("block_scaled_matmul", _definition, _on_gpus)
+
+
+@register_flop_formula(torch.ops.titanlite.block_scaled_matmul)
+def _flops(left_shape, left_unit_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
+    return 2 * left_shape[0] * left_shape[1] * right_shape[0]
+
+
+@torch.library.register_fake("titanlite::block_scaled_matmul")
+def _fake(left, left_unit, right, right_unit, dtype):
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
