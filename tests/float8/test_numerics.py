@@ -41,7 +41,11 @@ def look(run: Run) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("recipe", "layout"),
-    [*(("tensorwise", layout) for layout in LAYOUTS), ("rowwise", "TP 2, async"), ("blockwise", "FSDP 2 × TP 2")],
+    [
+        *(("tensorwise", layout) for layout in LAYOUTS),
+        *(("rowwise", layout) for layout in ("FSDP 2", "TP 2, async")),
+        ("blockwise", "FSDP 2 × TP 2"),
+    ],
 )
 def test_every_layer_is_measured_under_every_layout(recipe: str, layout: str, tmp_path) -> None:
     world, flags = LAYOUTS[layout]

@@ -137,8 +137,14 @@ def test_accuracy_of_each_matmul(name):
         assert_contract(recipe, matmul)
 
 
-def test_own_products_are_held_to_their_contract():
-    assert [name for name in NAMES if len(arithmetics(recipes.load("float8", name))) > 1] == ["rowwise", "tensorwise"]
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_own_products_are_as_exact_as_the_definition(name, data):
+    """To 0.1 dB, though a weight's gradient is of bytes that were cast once before."""
+    defined, own = (measure(matmul, operands(data)) for matmul in arithmetics(recipes.load("float8", name)))
+    for product, wanted in defined.items():
+        for got, want in zip(own[product], wanted, strict=True):
+            assert abs(got - want) < 0.1, f"{product}: {got:.2f} dB, by definition {want:.2f}"
 
 
 @pytest.mark.gpu

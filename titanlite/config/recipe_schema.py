@@ -168,7 +168,7 @@ class Float8Recipe:
     grad_output: Float8GradOutput
     accumulation: Float8Accumulation
     fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
-    min_compute_capability: float = 8.9  # below it, and on a CPU, the recipe is emulated
+    min_compute_capability: float = 8.9  # of GPUs; below it the recipe is emulated
     dim_multiple: int = 16  # layers with other widths cannot be converted
     status: Literal["stable", "experimental", "emulated"] = "stable"  # "emulated": no device has a lowering for it yet
     refs: tuple[str, ...] = ()
