@@ -13,6 +13,7 @@ from titanlite.float8 import emulated, fused
 from titanlite.float8.convert import Float8Matmul, lowering_of, torchao_config
 from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import FusedFloat8
+from titanlite.float8.scope import obstacle
 from titanlite.kernels.float8_cast import cast_to
 from titanlite.kernels.linear import Matmul
 
@@ -111,7 +112,7 @@ def assert_contract(recipe: Float8Recipe, matmul: Matmul, device: str = "cpu") -
 
 def arithmetics(recipe: Float8Recipe) -> list[Matmul]:
     """All that carry a recipe out on a CPU."""
-    return [EmulatedFloat8(recipe), *([FusedFloat8(recipe)] if FusedFloat8.obstacle(recipe) is None else [])]
+    return [EmulatedFloat8(recipe), *([FusedFloat8(recipe)] if obstacle(recipe) is None else [])]
 
 
 # A rounding to m bits of mantissa errs by up to u = 2^-(m+1) of the power of two below the value: uniformly spread, and

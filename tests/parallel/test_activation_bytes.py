@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-import torchao.float8.float8_linear  # noqa: F401  # every rank would import it for itself
 
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from tests.ranks import run_ranks
@@ -117,10 +116,9 @@ def test_float32(name, mode):
 def test_bytes_do_not_depend_on_the_width_of_weights(float8, mode):
     """What is kept has a row for every token: twice the tokens, twice the bytes, and nothing for what has no tokens.
 
-    A scalar for each operand of a tensorwise layer is let through. The list that keeps maxima stands for all.
+    A scalar for each operand of a tensorwise layer is let through. The list that keeps maxima and casts stands for all.
     """
-    chosen = recipes.load("activation_checkpoint", "every_second_matmul")
-    one, two = (measured(chosen, mode, float8, batch=batch)[0].bytes for batch in (1, 2))
+    one, two = (measured(OWN["statistics and casts"], mode, float8, batch=batch)[0].bytes for batch in (1, 2))
     assert abs(two - 2 * one) <= 2 * len(LAYERS) * torch.float32.itemsize
 
 
@@ -132,6 +130,12 @@ OWN = {
     "statistics and casts": save_list(SaveRule("statistics", "save"), SaveRule("cast", "save")),
     "casts of one layer": save_list(SaveRule("cast", "save", module=("w2",)), SaveRule("matmul", "save")),
     "one op": save_list(SaveRule("aten.mm.default", "save")),
+    "one op of float8": save_list(SaveRule("titanlite.scaled_matmul.default", "save")),
+    "casts and what is multiplied": save_list(
+        SaveRule("cast", "save"),
+        SaveRule("communication", "save"),
+        SaveRule("matmul", "save", module=("wqkv", "wo", "w13")),
+    ),
 }
 
 
@@ -142,10 +146,29 @@ def test_lists_of_ones_own(own, float8, mode):
     check(own, *measured(OWN[own], mode, float8))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+def test_casts_under_tensor_parallelism(float8, fused, tmp_path):
+    def body() -> None:
+        for mode in MODES:
+            chosen = OWN["casts and what is multiplied"]
+            check(mode, *measured(chosen, mode, float8, fused=fused))
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_recipe_that_is_torchaos(mode, tmp_path):
+    """No shipped one casts an activation once more for the gradient of its weight."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "rowwise"\nscale_rounding = "exact"\nfsdp_all_gather = "high_precision"\n')
+    check(mode, *measured(recipes.load("activation_checkpoint", "none"), mode, str(mine)))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_magnitude_too_many_is_seen(mode, monkeypatch):
     """The formula and the guard each catch it alone: here the guard is off."""
-    bad = recipes.load("activation_checkpoint", "balanced")
+    bad = recipes.load("activation_checkpoint", "attention")
     bad = replace(bad, rules=(SaveRule("aten.abs.default", "save"), *bad.rules))
     monkeypatch.setattr(activation_checkpoint, "_check_rules", lambda rules, layers: None)
     found, expected = measured(bad, mode, "rowwise")

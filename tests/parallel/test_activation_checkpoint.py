@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.kernels import block_scaled_matmul, float8_cast, linear  # noqa: F401  # they define titanlite's operators
+from titanlite.float8 import convert  # noqa: F401  # it defines titanlite's operators
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
@@ -193,6 +193,7 @@ def decisions(saved: SaveList, ops: list[str], layers: tuple[str, ...] = ("a.wqk
 MM, MEAN, AMAX = "aten.mm.default", "aten.mean.dim", "aten.amax.default"
 GATHER, SCATTER = (CLASSES["communication"][i] for i in (0, 1))
 FLOAT8_LAYER = [AMAX, "cast", AMAX, "cast", MM]  # the activation's, then the weight's
+GATE_AND_CAST = "titanlite.swiglu_cast.default"
 
 
 def test_only_activations_are_cast_and_measured_for_a_class():
@@ -200,6 +201,15 @@ def test_only_activations_are_cast_and_measured_for_a_class():
     assert decisions(save_list(SaveRule("cast", "save")), ops) == "rr" + "rsrrr" * 2
     assert decisions(save_list(SaveRule("statistics", "save")), ops) == "sr" + "srrrr" * 2
     assert decisions(save_list(SaveRule(AMAX, "save")), ops) == "rr" + "srsrr" * 2  # by its own name, each
+
+
+def test_a_gate_with_its_cast_is_the_activations_of_both() -> None:
+    """The maximum and the cast that follow it are the weight's, whatever operation makes them."""
+    ops = [GATE_AND_CAST, AMAX, "cast", MM]
+    assert decisions(save_list(SaveRule("cast", "save")), ops) == "srrr"
+    assert decisions(save_list(SaveRule("statistics", "save")), ops) == "rrrr"
+    mixed = [AMAX, "cast", "aten.max.default", "cast", MM]  # rows of the one, the whole of the other
+    assert decisions(save_list(SaveRule("statistics", "save")), mixed) == "srrrr"
 
 
 def test_what_surrounds_a_matmul_belongs_to_its_layer():
@@ -226,7 +236,10 @@ def test_an_operation_that_is_two_in_one_is_kept_for_either():
 
 
 def test_every_operator_of_titanlite_has_a_class():
-    in_backward = {"titanlite.turn.default", "titanlite.cast_turned.default"}  # where no rule applies
+    in_classes = {op for ops in CLASSES.values() for op in ops if op.startswith("titanlite.")}
+    # In backward, and of weights before FSDP gathers them: there no rule applies.
+    elsewhere = {
+        f"titanlite.{op}.default" for op in ("turn", "cast_turned", "swiglu_grad_cast", "cast_rows", "cast_by")
+    }
     spelled = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("titanlite::")}
-    classed = {op for ops in CLASSES.values() for op in ops if op.startswith("titanlite.")}
-    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *classed, *in_backward}
+    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *in_classes, *elsewhere}

@@ -1,20 +1,26 @@
 """Recomputing changes nothing: the same loss and gradients as if everything were kept, bit by bit where torch allows.
 
-Eager mode runs the same kernels twice, so that all is bitwise equal. The compiler fuses what it recomputes anew and may
-round elsewhere; but what attention's backward sees must be bitwise what its saved statistics are of.
+Eager mode runs the same kernels twice, so that all is bitwise equal, and so do the graphs that the compiler makes. Its
+code fuses what it recomputes anew and may round elsewhere; but what attention's backward sees must be bitwise what its
+saved statistics are of.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.held_for_backward import build, stream
+from tests.parallel.held_for_backward import Compiled, build, stream
+from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe
 
 D, S, B = 64, 48, 2
-SIZES = ModelRecipe("", 1, D, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelRecipe("", 1, D, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 LISTS = recipes.names("activation_checkpoint")
 ROUNDINGS = 2 * 11  # forward: norm, wqkv, rope, attention, wo, add, norm, w13, swiglu, w2, add; and backward of each
 
@@ -35,12 +41,15 @@ class AttentionBackward(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(name: str, float8: str | None, compiled: bool = False) -> tuple[list[Tensor], AttentionBackward]:
+def run(
+    name: str, float8: str | None, compile: Callable[[nn.Module], object] | None = None, fused: bool = False
+) -> tuple[list[Tensor], AttentionBackward]:
     """Output of the first block, gradients of its input and of its weights; and what attention's backward was given."""
-    model = build(SIZES, S, recipes.load("activation_checkpoint", name), float8, tokens=B * S)
-    block, x = model.layers[0], stream(B * S, D, torch.bfloat16)
-    if compiled:
-        block.compile(fullgraph=True, dynamic=False)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    model = build(SIZES, S, recipes.load("activation_checkpoint", name), float8, tokens=B * S, fused=fused)
+    block, x = model.layers[0], stream(B * S // world, D, torch.bfloat16)
+    if compile:
+        compile(block)
     out = block(x, model.cos, model.sin)
     with AttentionBackward() as seen:
         out.float().square().mean().backward()
@@ -59,9 +68,34 @@ def test_eager_is_bitwise_equal(name, float8, kept):
         assert torch.equal(got, truth)
 
 
+def check_graphs(float8: str, fused: bool = False) -> None:
+    truth, *others = (run(name, float8, Compiled, fused)[0] for name in ("none", "full", "balanced"))
+    for other in others:
+        for got, kept in zip(other, truth, strict=True):
+            assert torch.equal(got, kept)
+
+
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+def test_graphs_in_float8_are_bitwise_equal(float8):
+    check_graphs(float8)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_path):
+    def body() -> None:
+        truth = run("none", float8, fused=fused)[0]
+        for name in LISTS:
+            for got, kept in zip(run(name, float8, fused=fused)[0], truth, strict=True):
+                assert torch.equal(got, kept), name
+        check_graphs(float8, fused)
+
+    run_ranks(body, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["none", "full", "attention", "matmuls", "every_second_matmul"])
 def test_compiled_rounds_no_more_than_each_operation_once(name, kept):
-    got, seen = run(name, None, compiled=True)
+    got, seen = run(name, None, partial(nn.Module.compile, fullgraph=True, dynamic=False))
     for mine, truth in zip(got, kept[None], strict=True):
         difference = (mine.float() - truth.float()).norm()
         assert difference <= ROUNDINGS * torch.finfo(torch.bfloat16).eps / 2 * truth.float().norm()

@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-import torchao.float8.float8_linear  # noqa: F401  # every rank would import it for itself
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_ranks

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.emulated import DTYPES, EmulatedFloat8
-from titanlite.float8.fused import FusedFloat8, feed_forward, joins_feed_forward
+from titanlite.float8.fused import FusedFloat8, feed_forward
+from titanlite.float8.scope import joins_feed_forward, obstacle
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
@@ -51,14 +52,14 @@ def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
         recipe: the arithmetic.
         device: to train on.
     """
-    obstacle = FusedFloat8.obstacle(recipe)
-    if obstacle is None and device.type != "cuda":
+    unfused = obstacle(recipe)
+    if unfused is None and device.type != "cuda":
         return Lowering("definition", None)
     if why := _why_emulated(recipe, device):
         return Lowering("emulated", why)
-    if obstacle is None:
+    if unfused is None:
         return Lowering("fused", None)
-    return Lowering("block scaled" if recipe.has_blocks else "torchao", obstacle)
+    return Lowering("block scaled" if recipe.has_blocks else "torchao", unfused)
 
 
 def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
@@ -100,7 +101,7 @@ class Float8Matmul:
 
     def __init__(self, recipe: Float8Recipe, device: torch.device) -> None:
         self.recipe, self.lowering = recipe, lowering_of(recipe, device)
-        self.unfused, self.fused = FusedFloat8.obstacle(recipe), FusedFloat8(recipe)
+        self.unfused, self.fused = obstacle(recipe), FusedFloat8(recipe)
         if self.lowering.why is None:
             self.function: Matmul = self.fused
         elif self.lowering.name == "torchao":
@@ -245,7 +246,7 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
     if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in (module.w13, module.w2)):
         return False  # left in high precision, or with collectives of its own
     group = getattr(module.w13, "group", None)
-    if not joins_feed_forward(recipe, group):
+    if not joins_feed_forward(recipe, group is not None):
         return False
     module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the module, its name and parameters stay
     module.group, module.recipe = group, recipe  # type: ignore[assignment]

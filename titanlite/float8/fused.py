@@ -21,6 +21,7 @@ from torch import Tensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.float8.emulated import DTYPES, Cast, cast
+from titanlite.float8.scope import is_cast_from_bytes
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
@@ -36,22 +37,11 @@ class FusedFloat8:
     The latter as `titanlite.kernels.linear.Fused`.
 
     Args:
-        recipe: the arithmetic; see `obstacle`.
+        recipe: the arithmetic; see `scope.obstacle`.
     """
 
     def __init__(self, recipe: Float8Recipe) -> None:
         self.recipe = recipe
-
-    @staticmethod
-    def obstacle(recipe: Float8Recipe) -> str | None:
-        """Why a recipe cannot be carried out here, or None."""
-        if recipe.has_blocks:
-            return "has scales by block, which no fused kernel takes"
-        if not recipe.all_in_float8:
-            return "has a matmul in high precision, for which its tokens would be gathered once more"
-        if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
-            return "has scales by row that are no powers of two: its bytes cannot be cast again without loss"
-        return None
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """`x [M, K] @ weight [N, K].T` → [M, N]."""
@@ -66,20 +56,23 @@ class FusedFloat8:
         return _Scattered.apply(x, weight, group, self.recipe)  # type: ignore[no-any-return]
 
 
-def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool) -> Cast:
-    """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it."""
+def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool, factor: Tensor) -> Cast:
+    """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it.
+
+    It is turned once there is the `factor` that it will be multiplied with.
+    """
     dtype, pow2 = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor"
     if not isinstance(weight, Float8Weight):
         if not turned:
             bits, unit = cast(weight, of, dtype, recipe.scale_rounding)
             return Cast(bits.contiguous(), unit)
         ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
-        return Cast(*cast_turned(weight, ones, of == "row", DTYPES[dtype], pow2))
+        return Cast(*cast_turned(weight, ones, of == "row", DTYPES[dtype], pow2, factor))
     if not turned:
         return Cast(weight.bits, weight.unit)
     if weight.unit.ndim == 0:
-        return Cast(turn(weight.bits), weight.unit)
-    return Cast(*cast_turned(weight.bits, weight.unit, of == "row", DTYPES[dtype], pow2))
+        return Cast(turn(weight.bits, factor), weight.unit)
+    return Cast(*cast_turned(weight.bits, weight.unit, of == "row", DTYPES[dtype], pow2, factor))
 
 
 def _columns(unit: Tensor) -> Tensor:
@@ -152,7 +145,7 @@ def _gather(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
 ) -> tuple[Cast, Tensor]:
     """Of x [M/tp, K]: all of it [M, K], and its product with the weight."""
-    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned, x.bits)
     if group is None:
         return x, scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
     gathered, y, units = all_gather_matmul(
@@ -174,7 +167,7 @@ def _scatter(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
 ) -> Tensor:
     """Of x [M, K]: this rank's part [M/tp, N] of its product with the weight."""
-    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned)
+    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned, x.bits)
     if group is None:
         return scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
     return matmul_reduce_scatter(
@@ -197,22 +190,12 @@ def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe
         w13: [2F/tp, D], blocks of 128 rows of gate and up in turn.
         w2: [D, F/tp].
         group: the ranks that tokens are gathered from and scattered to, or None.
-        recipe: the arithmetic; see `joins_feed_forward`.
+        recipe: the arithmetic; see `scope.joins_feed_forward`.
 
     Returns:
         [M/tp, D].
     """
     return _FeedForward.apply(x, w13, w2, group, recipe)  # type: ignore[no-any-return]
-
-
-def joins_feed_forward(recipe: Float8Recipe, group: Group | None) -> bool:
-    """Whether a recipe can go without what lies between the products of a feed-forward in high precision."""
-    return _is_cast_from_bytes(recipe, group) and recipe.input.output == recipe.grad_output.grad_input
-
-
-def _is_cast_from_bytes(recipe: Float8Recipe, group: Group | None) -> bool:
-    """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor differ."""
-    return group is None or recipe.scale_rounding == "pow2_floor"
 
 
 @torch._dynamo.allow_in_graph  # weights may be in float8, whose insides Dynamo does not see
@@ -234,7 +217,7 @@ class _Gathered(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = _scatter(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
-            source = g if _is_cast_from_bytes(recipe, group) else grad
+            source = g if is_cast_from_bytes(recipe, group is not None) else grad
             d_weight = _weight_gradient(source, Cast(bits, unit), recipe, weight.dtype)
         return d_x, d_weight, None, None
 
@@ -245,7 +228,7 @@ class _Scattered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
         how = _output(recipe)
         c = how.cast(x, recipe)
-        ctx.save_for_backward(*(c if _is_cast_from_bytes(recipe, group) else (x,)), weight)
+        ctx.save_for_backward(*(c if is_cast_from_bytes(recipe, group is not None) else (x,)), weight)
         ctx.group, ctx.recipe = group, recipe
         return _scatter(c, weight, group, recipe, how, x.dtype)
 

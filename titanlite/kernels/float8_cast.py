@@ -20,7 +20,9 @@ EPS = 1e-12
 """The least maximum that a scale is made of."""
 
 
-def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+def cast_turned(
+    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cast the transpose of `x · factors`.
 
     Args:
@@ -29,16 +31,26 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
         by_column: whether each of x's columns has a scale; one for all otherwise.
         dtype: float8.
         pow2: round scales down to a power of two.
+        after: as for `turn`.
 
     Returns:
         Bytes [K, M], contiguous; and the value of one unit of them, [K, 1] or [] float32.
     """
-    return torch.ops.titanlite.cast_turned(x, factors, by_column, dtype, pow2)
+    return torch.ops.titanlite.cast_turned(x, factors, by_column, dtype, pow2, after)
 
 
-def turn(x: Tensor) -> Tensor:
-    """The transpose [K, M] of float8 bytes [M, K]; both contiguous."""
-    return torch.ops.titanlite.turn(x)
+def turn(x: Tensor, after: Tensor | None = None) -> Tensor:
+    """Transpose.
+
+    Args:
+        x: [M, K] float8, contiguous.
+        after: what must be there before, and is not read. Of a weight this is a gradient: a compiler would as soon turn
+            the weight in forward, and keep it until backward although FSDP gathers it anew.
+
+    Returns:
+        [K, M], contiguous.
+    """
+    return torch.ops.titanlite.turn(x, after)
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -106,13 +118,17 @@ def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-most, most).to(dtype)
 
 
-def _cast(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+def _cast(
+    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     turned = (x.float() * factors).t()  # [K, M]
     scale, unit = scale_of(turned.abs().amax(1, keepdim=True) if by_column else turned.abs().amax(), dtype, pow2)
     return cast_to(turned, scale, dtype).contiguous(), unit
 
 
-def _cast_on_gpus(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+def _cast_on_gpus(
+    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import float8_cast as device
 
     return device.cast_turned(x if x.stride(1) == 1 else x.contiguous(), factors.contiguous(), by_column, dtype, pow2)
@@ -123,11 +139,11 @@ def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return cast_to(x, scale, dtype), unit
 
 
-def _turn(x: Tensor) -> Tensor:
+def _turn(x: Tensor, after: Tensor | None = None) -> Tensor:
     return x.t().contiguous()
 
 
-def _turn_on_gpus(x: Tensor) -> Tensor:
+def _turn_on_gpus(x: Tensor, after: Tensor | None = None) -> Tensor:
     from titanlite.kernels.device import float8_cast as device
 
     return device.turn(x.contiguous())
@@ -152,13 +168,13 @@ lowering.define("turn", _turn, _turn_on_gpus)
 
 
 @torch.library.register_fake("titanlite::cast_turned")
-def _fake_cast(x, factors, by_column, dtype, pow2):
+def _fake_cast(x, factors, by_column, dtype, pow2, after=None):
     M, K = x.shape
     return x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
 
 
 @torch.library.register_fake("titanlite::turn")
-def _fake_turn(x):
+def _fake_turn(x, after=None):
     return x.new_empty(x.shape[::-1])
 
 

@@ -15,17 +15,19 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 
 from dataclasses import dataclass
 
-from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
+from titanlite.float8.scope import is_cast_from_bytes, joins_feed_forward, obstacle
 from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole
 
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 """The linear layers of a block, in the order in which they run."""
 
-_ATTENTION, _MATMUL, _CAST = CLASSES["attention"][0], CLASSES["matmul"][0], CLASSES["cast"][0]
+_ATTENTION, _MATMUL, _SCALED_MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0], CLASSES["matmul"][-1]
 _GATHER, _SCATTER = CLASSES["communication"]
-_MEAN, _ROW_MAXIMA, _MAXIMUM = CLASSES["statistics"]
+_MEAN, _AMAX, _MAX = CLASSES["statistics"]
+_CAST, _SWIGLU_CAST = CLASSES["cast"]
 _GATHER_MATMUL, _MATMUL_SCATTER = "titanlite.all_gather_matmul.default", "titanlite.matmul_reduce_scatter.default"
 
 
@@ -57,11 +59,26 @@ class Layout:
         """Whether the output of a layer is a product in float8."""
         return self.float8 is not None and layer in self.converted and self.float8.input.output != "none"
 
+    def is_own(self, layer: str) -> bool:
+        """Whether titanlite's own products carry a layer out in float8, not torchao."""
+        return self.float8 is not None and layer in self.converted and obstacle(self.float8) is None
+
+    def casts_anew(self, layer: str) -> bool:
+        """Whether torchao casts the input of a layer once more for the gradient of its weight."""
+        if self.float8 is None or layer not in self.converted or self.is_own(layer):
+            return False
+        return self.float8.input.grad_weight != "none"
+
     def is_fused(self, layer: str) -> bool:
         """Whether the collective of a layer and its matmul are one operation."""
-        if self.float8 is None or layer not in self.converted:
-            return self.fused
-        return self.fused and self.float8.all_in_float8 and not self.float8.has_blocks
+        return self.fused and (layer not in self.converted or self.is_own(layer))
+
+    def is_joined(self, layer: str) -> bool:
+        """Whether a layer is part of a feed-forward whose inside exists in float8 alone."""
+        if self.float8 is None or layer not in LAYERS[2:] or not all(self.is_own(name) for name in LAYERS[2:]):
+            return False
+        is_split = self.tensor_parallel > 1
+        return (self.fused or not is_split) and joins_feed_forward(self.float8, is_split)
 
 
 def layout_of(config: Config, float8: Float8Recipe | None) -> Layout:
@@ -233,30 +250,45 @@ def _block_price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active
 def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
     """Bytes that a block without rules holds for backward, its input included where it is kept.
 
-    Eager mode holds what the gradient of each operation uses. The compiler computes elementwise results again where
-    that is cheap; in float8 also the inputs of matmuls, unless the weight gradient uses them as they are.
+    Eager mode holds what the gradient of each operation uses; the compiler computes elementwise results again.
     """
     M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.dim // sizes.n_heads
     rows, stream = M // t, block_input(sizes, layout)
     qkv = e * M * (H + 2 * K) * E // t + e * M * (H + K) * E // t  # for the sake of v, and q and k once rotated
     attention = e * M * H * E // t + 4 * M * H // t
-    normed = stream if t == 1 else _gathered(LAYERS[0], D, layout)
+    gate_up = e * M * 2 * F // t
+    inputs = sum(_kept_input(*of, layout) for of in zip(LAYERS, (D, H * E // t, D, F // t), strict=True))
     if layout.compiled:
-        recast = layout.float8 is not None and layout.float8.input.grad_weight != "none"
-        recast = recast and not layout.is_fused(LAYERS[0])  # whose casts in backward are kernels, and not merged
-        inputs = stream if recast else stream + e * M * F // t  # what wo adds to, or its result; that of SwiGLU
-        if not recast:
-            inputs += 2 * normed
-        elif t > 1:  # what was gathered for wqkv and w13 is kept as it was cast
-            inputs += 2 * M * D
-        return stream + 2 * 4 * rows + qkv + attention + e * M * 2 * F // t + inputs
-    scaled = 4 * rows * D
-    if e == 4:  # conversions to float32 are the tensors themselves
-        norm, swiglu = stream + scaled + 4 * rows + normed, e * M * 4 * F // t
-    else:
-        norm, swiglu = 2 * scaled + 4 * rows + 4 * D + normed, (3 * 4 + e) * M * F // t
-    return 2 * norm + qkv + attention + swiglu
+        return 2 * stream + 2 * 4 * rows + qkv + attention + gate_up + inputs  # the stream, also with attention added
+    norm = 2 * 4 * rows * D + 4 * rows
+    swiglu = gate_up if layout.is_joined(LAYERS[-1]) else 3 * 4 * M * F // t
+    return 2 * norm + qkv + attention + swiglu + inputs
+
+
+def _kept_input(layer: str, K: int, layout: Layout) -> int:
+    """Bytes of a layer's input [M, K] that a block without rules holds for the gradient of its weight."""
+    wo, w2 = LAYERS[1], LAYERS[3]
+    if _is_kept_cast(layer, layout):
+        return layout.tokens * K + _units(layout.tokens, layout)
+    if layer == wo or (layer == w2 and layout.is_joined(w2)):
+        return 0  # attention's own output; made anew of what w13 has made
+    if layout.compiled and layout.casts_anew(layer):
+        return 0  # what it is cast of is elementwise
+    return layout.itemsize * layout.tokens * K
+
+
+def _is_kept_cast(layer: str, layout: Layout) -> bool:
+    """Whether the gradient of a layer's weight is made of the bytes that forward multiplied."""
+    if layout.float8 is None or not layout.is_own(layer) or (layer == LAYERS[-1] and layout.is_joined(layer)):
+        return False
+    scatters = layer in (LAYERS[1], LAYERS[3])
+    return is_cast_from_bytes(layout.float8, parallel=layout.is_fused(layer) and scatters)
+
+
+def _units(rows: int, layout: Layout) -> int:
+    """Bytes of what one unit of an activation in float8 is worth: of each row, or of all."""
+    return 4 * rows if layout.float8 is not None and layout.float8.input.output == "row" else 4
 
 
 def _column_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:
@@ -268,10 +300,10 @@ def _column_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activat
     if layout.is_fused(layer):  # cast before it is gathered
         gathered, received = _gathered(layer, K, layout), received * (1 if layout.is_float8(layer) else e) // e
         fused = Activation(_GATHER_MATMUL, layer, gathered + matmul.bytes, matmul.flops, matmul.moved + received)
-        return [*found, *_operands(layer, rows, K, N // t, layout), fused]
+        return [*found, *_operands(layer, rows, K, layout), fused]
     if t > 1:
         found.append(Activation(_GATHER, layer, _gathered(layer, K, layout), 0, received))
-    return [*found, *_operands(layer, M, K, N // t, layout), matmul]
+    return [*found, *_operands(layer, M, K, layout), matmul]
 
 
 def _gathered(layer: str, K: int, layout: Layout) -> int:
@@ -285,7 +317,7 @@ def _row_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation
     M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
     scattered, received = e * M // t * N, e * M * N * (t - 1) // t
     matmul = _matmul(layer, K // t, N, layout)
-    operands = _operands(layer, M, K // t, N, layout)
+    operands = _operands(layer, M, K // t, layout)
     if layout.is_fused(layer):
         return [*operands, Activation(_MATMUL_SCATTER, layer, scattered, matmul.flops, matmul.moved + received)]
     scatter = [Activation(_SCATTER, layer, scattered, 0, received)] if t > 1 else []
@@ -296,37 +328,38 @@ def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
     """[M, K] @ [K, N]; operands in float8 have a byte an element."""
     M, e = layout.tokens, layout.itemsize
     operand = 1 if layout.is_float8(layer) else e
-    return Activation(_MATMUL, layer, e * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
+    op = _SCALED_MATMUL if layout.is_own(layer) else _MATMUL
+    return Activation(op, layer, e * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
 
 
-def _operands(layer: str, M: int, K: int, N: int, layout: Layout) -> list[Activation]:
-    """The float8 operands of a layer, [M, K] and [N, K]: maxima and cast of the activation, maxima of the weight."""
+def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
+    """Of a layer's input [M, K] in float8: its maxima and its cast."""
     e, float8 = layout.itemsize, layout.float8
     if float8 is None or not layout.is_float8(layer):
         return []
-
-    def maxima(granularity: Granularity, rows: int) -> Activation:
-        op, (r, c) = (
-            (_MAXIMUM, (rows, K)) if granularity == "tensor" else (_ROW_MAXIMA, BLOCKS.get(granularity, (1, K)))
-        )
-        return Activation(op, layer, e * (rows // r) * (K // c), rows * K, e * rows * K)
-
-    cast = Activation(_CAST, layer, M * K, M * K, (e + 1) * M * K)
-    return [maxima(float8.input.output, M), cast, maxima(float8.weight.output, N)]
+    if layer == LAYERS[-1] and layout.is_joined(layer):  # gate and cast in one, of [M, 2K]
+        return [Activation(_SWIGLU_CAST, layer, M * K + _units(M, layout), M * K, (2 * e + 1) * M * K)]
+    of = float8.input.output
+    op = _MAX if of == "tensor" and not layout.is_own(layer) else _AMAX
+    rows, columns = (M, K) if of == "tensor" else BLOCKS.get(of, (1, K))
+    maxima = Activation(op, layer, e * (M // rows) * (K // columns), M * K, e * M * K)
+    return [maxima, Activation(_CAST, layer, M * K, M * K, (e + 1) * M * K)]
 
 
 def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout) -> bool:
     """Whether backward has a use for a result if it has those that are kept."""
     op, layer = activation.op, activation.layer
     is_last = layer == LAYERS[-1]
-    if is_last and op in (_MATMUL, _SCATTER, _MATMUL_SCATTER):
+    if is_last and op in (_MATMUL, _SCALED_MATMUL, _SCATTER, _MATMUL_SCATTER):
         return False
-    if op == _MATMUL:
+    if op in (_MATMUL, _SCALED_MATMUL):
         return (_SCATTER, layer) not in kept
-    if op in (_ROW_MAXIMA, _MAXIMUM, _CAST) and layout.float8 is not None:
+    if op in (_AMAX, _MAX, _CAST, _SWIGLU_CAST):
+        is_gathered = layer in (LAYERS[0], LAYERS[2]) and layout.is_fused(layer)  # what is kept is what was gathered
+        if _is_kept_cast(layer, layout) and not is_gathered:
+            return True
         products = {(product, layer) for product in (_MATMUL, _SCATTER, _GATHER_MATMUL, _MATMUL_SCATTER)}
-        is_shared = layout.float8.input.output == layout.float8.input.grad_weight == "tensor"
-        return (is_shared and not layout.is_fused(layer)) or not (is_last or kept & products)
+        return not (is_last or kept & products)
     return True
 
 

@@ -51,7 +51,8 @@ FUSED = {
 """Operations that are two in one. Rules see both; the whole is kept if one of the two is."""
 
 _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
-_OF_OPERANDS = (*CLASSES["cast"], "aten.amax.default", "aten.max.default")
+_MAXIMA = ("aten.amax.default", "aten.max.default")
+_GATE_AND_CAST = "titanlite.swiglu_cast.default"
 _AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
 
 BLOCK = "block"
@@ -88,7 +89,7 @@ class BlockRules:
         self._save_list, self._active, self._layers = save_list, active, layers
         self._matmuls = 0
         self._matched: Counter[int] = Counter()
-        self._operands: Counter[str] = Counter()  # casts and their maxima since the last matmul
+        self._operands: Counter[str | None] = Counter()  # casts and their maxima since the last matmul, by class
         self._recomputed: list[str] = []  # layers since the last attention
 
     def decide(self, op: str, is_view: bool = False, to_float8: bool = False) -> Decision:
@@ -123,11 +124,11 @@ class BlockRules:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
         if op == "aten._to_copy.default" and not to_float8:
             return None
-        if op in _OF_OPERANDS:
-            self._operands[op] += 1
-            if self._operands[op] > 1:
-                return None
-        return _CLASS_OF.get(op)
+        name = _CLASS_OF.get(op)
+        if name == "cast" or op in _MAXIMA:
+            self._operands.update(["statistics", "cast"] if op == _GATE_AND_CAST else [name])  # it has both inside
+            return name if self._operands[name] == 1 else None
+        return name
 
     def _layer(self, matmul: int) -> str:
         return self._layers[matmul % len(self._layers)]

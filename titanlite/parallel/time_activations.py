@@ -21,7 +21,7 @@ from titanlite.kernels.rope import rope
 from titanlite.kernels.swiglu import swiglu
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Block
-from titanlite.parallel.activation_bytes import Layout
+from titanlite.parallel.activation_bytes import LAYERS, Layout
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.initialise import local_data
 from titanlite.parallel.save_rules import CLASSES, FUSED
@@ -71,12 +71,13 @@ def _time_parts(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.
 
     angles = torch.randn(S, E // 2, device=device)
     stream, attended = random(M // t, sizes.dim), random(M // t, sizes.dim)
-    gate_up = random(M, 2 * sizes.ffn_dim // t)
+    # Backward of a joined feed-forward gates anew even if all is kept; eager mode does so once more.
+    gated = [] if layout.compiled and layout.is_joined(LAYERS[-1]) else [random(M, 2 * sizes.ffn_dim // t)]
 
     @torch.no_grad()
     def elementwise() -> object:
         rotated = [rope(heads.flatten(0, 1), angles, angles) for heads in (q, k)]
-        return block.attention_norm(stream), rotated, block.ffn_norm.add(attended, stream), swiglu(gate_up)
+        return block.attention_norm(stream), rotated, block.ffn_norm.add(attended, stream), [swiglu(x) for x in gated]
 
     return Times(found, _seconds(torch.compile(elementwise) if layout.compiled else elementwise, device))
 

@@ -1,0 +1,38 @@
+"""Which recipes titanlite's own float8 products carry out, and what they keep: by the recipe alone, without torch."""
+
+from titanlite.config.recipe_schema import Float8Recipe
+
+
+def obstacle(recipe: Float8Recipe) -> str | None:
+    """Why titanlite's own products cannot carry a recipe out, or None.
+
+    Args:
+        recipe: the arithmetic.
+    """
+    if recipe.has_blocks:
+        return "has scales by block, which no fused kernel takes"
+    if not recipe.all_in_float8:
+        return "has a matmul in high precision, for which its tokens would be gathered once more"
+    if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
+        return "has scales by row that are no powers of two: its bytes cannot be cast again without loss"
+    return None
+
+
+def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
+    """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor differ.
+
+    Args:
+        recipe: the arithmetic; see `obstacle`.
+        parallel: whether a collective is part of the product.
+    """
+    return not parallel or recipe.scale_rounding == "pow2_floor"
+
+
+def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
+    """Whether a feed-forward can go without what lies between its products in high precision.
+
+    Args:
+        recipe: the arithmetic; see `obstacle`.
+        parallel: whether collectives are part of its products.
+    """
+    return is_cast_from_bytes(recipe, parallel) and recipe.input.output == recipe.grad_output.grad_input
