@@ -29,6 +29,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise, local_data
 from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
 
 _MATMULS = (*CLASSES["matmul"], *FUSED)
@@ -59,7 +60,8 @@ def build(
     if world > 1:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, world, mesh.get_local_rank())
-        apply_tensor_parallel(model, mesh, group, asynchronous=fused)
+        plan = plan_layers(model, 2 * seq_len, world)
+        apply_tensor_parallel(model, plan, mesh, group, asynchronous=fused)
     if float8:  # FSDP, which would gather in float8, is not here
         recipe = replace(recipes.load("float8", float8), fsdp_all_gather="high_precision", min_compute_capability=0)
         apply_float8(model, recipe, ("output",), torch.device("cpu"), tokens, shards=1)

@@ -8,6 +8,7 @@ sums are formed in another order (on a GPU) or in another dtype (inductor keeps 
 """
 
 import dataclasses
+import functools
 import math
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -139,12 +141,18 @@ class Ran(NamedTuple):
     backward: Calls
 
 
+@functools.cache
+def plan_of(device: str, sizes: ModelRecipe, ranks: int) -> dict[str, LayerPlan]:
+    with torch.device("meta"):
+        return plan_layers(Llama3(sizes, S[device]), 2 * S[device], ranks)
+
+
 def assembled(mesh: DeviceMesh, fused: bool, sizes: ModelRecipe, save_list: SaveList, biased: bool = False) -> Llama3:
     device = mesh.device_type
     with torch.device("meta"):
         model = Llama3(sizes, S[device])
     group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
-    apply_tensor_parallel(model, mesh, group, fused)
+    apply_tensor_parallel(model, plan_of(device, sizes, mesh.size()), mesh, group, fused)
     apply_activation_checkpoint(model, save_list)
     model.to_empty(device=device)
     model.fill_buffers()

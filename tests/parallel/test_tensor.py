@@ -14,6 +14,7 @@ from tests.training.short_run import assemble, checked, take_steps
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
+from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel, is_replicated, reduce_replicated_gradients
 
 SIZES = ModelRecipe("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -23,7 +24,8 @@ def split(tied: bool = False) -> Llama3:
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), 8)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    apply_tensor_parallel(model, mesh, Group(mesh.get_group().group_name, 2, mesh.get_local_rank()))
+    group = Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
+    apply_tensor_parallel(model, plan_layers(model, 16, 2), mesh, group)
     return model
 
 
@@ -57,8 +59,9 @@ def test_a_layer_without_a_place_is_an_error(tmp_path):
             model = Llama3(SIZES, 8)
             model.layers[0].extra = nn.Linear(4, 4)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan, group = plan_layers(model, 16, 2), Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
         with pytest.raises(ValueError, match=r"layers\.0\.extra \(Linear\) has parameters but no tensor-parallel"):
-            apply_tensor_parallel(model, mesh, Group(mesh.get_group().group_name, 2, mesh.get_local_rank()))
+            apply_tensor_parallel(model, plan, mesh, group)
 
     run_ranks(body, tmp_path)
 

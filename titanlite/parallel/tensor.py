@@ -13,20 +13,21 @@ over the data-parallel ranks, instead of one small all-reduce per norm.
 Nothing is ever computed on a DTensor inside a block: its implicit redistributions are what makes a step slow unseen.
 """
 
-from fnmatch import fnmatch
+import hashlib
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.linear import Fused, FusedLinear, linear
 from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
 from titanlite.models.layers import Embedding, Linear, RMSNorm
+from titanlite.parallel.sharding.layers import LayerPlan
 
 _FUSED_LINEAR = FusedLinear()
 
@@ -102,67 +103,79 @@ class VocabParallelEmbedding(Embedding):
         return scatter_tokens(rows, self.group)
 
 
-_PLAN: dict[str, tuple[type[nn.Module], Placement]] = {
-    "tok_embeddings": (VocabParallelEmbedding, Shard(0)),
-    "*.wqkv": (ColumnParallelLinear, Shard(0)),
-    "*.wo": (RowParallelLinear, Shard(1)),
-    "*.w13": (ColumnParallelLinear, Shard(0)),
-    "*.w2": (RowParallelLinear, Shard(1)),
-    "*norm": (SequenceParallelRMSNorm, Replicate()),
-    "output": (ColumnParallelLinear, Shard(0)),
-}
+class ReplicatedLinear(Linear):
+    """A `Linear` that every rank holds whole and multiplies its own tokens by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M/tp, K] → [M/tp, N], or [M, K/tp] → [M, N/tp] of heads: whatever this rank has."""
+        return linear(x, _local(self.weight), matmul=self.matmul)
 
 
-def local_shape(name: str, module: nn.Module, ranks: int) -> torch.Size:
-    """The shape of one rank's part of a module's weight, as `apply_tensor_parallel` splits it.
-
-    Args:
-        name: of the module.
-        module: whole; has a weight.
-        ranks: tensor-parallel ranks.
-
-    Raises:
-        ValueError: no rule of the plan places it.
-    """
-    weight, (_, placement) = module.weight, _rule(name, module)
-    assert isinstance(weight, Tensor)  # noqa: S101
-    return torch.Size(n // ranks if placement.is_shard(dim) else n for dim, n in enumerate(weight.shape))
-
-
-def _rule(name: str, module: nn.Module) -> tuple[type[nn.Module], Placement]:
-    """What becomes of a module with parameters."""
-    for pattern, rule in _PLAN.items():
-        if fnmatch(name, pattern):
-            return rule
-    raise ValueError(f"{name} ({type(module).__name__}) has parameters but no tensor-parallel placement")
+def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
+    """The layer that does what the plan says, or None."""
+    wanted = plan.gathers, plan.scatters, plan.takes_rows
+    if type(module) is RMSNorm:  # not a class of the user's that is derived from it: it computes something else
+        layers: dict[tuple[bool, bool, bool], type[nn.Module]] = {(False, False, False): SequenceParallelRMSNorm}
+    elif type(module) is Embedding:
+        layers = {(False, True, False): VocabParallelEmbedding}
+    elif type(module) is Linear:
+        layers = {
+            (True, False, False): ColumnParallelLinear,
+            (False, True, False): RowParallelLinear,
+            (False, False, False): ReplicatedLinear,
+        }
+    else:
+        return None
+    return layers.get(wanted)
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, group: Group, asynchronous: bool = False) -> None:
+def apply_tensor_parallel(
+    model: nn.Module, plan: Mapping[str, LayerPlan], mesh: DeviceMesh, group: Group, asynchronous: bool = False
+) -> None:
     """Split every layer of a model over the tensor-parallel ranks, in place.
 
     Args:
         model: on the meta device; its layers are those of `titanlite.models.layers`.
+        plan: of the model, from `plan_layers`; the same on all ranks.
         mesh: 1-D.
         group: the same ranks.
         asynchronous: fuse the collectives of linear layers into their matmuls.
 
     Raises:
-        ValueError: a layer has parameters that no rule of the plan places.
+        ValueError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so; or
+            ranks have made different plans.
     """
+    _require_one_plan(plan, mesh)
     placed: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
-        if not module._parameters:
+        parameters = {own: p for own, p in module._parameters.items() if p is not None}
+        if not parameters:
             continue
-        parallel, placement = _rule(name, module)
-        weight = module.weight
-        assert isinstance(weight, nn.Parameter)  # noqa: S101
-        if weight not in placed:
-            placed[weight] = nn.Parameter(distribute_tensor(weight.data, mesh, [placement]))
+        layer = plan.get(name)
+        parallel = layer and _layer_class(module, layer)
+        if layer is None or parallel is None or layer.placements.keys() != parameters.keys():
+            planned = f"; the plan: {layer}" if layer else ""
+            kind = type(module).__name__
+            raise ValueError(f"{name} ({kind}) has parameters but no tensor-parallel placement or layer{planned}")
+        for own, parameter in parameters.items():
+            if parameter not in placed:
+                sharded = distribute_tensor(parameter.data, mesh, [layer.placements[own]])
+                placed[parameter] = nn.Parameter(sharded)
+            setattr(module, own, placed[parameter])
         module.__class__ = parallel  # as FSDP2 does: the module object, its name and its attributes stay
-        module.weight = placed[weight]
         module.group = group  # type: ignore[assignment]
         if isinstance(module, ParallelLinear):
             module.asynchronous = asynchronous
+
+
+def _require_one_plan(plan: Mapping[str, LayerPlan], mesh: DeviceMesh) -> None:
+    """Raise, on all ranks, if they are about to split the model differently: they would wait for each other."""
+    mine = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()
+    plans: list[str] = [""] * mesh.size()
+    dist.all_gather_object(plans, mine, group=mesh.get_group())
+    different = [rank for rank, other in enumerate(plans) if other != plans[0]]
+    if different:
+        raise ValueError(f"tensor-parallel rank {different[0]} has another sharding plan than rank 0: another version?")
 
 
 def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:

@@ -1,7 +1,7 @@
 """The only place that assembles a run: a flat list of calls, always in this order.
 
-    model on the meta device → tensor parallelism → float8 → activation checkpointing → compile → FSDP →
-    materialise and initialise → optimizer
+    model on the meta device → sharding plan and tensor-parallel layers → float8 → activation checkpointing → compile →
+    FSDP → materialise and initialise → optimizer
 
 Each feature says in the receipt what it did. Restoring a checkpoint is the loop's first act.
 """
@@ -34,6 +34,7 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
 from titanlite.parallel.time_activations import time_block
 from titanlite.training.optimizer import AdamW
@@ -103,7 +104,8 @@ def build(
     with torch.device("meta"):
         model = _MODELS[config.model.name](sizes, config.training.seq_len)
     if mesh.tp_group is not None:
-        apply_tensor_parallel(model, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
+        plan = plan_layers(model, tokens, mesh.tp_size)
+        apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
     warnings: tuple[str, ...] = ()
     if float8 is not None:
         warnings = _float8(model, config, float8, mesh, tokens, receipt)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.sharding.execute import compare_with_one_process
@@ -22,9 +24,9 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.sharding.check import check
 from titanlite.parallel.sharding.derive import derive, plan_model
 from titanlite.parallel.sharding.graph import Graph, export
+from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.sharding.plan import REPLICATE, Plan
 from titanlite.parallel.tensor import (
-    _PLAN,
     ColumnParallelLinear,
     RowParallelLinear,
     SequenceParallelRMSNorm,
@@ -44,14 +46,25 @@ def on_meta(sizes: ModelRecipe, tokens: int = TOKENS) -> tuple[Llama3, Tensor]:
         return model, torch.empty(tokens, dtype=torch.long)
 
 
+BY_HAND: dict[str, tuple[type[nn.Module], Placement]] = {
+    "tok_embeddings": (VocabParallelEmbedding, Shard(0)),
+    "*.wqkv": (ColumnParallelLinear, Shard(0)),
+    "*.wo": (RowParallelLinear, Shard(1)),
+    "*.w13": (ColumnParallelLinear, Shard(0)),
+    "*.w2": (RowParallelLinear, Shard(1)),
+    "*norm": (SequenceParallelRMSNorm, REPLICATE),
+    "output": (ColumnParallelLinear, Shard(0)),
+}
+
+
 def hand_written(model: nn.Module) -> tuple[dict[str, object], Counter[tuple[object, ...]]]:
-    """Placements and collectives of the layers that `apply_tensor_parallel` makes, as their docstrings have them."""
+    """Placements and collectives of the layers that a person would choose, as their docstrings have them."""
     placements: dict[str, object] = {}
     collectives = Counter[tuple[object, ...]]()
     for name, module in model.named_modules():
         if not module._parameters:
             continue
-        layer, placement = next(rule for pattern, rule in _PLAN.items() if fnmatch(name, pattern))
+        layer, placement = next(rule for pattern, rule in BY_HAND.items() if fnmatch(name, pattern))
         placements[f"{name}.weight"] = placement
         N, K = module.weight.shape if module.weight.ndim == 2 else (0, module.weight.numel())
         if layer is ColumnParallelLinear:
@@ -76,6 +89,10 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, limit_s: float)
     plan = plan_model(model, [tokens], {"tp": tp}, Llama3.sharding)
     took = time.process_time() - began
     placements, collectives = hand_written(model)
+    began_layers = time.process_time()
+    layers = plan_layers(model, TOKENS, tp)
+    assert time.process_time() - began_layers < 3  # of two blocks, whatever the size: what a run waits for
+    assert {f"{name}.{own}": p for name, layer in layers.items() for own, p in layer.placements.items()} == placements
     assert {name: plan.tensors[name].placements[0] for name in placements} == placements
     assert {name for name in plan.tensors if name.endswith(".weight")} == set(placements)
     assert Counter((c.module, c.direction, c.kind, c.shape) for c in plan.collectives) == collectives
@@ -93,7 +110,8 @@ def test_the_plan_is_what_the_layers_do(tmp_path) -> None:
         with torch.device("meta"):
             split = Llama3(SIZES, 8)
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        apply_tensor_parallel(split, mesh, Group(mesh.get_group().group_name, 4, mesh.get_local_rank()))
+        group = Group(mesh.get_group().group_name, 4, mesh.get_local_rank())
+        apply_tensor_parallel(split, plan_layers(split, 16, 4), mesh, group)
         shapes = {name: tuple(p.to_local().shape) for name, p in split.named_parameters()}
         assert shapes == {name: plan.tensors[name].local_shape((4,)) for name in shapes}
         assert {n: p.placements for n, p in split.named_parameters()} == {n: plan.tensors[n].placements for n in shapes}

@@ -52,13 +52,6 @@ def _one_of_each(collectives: list[Collective]) -> list[Collective]:
     return list(found.values())
 
 
-def _name(plan: Plan, tensor: str) -> str:
-    """A tensor as a person finds it: by its module, where it has no name in the model."""
-    placed = plan.tensors[tensor]
-    named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
-    return f"{named} [{', '.join(map(str, placed.shape))}]"
-
-
 def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, sizes: Mapping[str, int]) -> Problem:
     axis, size = collective.axis, plan.axes[collective.axis]
     user = nodes[collective.consumers[0]] if collective.consumers else nodes[collective.tensor]
@@ -83,7 +76,7 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
         f"{show(source)} on {axis}, needed as {show(collective.target)} by {user.name}: an unasked "
         f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: " + "\n        <- ".join(shown)
     )
-    return Problem(_name(plan, collective.tensor), seen, want, ", or ".join(f for f in fixes if f))
+    return Problem(plan.shown(collective.tensor), seen, want, ", or ".join(f for f in fixes if f))
 
 
 def _divisible(
@@ -110,7 +103,7 @@ def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
         decided = any(o.reason != "default" for o in placed.origins)
         uses = [] if decided else _matmuls(parameter)
         if uses:
-            where = _name(plan, name)
+            where = plan.shown(name)
             axis = next(iter(plan.axes))
             seen = f"whole on every rank, and no annotation says so; used by {uses[0].name} ({uses[0].target})"
             want = "a sharded weight, or one that is whole on purpose"
@@ -153,5 +146,5 @@ def _undecided_sums(graph: Graph, plan: Plan, selection: Selection) -> list[Prob
                 seen = f"a partial sum on {axis}, and nothing says where it is wanted; all-reduced, {size:.1f} MiB"
                 want = "a shard, for a reduce-scatter, or whole on purpose"
                 fix = f'"{where}" = "{axis}:0" or "replicate"'
-                problems.setdefault(where, Problem(_name(plan, placed.name), seen, want, fix))
+                problems.setdefault(where, Problem(plan.shown(placed.name), seen, want, fix))
     return list(problems.values())

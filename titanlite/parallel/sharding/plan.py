@@ -165,6 +165,16 @@ class Plan:
     steps: Mapping[str, Step] = field(repr=False)
     gradients: Mapping[str, Move] = field(repr=False)
 
+    def shown(self, tensor: str) -> str:
+        """A tensor as a person finds it, with its shape: by its module, where it has no name in the model.
+
+        Args:
+            tensor: its name.
+        """
+        placed = self.tensors[tensor]
+        named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
+        return f"{named} [{', '.join(map(str, placed.shape))}]"
+
     def why(self, tensor: str, axis: str) -> list[str]:
         """The chain from a tensor back to the annotation that placed it.
 

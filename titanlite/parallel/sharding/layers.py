@@ -1,0 +1,254 @@
+"""What each layer of a model does under its sharding plan: how its parameters lie, and its collectives.
+
+The trainer runs a model's own code on local tensors, so a collective can only stand at the boundary of a layer that
+holds a parameter (`parallel/tensor.py` has those layers). Each move of the plan is given to the layer that makes it;
+a move that no layer can make is an error, for the plan says that without it the numbers are wrong.
+
+    gathers      a linear layer whose output features are split: its tokens are gathered before
+    scatters     a linear layer whose input features are split, or an embedding whose rows are: its partial sums are
+                 reduced and its tokens scattered after
+    takes_rows   an embedding of whole indices that computes this rank's tokens only
+
+All else is computed where it lies. What is computed of inputs and buffers alone is whole on every rank.
+
+Blocks that are alike need not all be planned: two of each kind are, in a model of nothing else, and the others follow.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.fx import Node
+
+from titanlite.errors import Problem, ShardingError, describe
+from titanlite.parallel.sharding.check import check
+from titanlite.parallel.sharding.derive import derive
+from titanlite.parallel.sharding.graph import Graph, export, tensor_inputs
+from titanlite.parallel.sharding.plan import REPLICATE, Plan, show
+from titanlite.parallel.sharding.rules import is_weight_of
+from titanlite.parallel.sharding.select import Selection
+
+aten = torch.ops.aten
+_TOKENS = Shard(0)
+_NUMBERS = re.compile(r"(^|\.)[\d*\[\]?-]*[\d\[?][\d*\[\]?-]*(\.|$)")
+"""A part of a pattern that chooses among blocks by their numbers, which are others in a model of fewer blocks."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one module that holds parameters does on a tensor-parallel rank.
+
+    Attributes:
+        placements: of its parameters, by their names in the module.
+        gathers: the tokens of its input, before it computes; backward sums and scatters their gradient.
+        scatters: the tokens of its output, after it has summed it over the ranks; backward gathers their gradient.
+        takes_rows: of its input, which is whole.
+    """
+
+    placements: Mapping[str, Placement]
+    gathers: bool = False
+    scatters: bool = False
+    takes_rows: bool = False
+
+
+def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPlan]:
+    """Plan a model's layers from its annotations.
+
+    Args:
+        model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
+        tokens: M of a micro-step.
+        ranks: tensor-parallel ones.
+
+    Returns:
+        Module name → what it does, for each module that holds a parameter in use.
+
+    Raises:
+        ShardingError: there is no plan, or none that layers can carry out; all problems are in the message.
+    """
+    annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
+    if annotations is None:
+        want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"
+        fix = 'sharding = {"layers.*.attention.wqkv.weight": "tp:0", …}, or tensor_parallel_degree = 1'
+        problem = Problem(type(model).__name__, "no annotations", want, fix)
+        raise ShardingError(describe("sharding plan", [problem]))
+    if any(_NUMBERS.search(pattern) for pattern in annotations):
+        return _planned(model, annotations, tokens, ranks)
+    blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
+    kinds = [_kind(block) for block in blocks]
+    chosen = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
+    layers = _planned(_with_blocks(model, [blocks[n] for n in chosen]), annotations, tokens, ranks)
+    of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(chosen))]
+    of_kind: dict[str, dict[str, LayerPlan]] = {}
+    for n, planned in zip(chosen, of_blocks, strict=True):
+        if of_kind.setdefault(kinds[n], planned) != planned:  # where a block stands decides how it is split
+            return _planned(model, annotations, tokens, ranks)
+    others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
+    return others | {
+        f"layers.{n}.{name}": layer for n, kind in enumerate(kinds) for name, layer in of_kind[kind].items()
+    }
+
+
+def _kind(block: nn.Module) -> str:
+    """All that decides a block's graph: classes, shapes of parameters, and plain attributes of its modules."""
+    seen: list[Any] = []
+    for name, module in block.named_modules():
+        shapes = [(n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()]
+        plain = {k: repr(v) for k, v in vars(module).items() if not k.startswith("_")}
+        seen.append((name, type(module).__qualname__, shapes, plain))
+    return repr(seen)
+
+
+def _with_blocks(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
+    """The same model with other blocks."""
+    other = copy.copy(model)
+    other._modules = {**model._modules, "layers": nn.ModuleList(blocks)}
+    return other
+
+
+def _under(layers: Mapping[str, LayerPlan], prefix: str) -> dict[str, LayerPlan]:
+    return {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
+
+
+def _planned(model: nn.Module, annotations: Mapping[str, str], tokens: int, ranks: int) -> dict[str, LayerPlan]:
+    graph = export(model, [torch.empty(tokens, dtype=torch.long, device="meta")])
+    plan, selection = derive(graph, {"tp": ranks}, annotations)
+    check(graph, plan, selection, {})
+    return layers_of(graph, plan, selection)
+
+
+def layers_of(graph: Graph, plan: Plan, selection: Selection) -> dict[str, LayerPlan]:
+    """Give every move of a plan to the layer that makes it.
+
+    Args:
+        graph: the model, from token ids to logits.
+        plan: of it, on one axis.
+        selection: its rules.
+
+    Returns:
+        Module name → what it does, for each module that holds a parameter in use.
+
+    Raises:
+        ShardingError: no layer can make a move; all problems are in the message.
+    """
+    return _Layers(graph, plan, selection).found()
+
+
+class _Layers:
+    """The layers of one plan while its moves are given out."""
+
+    def __init__(self, graph: Graph, plan: Plan, selection: Selection) -> None:
+        self.graph, self.plan, self.selection = graph, plan, selection
+        self.problems: dict[str, Problem] = {}
+        self.layers: dict[str, LayerPlan] = {}
+        held = {node: name for node, name in graph.names.items() if node in graph.parameters and node.users}
+        names = [*((name, node) for node, name in held.items()), *graph.aliases.items()]
+        for name, node in names:
+            module, _, own = name.rpartition(".")
+            layer = self.layers.setdefault(module, LayerPlan({}))
+            placements = {**layer.placements, own: plan.tensors[graph.names[node]].placements[0]}
+            self.layers[module] = replace(layer, placements=placements)
+        # Inputs, buffers and constants, and what is computed of nothing else.
+        self.whole = {node for node in graph.names if node.op == "placeholder" and node not in graph.parameters}
+        for node in graph.operators:
+            if all(source in self.whole for source in tensor_inputs(node)):
+                self.whole.add(node)
+
+    def found(self) -> dict[str, LayerPlan]:
+        for node in self.graph.operators:
+            if node not in self.whole:
+                self._enter(node)
+                self._leave(node)
+        self._gradients()
+        self._returned()
+        for name, layer in self.layers.items():
+            if layer.gathers and layer.scatters:
+                want = "one of the two: its input features are split, or its output features"
+                self._refuse(f"{name}.weight", "gathers its tokens and scatters them", want, "annotate its weight")
+        if self.problems:
+            raise ShardingError(describe("tensor-parallel layers", list(self.problems.values())))
+        return self.layers
+
+    def _enter(self, node: Node) -> None:
+        """What an operator's inputs need."""
+        step = self.plan.steps[self.graph.names[node]]
+        for i, (source, move) in enumerate(zip(tensor_inputs(node), step.inputs, strict=True)):
+            at = REPLICATE if source in self.whole else move.source[0]
+            need, is_partial = move.target[0], move.partial_gradient[0]
+            if at == need and not is_partial:
+                continue
+            layer = self._layer(node)
+            if at == _TOKENS and need == REPLICATE and is_partial and layer and node.target is aten.linear.default:
+                users = self.selection.consumers[move]
+                homes = list(dict.fromkeys(self.graph.home(user) for user, _ in reversed(users)))
+                if len(users) == 1:
+                    self.layers[layer] = replace(self.layers[layer], gathers=True)
+                    continue
+                want = "one linear layer that gathers it; each would gather by itself"
+                fix = f"one Linear with the parts {', '.join(home.rpartition('.')[2] for home in homes)}"
+                self._refuse(self._name(source), f"gathered for {', '.join(homes)}", want, fix)
+            elif source in self.whole and need == _TOKENS and layer and node.target is aten.embedding.default and i:
+                self.layers[layer] = replace(self.layers[layer], takes_rows=True)
+            else:
+                backward = ", with a gradient that is summed over the ranks" if is_partial else ""
+                seen = f"{show(at)}, needed as {show(need)} by {node.name} ({node.target}){backward}"
+                self._refuse(self._name(source), seen, _MOVES, "annotate another dim, or tensor_parallel_degree = 1")
+
+    def _leave(self, node: Node) -> None:
+        """What becomes of what an operator computes."""
+        name = self.graph.names[node]
+        step = self.plan.steps[name]
+        computed, final = step.computed[0], step.output.target[0]
+        layer = self._layer(node)
+        if any(rule.statistics for rule in self.selection.rules[node]):
+            want = "a model that ends with its logits: the loss is the trainer's"
+            self._refuse(self._name(node), "a loss", want, "return the logits")
+        elif computed == final:
+            return
+        elif isinstance(computed, Partial) and final == _TOKENS and layer:
+            self.layers[layer] = replace(self.layers[layer], scatters=True)
+        else:
+            seen = f"computed as {show(computed)}, needed as {show(final)}"
+            self._refuse(self._name(node), seen, _MOVES, '"@module" = "tp:0" for the module that returns it')
+
+    def _gradients(self) -> None:
+        """A weight that is whole has a gradient that is a partial sum: the trainer adds up all of those."""
+        for node in self.graph.parameters & self.graph.trained:
+            name = self.graph.names[node]
+            if node.users and self.plan.tensors[name].placements[0] == REPLICATE and name not in self.plan.gradients:
+                want = "a weight that is split, or one that each rank uses for a part of the work"
+                self._refuse(name, "whole, and so is its gradient", want, f'"{name}" = "tp:0"')
+
+    def _returned(self) -> None:
+        """The loss takes logits that are split by vocabulary."""
+        for node in self.graph.outputs:
+            placed = self.plan.tensors[self.graph.names[node]].placements[0]
+            if placed != Shard(1):
+                want = "logits [M, V] that are split by vocabulary, S(1), as the loss takes them"
+                self._refuse(self._name(node), f"returned as {show(placed)}", want, '"output.weight" = "tp:0"')
+
+    def _layer(self, node: Node) -> str | None:
+        """The module that runs an operator on a parameter of its own as the matrix, or None."""
+        home = self.graph.home(node)
+        own = {self.graph.aliases.get(f"{home}.{name}") for name in self.layers.get(home, LayerPlan({})).placements}
+        for i, source in enumerate(tensor_inputs(node)):
+            if is_weight_of(node, i) and (source in own or self.graph.names[source].rpartition(".")[0] == home):
+                return home if source in self.graph.parameters else None
+        return None
+
+    def _name(self, node: Node) -> str:
+        return self.plan.shown(self.graph.names[node])
+
+    def _refuse(self, where: str, saw: str, want: str, fix: str) -> None:
+        self.problems.setdefault(where, Problem(where, saw, want, fix))
+
+
+_MOVES = (
+    "what a layer can do: gather tokens before a linear layer, reduce and scatter them after a linear layer or an "
+    "embedding; all by dim 0"
+)
