@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, overload
 
+from titanlite.config.architectures import check_keys
 from titanlite.config.build import build, show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import (
@@ -144,12 +145,17 @@ def model_dimensions(config: Config, origin: Origin | None = None) -> ModelRecip
         origin: where its keys were given, for the message if there is no such flavor.
 
     Raises:
-        RecipeError: there is no such flavor.
+        RecipeError: there is no such flavor, or the architecture lacks a key or makes nothing of one.
     """
     model = config.model
-    recipe = load("model", f"{model.name}-{model.flavor}", config.job.recipe_dirs, origin)
-    given = {k: v for k, v in dataclasses.asdict(model).items() if k not in ("name", "flavor") and v is not None}
-    return dataclasses.replace(recipe, **given)
+    name = Path(model.file).stem if model.file else model.name
+    recipe = load("model", f"{name}-{model.flavor}", config.job.recipe_dirs, origin)
+    given = {k: v for k, v in dataclasses.asdict(model).items() if v is not None}
+    recipe = dataclasses.replace(recipe, **{k: v for k, v in given.items() if k not in ("name", "file", "flavor")})
+    problems = Problems(origin or Origin("config"))
+    check_keys(model, recipe, problems)
+    problems.raise_all(RecipeError)
+    return recipe
 
 
 def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, Path]:
@@ -181,7 +187,8 @@ def _find(
         return base / name
     asked, choices = name, [*KINDS[kind].words, *files]
     if kind == "model" and key is None:  # a config says name and flavor apart
-        asked, choices = name.partition("-")[2], [c.partition("-")[2] for c in choices]
+        architecture, _, asked = name.partition("-")
+        choices = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
     problems, key = Problems(origin), key or KINDS[kind].key
     spelling = {c.lower(): c for c in choices}
     near = [spelling[c] for c in difflib.get_close_matches(asked.lower(), spelling, n=1)]
@@ -194,6 +201,8 @@ def _find(
 def _check_model(recipe: ModelRecipe, problems: Problems) -> None:
     """Dimensions are positive; `config/check.py` holds them against each other, after the overrides."""
     for name, value in dataclasses.asdict(recipe).items():
+        if value == 0 and getattr(ModelRecipe, name, None) == 0:
+            continue  # not given; `config/architectures.py` knows who needs it
         if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
             problems.add(name, show(value), "a number above 0", f"{name} = the published size")
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from titanlite.commands import main
 from titanlite.commands.price_list import layout_of, rule_prices, totals
 from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import RecipeError
+from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.parallel.activation_bytes import activations
 from titanlite.recipes import load, names
@@ -67,8 +69,20 @@ def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
         run = checked("--parallelism.tensor_parallel_degree", degree)
         sizes, layout = run.dimensions, layout_of(run)
         dear = [a for a in activations(sizes, layout) if "mm" in a.op or "attention" in a.op]
-        step = (flops_per_token(sizes, layout.seq_len) - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
+        with torch.device("meta"):
+            flops = flops_per_token(Llama3(sizes, 8), sizes, layout.seq_len)
+        step = (flops - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
         assert 3 * sizes.n_layers * sum(a.flops for a in dear) * int(degree) == step
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
+def test_an_architecture_without_prices_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "64"]
+    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 2
+    assert (
+        f'model.name = "{name}"\n      want: an architecture whose block has a price list: llama3'
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", LISTS)

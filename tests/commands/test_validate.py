@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.commands import main
-from titanlite.commands.validate import checked_run, n_parameters
+from titanlite.commands.validate import checked_run
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
@@ -49,7 +50,7 @@ def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     ],
 )
 def test_parameters_of_the_published_models(flavor: str, count: int) -> None:
-    assert n_parameters(load("model", f"llama3-{flavor}")) == count
+    assert ARCHITECTURES["llama3"].n_parameters(load("model", f"llama3-{flavor}")) == count
 
 
 def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,9 @@ import time
 import pytest
 import torch
 
+from titanlite import recipes
+from titanlite.models.gemma3 import Gemma3
+from titanlite.models.llama3 import Llama3
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.peak_flops import dense_bf16_flops, flops_per_token, peak_flops
 from titanlite.recipes import ModelRecipe
@@ -75,13 +78,31 @@ def test_matmul_flops_agree_with_counting_the_operations():
             h = (h @ w13)[:, :F] @ w2
         (h @ output).sum().backward()
     other_half = TINY.n_layers * 6 * S * H * E  # of the square, which causal attention does not need
-    assert counter.get_total_flops() == B * S * (flops_per_token(TINY, S) + other_half)
+    assert counter.get_total_flops() == B * S * (flops_of_llama(TINY, S) + other_half)
+
+
+def flops_of_llama(sizes: ModelRecipe, seq_len: int) -> int:
+    with torch.device("meta"):
+        return flops_per_token(Llama3(sizes, seq_len), sizes, seq_len)
+
+
+@pytest.mark.parametrize("seq_len", [16, 32, 64])
+def test_layers_with_a_window_count_what_they_see(seq_len):
+    sizes = recipes.load("model", "gemma3-debug")  # four layers, the third of which is global; windows of 32
+    with torch.device("meta"):
+        model = Gemma3(sizes, seq_len)
+    seen = [min(i + 1, window) for window in (32, 32, seq_len, 32) for i in range(seq_len)]
+    matmul = 256 * sizes.vocab_size + 4 * (256 * 32 * (8 + 4 + 4 + 8) + 3 * 256 * 512)
+    expected = 6 * matmul + 12 * sum(seen) / seq_len * 8 * 32
+    # MFU takes half of S for (S + 1) / 2 and leaves out the diagonal's half, in a window as in the whole.
+    diagonal = sum(0.5 * min(window, seq_len) / seq_len for window in (32, 32, seq_len, 32))
+    assert flops_per_token(model, sizes, seq_len) == expected - 12 * diagonal * 8 * 32
 
 
 def test_llama_8b_by_hand():
     # 8.03e9 parameters less the embedding (128256·4096) and the norms (65·4096), by Meta's count of 8,030,261,248.
     matmul = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    assert flops_per_token(LLAMA_8B, 8192) == 6 * matmul + 32 * 6 * 8192 * 4096
+    assert flops_of_llama(LLAMA_8B, 8192) == 6 * matmul + 32 * 6 * 8192 * 4096
 
 
 def test_memory_of_a_cpu_process_is_its_resident_size():

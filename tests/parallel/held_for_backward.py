@@ -4,6 +4,7 @@ Eager: every storage that an operation of forward made and that is alive once fo
 of forward hands to that of backward. The block's input counts in both, weights and output do not.
 """
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise, local_data
 from titanlite.parallel.save_rules import CLASSES, FUSED
-from titanlite.parallel.sharding.layers import plan_layers
+from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
 
 _MATMULS = (*CLASSES["matmul"], *FUSED)
@@ -41,6 +42,12 @@ class Held:
 
     bytes: int
     matmuls: int  # in backward; 8 are its own
+
+
+@functools.cache
+def plan_of(sizes: ModelRecipe, seq_len: int, ranks: int) -> dict[str, LayerPlan]:
+    with torch.device("meta"):
+        return plan_layers(Llama3(sizes, seq_len), 2 * seq_len, ranks)
 
 
 def build(
@@ -60,8 +67,7 @@ def build(
     if world > 1:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, world, mesh.get_local_rank())
-        plan = plan_layers(model, 2 * seq_len, world)
-        apply_tensor_parallel(model, plan, mesh, group, asynchronous=fused)
+        apply_tensor_parallel(model, plan_of(sizes, seq_len, world), mesh, group, asynchronous=fused)
     if float8:  # FSDP, which would gather in float8, is not here
         recipe = replace(recipes.load("float8", float8), fsdp_all_gather="high_precision", min_compute_capability=0)
         apply_float8(model, recipe, ("output",), torch.device("cpu"), tokens, shards=1)
@@ -71,7 +77,8 @@ def build(
     initialise(model, seed=0)
     for module in model.layers.modules():  # the compiler would hand the mesh of a DTensor to backward, too
         for name, parameter in module._parameters.items():
-            module._parameters[name] = nn.Parameter(local_data(parameter).to(dtype))
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(local_data(parameter).to(dtype))
     return model
 
 

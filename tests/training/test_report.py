@@ -11,6 +11,7 @@ import torch
 
 from titanlite import recipes
 from titanlite.config.schema import Config, Metrics, Training
+from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import flops_per_token
@@ -18,6 +19,8 @@ from titanlite.training.report import Moment, Outcome, Report
 
 SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD = torch.device("cpu"), 64, 8, 2
+with torch.device("meta"):
+    FLOPS = flops_per_token(Llama3(SIZES, S), SIZES, S)
 
 
 @dataclass
@@ -36,7 +39,7 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
     config = Config(training=Training(steps=100, seq_len=S), metrics=Metrics(log_freq=log_freq))
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
     with closing(console), closing(metrics):
-        yield Report(config, SIZES, CPU, WORLD, samples_before, start, console, metrics, None, None, BATCH)
+        yield Report(config, FLOPS, CPU, WORLD, samples_before, start, console, metrics, None, None, BATCH)
 
 
 def outcome(step: int, seconds: float, wait: float) -> Outcome:
@@ -57,8 +60,8 @@ def test_a_row_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
     assert [row["tokens"] for row in (first, second)] == [(50 + 2 * BATCH) * S, (50 + 4 * BATCH) * S]
     rate = BATCH * S / 0.5 / WORLD
     assert second["tokens_per_second_per_gpu"] == rate
-    assert second["tflops_per_gpu"] == pytest.approx(rate * flops_per_token(SIZES, S) / 1e12)
-    assert second["mfu"] == pytest.approx(rate * flops_per_token(SIZES, S) / logged._peak)
+    assert second["tflops_per_gpu"] == pytest.approx(rate * FLOPS / 1e12)
+    assert second["mfu"] == pytest.approx(rate * FLOPS / logged._peak)
 
 
 def test_the_last_step_is_logged_and_what_was_not_training_does_not_count(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from titanlite.commands.validate import CheckedRun
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.models.llama3 import Llama3
+from titanlite.models.find import model_class
 from titanlite.parallel.sharding.derive import plan_model
+from titanlite.parallel.sharding.layers import annotations_of
 from titanlite.parallel.sharding.plan import Plan, show
 
 T = TypeVar("T")
@@ -34,13 +35,13 @@ def sharding_plan(checked: CheckedRun) -> Plan:
     """
     config, sizes = checked.config, checked.dimensions
     with torch.device("meta"):
-        model = Llama3(sizes, config.training.seq_len)
+        model = model_class(config.model)(sizes, config.training.seq_len)
         tokens = torch.empty(config.training.local_batch_size * config.training.seq_len, dtype=torch.long)
     for parameter in model.parameters():  # in the dtype that the step computes in; the rotary table stays float32
         parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
     widths = {k: v for k, v in dataclasses.asdict(sizes).items() if type(v) is int and k != "n_layers"}
     degree = config.parallelism.tensor_parallel_degree
-    return plan_model(model, [tokens], {"tp": degree}, Llama3.sharding, widths)
+    return plan_model(model, [tokens], {"tp": degree}, annotations_of(model), widths)
 
 
 def sharding_table(plan: Plan, micro_steps: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
+from titanlite.config.architectures import architecture
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
@@ -128,7 +129,7 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     rows = {
-        "model": f"{config.model.name} {config.model.flavor}, {n_parameters(checked.dimensions):,} parameters",
+        "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {'rest' if shard == -1 else shard} × tensor {tensor}: {processes}",
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
@@ -145,13 +146,12 @@ def _save_list(checked: CheckedRun) -> str:
     return chosen.recipe if chosen.budget_gib is None else f"{chosen.recipe} within {chosen.budget_gib:g} GiB"
 
 
-def n_parameters(model: ModelRecipe) -> int:
-    """Return the number of parameters, embeddings included (tied ones once)."""
-    head_dim = model.dim // model.n_heads
-    attention = model.dim * head_dim * (2 * model.n_heads + 2 * model.n_kv_heads)
-    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
-    embeddings = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
-    return model.n_layers * block + model.dim + embeddings
+def _model(checked: CheckedRun) -> str:
+    """The architecture, its size, and its parameters where they can be counted without importing its file."""
+    model, known = checked.config.model, architecture(checked.config.model)
+    if known is None:
+        return f"{model.file} {model.flavor}, not imported"
+    return f"{model.name} {model.flavor}, {known.n_parameters(checked.dimensions):,} parameters"
 
 
 def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:

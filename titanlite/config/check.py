@@ -6,6 +6,7 @@ touched. Whatever can be said without the number of processes is also said when 
 """
 
 import math
+import os
 
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
@@ -72,6 +73,10 @@ def check(config: Config, model: ModelRecipe | None, world_size: int | None, ori
     counts: tuple[int, ...] = ()
     if model is not None:
         _check_model(model, problems)
+        longest, seq_len = model.max_seq_len, config.training.seq_len
+        if 0 < longest < seq_len:
+            want = f"at most {longest}, the positions that the model has an embedding for"
+            problems.add("training.seq_len", str(seq_len), want, f"seq_len = {longest}")
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
     if _can_divide(config) and min(counts, default=1) >= 1:  # else they are out of range, and reported
         _check_mesh(config, model, world_size, problems)
@@ -138,7 +143,11 @@ def _check_model(model: ModelRecipe, problems: Problems) -> None:
     dim, heads, kv_heads = model.dim, model.n_heads, model.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
-    if dim % heads:
+    if model.head_dim:
+        if model.head_dim % 2:
+            want = "an even width, for rotary pairs"
+            problems.add("model.head_dim", str(model.head_dim), want, f"head_dim = {model.head_dim + 1}")
+    elif dim % heads:
         problems.add(
             "model.n_heads", str(heads), f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim))
         )
@@ -237,6 +246,10 @@ def _check_features(config: Config, problems: Problems) -> None:
     job, checkpoint = config.job, config.checkpoint
     if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0"):
         problems.add("job.name", show(job.name), "the name of a folder", f'name = "{Config().job.name}" (the default)')
+    if config.model.file and not config.model.file.endswith(".py"):
+        problems.add("model.file", show(config.model.file), "a Python file", 'file = "my_model.py"')
+    elif config.model.file and not os.path.isfile(config.model.file):
+        problems.add("model.file", show(config.model.file), "a file that exists", "its path from where you start")
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
         problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")

@@ -24,7 +24,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """The dimensions of one model size."""
+    """The dimensions of one model size. Keys whose default is 0 are not for every architecture."""
 
     help: str
     n_layers: int
@@ -33,11 +33,21 @@ class ModelRecipe:
     n_kv_heads: int
     ffn_dim: int
     vocab_size: int
-    rope_theta: float
     norm_eps: float
+    rope_theta: float = 0.0
     tied_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
+    head_dim: int = 0  # width of a head, where it is not dim / n_heads
+    window: int = 0  # tokens that a local layer attends to, its own included
+    local_rope_theta: float = 0.0  # rope_theta of local layers
+    global_every: int = 0  # every so many layers, the last of them attends to all tokens
+    max_seq_len: int = 0  # positions that have a learned embedding
     refs: tuple[str, ...] = ()
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head (E)."""
+        return self.head_dim or self.dim // self.n_heads
 
 
 @dataclass(frozen=True)

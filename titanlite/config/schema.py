@@ -31,10 +31,12 @@ class Job:
 class Model:
     """The architecture. A flavor sets every dimension; any of them can be overridden."""
 
-    name: Literal["llama3"] = "llama3"
+    name: Literal["llama3", "qwen3", "gemma3", "gpt2"] = "llama3"
     """Architecture."""
+    file: str = ""
+    """Path of a Python file with an architecture of your own, instead of `name`; its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
     flavor: str = "8B"
-    """Size, looked up as `recipes/model/<name>-<flavor>.toml`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1), or your own."""
+    """Size, looked up as `recipes/model/<name>-<flavor>.toml`, as debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1), or your own."""
     n_layers: int | None = None
     """Transformer blocks."""
     dim: int | None = None

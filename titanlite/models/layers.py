@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
+from titanlite.kernels.rope import rope
 
 
 class Linear(nn.Module):
@@ -28,24 +31,29 @@ class Linear(nn.Module):
         parts: rows of each part within one group, in order; one part for a plain layer.
         groups: how often the pattern of parts repeats. N = groups · Σ parts.
         std: standard deviation of the initial weights.
+        bias: add a learned one to each output feature.
 
     Attributes:
         weight: [N, K].
+        bias: [N], with rows as those of the weight, or None.
         matmul: the arithmetic; a float8 recipe replaces it.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, groups: int = 1, std: float) -> None:
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, groups: int = 1, std: float, bias: bool = False
+    ) -> None:
         super().__init__()
         self.parts, self.groups, self.std = dict(parts), groups, std
         self.weight = nn.Parameter(torch.empty(groups * sum(parts.values()), in_features))
+        self.bias = nn.Parameter(torch.empty(len(self.weight))) if bias else None
         self.matmul: Matmul = F.linear
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, K] → [M, N]."""
-        return linear(x, self.weight, matmul=self.matmul)
+        return add_bias(linear(x, self.weight, matmul=self.matmul), self.bias)
 
     def fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Interleave the separate weights, [groups · rows, K] each, to one [N, K]."""
+        """Interleave the separate weights, [groups · rows, K] each, to one [N, K]; or biases, without K."""
         return torch.cat([parts[name].unflatten(0, (self.groups, -1)) for name in self.parts], dim=1).flatten(0, 1)
 
     def split(self, weight: Tensor) -> dict[str, Tensor]:
@@ -54,11 +62,30 @@ class Linear(nn.Module):
         return {name: piece.flatten(0, 1) for name, piece in zip(self.parts, pieces, strict=True)}
 
 
+def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Add a bias to each row of `y` [M, N], in its dtype, if there is one. Never inside a matmul: partial sums that
+    ranks add up would count it once for each of them."""
+    return y if bias is None else y + bias
+
+
 class CausalAttention(nn.Module):
-    """Attention of each token to those before it and itself. A module without weights, so that it has a place."""
+    """Attention of each token to those before it and itself. A module without weights, so that it has a place.
+
+    Args:
+        window: attend to the last so many tokens, the own one included; 0: to all.
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H, S, E], [B, K, S, E], [B, K, S, E] → [B, H, S, E]; H is a multiple of K."""
+        S = q.shape[2]
+        if 0 < self.window < S:
+            back = torch.arange(S, device=q.device)[:, None] - torch.arange(S, device=q.device)
+            seen = (back >= 0) & (back < self.window)  # [S, S]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] > k.shape[1])
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 
@@ -82,6 +109,55 @@ class RMSNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise `x + residual`; returns that and the sum, [M, D] each."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm with a learned scale and shift.
+
+    Args:
+        dim: D.
+        eps: added to the variance.
+    """
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.bias = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class QKNormAttention(nn.Module):
+    """Causal grouped-query attention whose queries and keys are normalised, head by head, before they are rotated.
+
+    Args:
+        sizes: the model's dimensions.
+        std: standard deviation of the initial weights.
+        residual_std: that of the projection back to the residual stream.
+        window: attend to the last so many tokens; 0: to all.
+    """
+
+    def __init__(self, sizes: ModelRecipe, std: float, residual_std: float, window: int = 0) -> None:
+        super().__init__()
+        self.head_dim, self.queries_per_kv = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        E, R = self.head_dim, self.queries_per_kv
+        self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=std)
+        self.q_norm, self.k_norm = RMSNorm(E, sizes.norm_eps), RMSNorm(E, sizes.norm_eps)
+        self.attend = CausalAttention(window)
+        self.wo = Linear(sizes.n_heads * E, {"wo": sizes.dim}, std=residual_std)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
+        S, E, R = cos.shape[0], self.head_dim, self.queries_per_kv
+        q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
+        q, k = self.q_norm(q.flatten(1, 2)), self.k_norm(k.flatten(1, 2))  # [M, H, E], [M, K, E]
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q, k, v.squeeze(2)))  # [B, heads, S, E]
+        out = self.attend(q, k, v)
+        return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
 class Embedding(nn.Module):

@@ -14,7 +14,9 @@ import re
 import time
 
 import torch
+from torch import nn
 
+from titanlite.models.layers import CausalAttention, Linear
 from titanlite.recipes import ModelRecipe
 
 # First match wins: the special board before the general one.
@@ -69,7 +71,7 @@ def dense_bf16_flops(name: str) -> float | None:
     return next((flops for pattern, flops in _DENSE_BF16 if re.search(rf"\b(?:{pattern})\b", name)), None)
 
 
-def flops_per_token(model: ModelRecipe, seq_len: int) -> int:
+def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
     """Count the FLOPs of forward and backward for one token, as MFU counts them.
 
     Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
@@ -77,22 +79,22 @@ def flops_per_token(model: ModelRecipe, seq_len: int) -> int:
     does not; nor do norms, RoPE and the loss.
 
     Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
-    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. The boundaries of
-    documents, which reduce the work further, do not count.
+    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. Where a layer sees
+    a window of W < S tokens, what lies outside of it does not count: W·(2·S − W) / S in the place of S. The boundaries
+    of documents, which reduce the work further, do not count.
 
     Args:
-        model: the dimensions.
+        model: its linear layers hold the matmul parameters, on the meta device or anywhere.
+        sizes: its dimensions.
         seq_len: tokens per sequence (S).
 
     Returns:
         FLOPs per token of a training step.
     """
-    D, H, K, F = model.dim, model.n_heads, model.n_kv_heads, model.ffn_dim
-    E = D // H
-    attention_weights = D * (H + 2 * K) * E + H * E * D  # wqkv, wo
-    feed_forward_weights = 3 * D * F  # w1, w2, w3
-    matmul_parameters = model.n_layers * (attention_weights + feed_forward_weights) + D * model.vocab_size
-    return 6 * matmul_parameters + model.n_layers * 6 * seq_len * H * E
+    matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    windows = [m.window for m in model.modules() if isinstance(m, CausalAttention)]
+    seen = sum(w * (2 * seq_len - w) // seq_len if 0 < w < seq_len else seq_len for w in windows)
+    return 6 * matmul_parameters + 6 * seen * sizes.n_heads * sizes.head_width
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.models.layers import Embedding, Linear, RMSNorm
+from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm
 
 
 def initialise(model: nn.Module, seed: int) -> None:
@@ -26,18 +26,20 @@ def initialise(model: nn.Module, seed: int) -> None:
     """
     done: set[int] = set()  # tied weights are drawn once
     for name, module in model.named_modules():
-        for parameter in module._parameters.values():
+        for own, parameter in module._parameters.items():
             if parameter is None or id(parameter) in done:
                 continue
             done.add(id(parameter))
             with torch.no_grad():
                 local = local_data(parameter)
-                local.copy_(local_slice(_draw(name, module, parameter.shape, local.device, seed), parameter))
+                local.copy_(local_slice(_draw(name, own, module, parameter.shape, local.device, seed), parameter))
 
 
-def _draw(name: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
-    """The whole parameter, float32."""
-    if isinstance(module, RMSNorm):
+def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
+    """The whole parameter `own` of the module `name`, float32."""
+    if own == "bias" and isinstance(module, LayerNorm | Linear):
+        return torch.zeros(shape, device=device)
+    if isinstance(module, RMSNorm | LayerNorm):
         return torch.ones(shape, device=device)
     if isinstance(module, Embedding):
         return _normal(name, shape, module.std, device, seed)

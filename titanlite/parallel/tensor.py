@@ -6,7 +6,8 @@ Tokens are split over the ranks between the matmuls (sequence parallelism) and h
     wqkv, w13, output   gather →  [M, D] @ [N/tp, D].T            column-parallel
     wo, w2                        [M, K/tp] @ [D, K/tp].T → scatter   row-parallel
 
-A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum.
+A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum; so is that
+of a bias that is added to scattered tokens.
 `reduce_replicated_gradients` adds all of those in float32 with one collective per step, after FSDP has reduced them
 over the data-parallel ranks, instead of one small all-reduce per norm.
 
@@ -15,6 +16,7 @@ Nothing is ever computed on a DTensor inside a block: its implicit redistributio
 
 import hashlib
 from collections.abc import Mapping
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -24,16 +26,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.kernels.collectives import Group, scatter_tokens
+from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Fused, FusedLinear, linear
 from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
-from titanlite.models.layers import Embedding, Linear, RMSNorm
+from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
 from titanlite.parallel.sharding.layers import LayerPlan
 
 _FUSED_LINEAR = FusedLinear()
 
 
-def _local(weight: Tensor) -> Tensor:
-    """This rank's part of a tensor-parallel parameter."""
+@overload
+def _local(weight: Tensor) -> Tensor: ...
+@overload
+def _local(weight: Tensor | None) -> Tensor | None: ...
+def _local(weight: Tensor | None) -> Tensor | None:
+    """This rank's part of a tensor-parallel parameter, if there is one."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -66,7 +73,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M, N/tp]."""
-        return linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
+        y = linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
+        return add_bias(y, _local(self.bias))
 
 
 class RowParallelLinear(ParallelLinear):
@@ -74,7 +82,8 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, K/tp] → [M/tp, N]."""
-        return linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul, fused=self.fused)
+        y = linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul, fused=self.fused)
+        return add_bias(y, _local(self.bias))
 
 
 class SequenceParallelRMSNorm(RMSNorm):
@@ -87,6 +96,24 @@ class SequenceParallelRMSNorm(RMSNorm):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise `x + residual`; returns that and the sum, [M/tp, D] each."""
         return add_rms_norm(x, residual, _local(self.weight), self.eps)
+
+
+class SequenceParallelLayerNorm(LayerNorm):
+    """A `LayerNorm` over this rank's tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M/tp, D] → [M/tp, D]."""
+        return layer_norm(x, _local(self.weight), _local(self.bias), self.eps)
+
+
+class SequenceParallelEmbedding(Embedding):
+    """An `Embedding` that every rank holds whole and looks its own tokens up in, as that of positions."""
+
+    group: Group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[M] int64 → [M/tp, D]."""
+        return F.embedding(tokens.chunk(self.group.size)[self.group.rank], _local(self.weight))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -108,7 +135,7 @@ class ReplicatedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M/tp, N], or [M, K/tp] → [M, N/tp] of heads: whatever this rank has."""
-        return linear(x, _local(self.weight), matmul=self.matmul)
+        return add_bias(linear(x, _local(self.weight), matmul=self.matmul), _local(self.bias))
 
 
 def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
@@ -116,8 +143,10 @@ def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
     wanted = plan.gathers, plan.scatters, plan.takes_rows
     if type(module) is RMSNorm:  # not a class of the user's that is derived from it: it computes something else
         layers: dict[tuple[bool, bool, bool], type[nn.Module]] = {(False, False, False): SequenceParallelRMSNorm}
+    elif type(module) is LayerNorm:
+        layers = {(False, False, False): SequenceParallelLayerNorm}
     elif type(module) is Embedding:
-        layers = {(False, True, False): VocabParallelEmbedding}
+        layers = {(False, True, False): VocabParallelEmbedding, (False, False, True): SequenceParallelEmbedding}
     elif type(module) is Linear:
         layers = {
             (True, False, False): ColumnParallelLinear,

@@ -24,7 +24,7 @@ from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
 from titanlite.kernels.cross_entropy import CrossEntropy
-from titanlite.models.llama3 import Llama3
+from titanlite.models.find import model_class
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
@@ -38,8 +38,6 @@ from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
 from titanlite.parallel.time_activations import time_block
 from titanlite.training.optimizer import AdamW
-
-_MODELS = {"llama3": Llama3}
 
 
 @dataclass
@@ -102,7 +100,7 @@ def build(
     tokens = config.training.local_batch_size * config.training.seq_len  # M
 
     with torch.device("meta"):
-        model = _MODELS[config.model.name](sizes, config.training.seq_len)
+        model = model_class(config.model)(sizes, config.training.seq_len)
     if mesh.tp_group is not None:
         plan = plan_layers(model, tokens, mesh.tp_size)
         apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)

@@ -191,7 +191,7 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
 def _attention_backend(run: Run) -> str:
     """The kernel that torch chooses for this run's shapes and dtype."""
     sizes, training = run.sizes, run.config.training
-    E, dtype = sizes.dim // sizes.n_heads, getattr(torch, training.mixed_precision_param)
+    E, dtype = sizes.head_width, getattr(torch, training.mixed_precision_param)
     shape = training.local_batch_size, training.seq_len
     with torch.device(run.mesh.device):
         # Some kernels have no backward for some shapes, hence requires_grad.

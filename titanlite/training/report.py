@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import StepError
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.metrics import Float8Row, MetricsFile, Row, StepRow, ValidationRow
-from titanlite.observe.peak_flops import flops_per_token, peak_flops
+from titanlite.observe.peak_flops import peak_flops
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 
@@ -95,7 +94,7 @@ class Report:
 
     Args:
         config: the config.
-        sizes: the model's dimensions.
+        flops: of a training step, per token, as MFU counts them.
         device: this process's.
         world: number of processes.
         samples_before: sequences trained on before the first step of this process.
@@ -109,7 +108,7 @@ class Report:
     def __init__(
         self,
         config: Config,
-        sizes: ModelRecipe,
+        flops: int,
         device: torch.device,
         world: int,
         samples_before: int,
@@ -123,7 +122,7 @@ class Report:
         self.config, self.device, self.world = config, device, world
         self.console, self.metrics, self.status, self.wandb = console, metrics, status, wandb
         self._samples_before, self._start, self._batch = samples_before, start, global_batch_size
-        self._flops = flops_per_token(sizes, config.training.seq_len)
+        self._flops = flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
         console.notice(f"MFU counts against {self._peak / 1e12:,.1f} TFLOP/s: {how}")

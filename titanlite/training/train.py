@@ -17,6 +17,7 @@ from titanlite.errors import DataError, Problem, describe
 from titanlite.kernels.lowering import peer_failure
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile
+from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
@@ -128,8 +129,9 @@ def _train(
         status.progress(start)
     wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
     cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
+    flops = flops_per_token(run.model, sizes, seq_len)
     report = Report(
-        config, sizes, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
+        config, flops, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
     )
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"

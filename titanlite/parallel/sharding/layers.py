@@ -71,12 +71,7 @@ def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPla
     Raises:
         ShardingError: there is no plan, or none that layers can carry out; all problems are in the message.
     """
-    annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
-    if annotations is None:
-        want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"
-        fix = 'sharding = {"layers.*.attention.wqkv.weight": "tp:0", …}, or tensor_parallel_degree = 1'
-        problem = Problem(type(model).__name__, "no annotations", want, fix)
-        raise ShardingError(describe("sharding plan", [problem]))
+    annotations = annotations_of(model)
     if any(_NUMBERS.search(pattern) for pattern in annotations):
         return _planned(model, annotations, tokens, ranks)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
@@ -92,6 +87,24 @@ def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPla
     return others | {
         f"layers.{n}.{name}": layer for n, kind in enumerate(kinds) for name, layer in of_kind[kind].items()
     }
+
+
+def annotations_of(model: nn.Module) -> Mapping[str, str]:
+    """What a model's file says of its sharding.
+
+    Args:
+        model: may have `sharding`.
+
+    Raises:
+        ShardingError: it has not.
+    """
+    annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
+    if annotations is None:
+        want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"
+        fix = 'sharding = {"layers.*.attention.wqkv.weight": "tp:0", …}, or tensor_parallel_degree = 1'
+        problem = Problem(type(model).__name__, "no annotations", want, fix)
+        raise ShardingError(describe("sharding plan", [problem]))
+    return annotations
 
 
 def _kind(block: nn.Module) -> str:

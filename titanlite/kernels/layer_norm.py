@@ -1,0 +1,26 @@
+"""LayerNorm with float32 statistics.
+
+The normalised value is rounded once, at the end: whoever recomputes it gets the same bits.
+
+Source: Ba et al. 2016, "Layer Normalization", eq. 4.
+"""
+
+from torch import Tensor
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Shift each row to mean zero, divide it by its standard deviation, scale and shift it.
+
+    Args:
+        x: [M, D], any float dtype.
+        weight: [D].
+        bias: [D].
+        eps: added to the variance.
+
+    Returns:
+        [M, D] in `x.dtype`.
+    """
+    h = x.float()
+    h = h - h.mean(-1, keepdim=True)
+    h = h * (h.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (h * weight.float() + bias.float()).to(x.dtype)

@@ -1,0 +1,117 @@
+"""Gemma 3, text only: norms before and after each sublayer, GeGLU, tied embeddings that are scaled by sqrt(D), and
+layers that attend to a window of tokens with one of all tokens between them.
+
+Axes as in `llama3.py`. A norm's weight is the factor itself; published checkpoints hold it less one.
+
+Source: Gemma Team 2025, "Gemma 3 Technical Report", section 2.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.kernels.geglu import geglu
+from titanlite.kernels.rope import rope_table
+from titanlite.kernels.swiglu import BLOCK
+from titanlite.models.layers import Embedding, Linear, QKNormAttention, RMSNorm
+
+INIT_STD = 0.02
+
+
+class FeedForward(nn.Module):
+    """GeGLU feed-forward.
+
+    Args:
+        sizes: the model's dimensions.
+    """
+
+    def __init__(self, sizes: ModelRecipe) -> None:
+        super().__init__()
+        self.w13 = Linear(sizes.dim, {"w1": BLOCK, "w3": BLOCK}, groups=sizes.ffn_dim // BLOCK, std=INIT_STD)
+        self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=INIT_STD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        return self.w2(geglu(self.w13(x)))
+
+
+class Block(nn.Module):
+    """One transformer block. A norm behind each sublayer sets the size of what is added to the residual stream.
+
+    Args:
+        sizes: the model's dimensions.
+        window: tokens that its attention sees; 0: all.
+    """
+
+    def __init__(self, sizes: ModelRecipe, window: int) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.attention = QKNormAttention(sizes, INIT_STD, INIT_STD, window)
+        self.post_attention_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.ffn_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.feed_forward = FeedForward(sizes)
+        self.post_ffn_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        attended = self.post_attention_norm(self.attention(self.attention_norm(x), cos, sin))
+        normed, h = self.ffn_norm.add(attended, x)
+        return h + self.post_ffn_norm(self.feed_forward(normed))
+
+
+class Gemma3(nn.Module):
+    """The whole model.
+
+    Args:
+        sizes: its dimensions.
+        seq_len: S; every sequence has this length.
+
+    Attributes:
+        sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split.
+    """
+
+    sharding: ClassVar[Mapping[str, str]] = {
+        "tok_embeddings.weight": "tp:0",
+        "@tok_embeddings": "tp:0",
+        "layers.*.attention.wqkv.weight": "tp:0",
+        "layers.*.feed_forward.w13.weight": "tp:0",
+        "output.weight": "tp:0",
+    }
+
+    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+        super().__init__()
+        self.sizes, self.seq_len = sizes, seq_len
+        self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
+        is_global = [n % sizes.global_every == 0 for n in range(1, sizes.n_layers + 1)]
+        self.layers = nn.ModuleList(Block(sizes, 0 if every else sizes.window) for every in is_global)
+        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
+        if sizes.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        for name in ("cos", "sin", "local_cos", "local_sin"):
+            self.register_buffer(name, torch.empty(seq_len, sizes.head_width // 2), persistent=False)
+
+    def fill_buffers(self) -> None:
+        """Compute the rotary tables; call once the model is off the meta device."""
+        E, device = self.sizes.head_width, self.cos.device
+        self.cos, self.sin = (t.to(device) for t in rope_table(self.seq_len, E, self.sizes.rope_theta, None))
+        local = rope_table(self.seq_len, E, self.sizes.local_rope_theta, None)
+        self.local_cos, self.local_sin = (t.to(device) for t in local)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: [M] int64, M a multiple of S.
+
+        Returns:
+            Logits [M, V] in the compute dtype.
+        """
+        x = self.tok_embeddings(tokens) * self.sizes.dim**0.5
+        for block in self.layers:
+            is_local = block.attention.attend.window > 0
+            x = block(x, *((self.local_cos, self.local_sin) if is_local else (self.cos, self.sin)))
+        return self.output(self.norm(x))

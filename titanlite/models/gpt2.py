@@ -1,0 +1,137 @@
+"""GPT-2: learned positions, LayerNorm, biases, and a GELU feed-forward; no dropout.
+
+Axes as in `llama3.py`, K = H. The bias of a projection back to the residual stream is added once partial sums are.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.3.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.models.layers import CausalAttention, Embedding, LayerNorm, Linear
+
+INIT_STD = 0.02
+POSITION_STD = 0.01
+
+
+class Attention(nn.Module):
+    """Causal attention, grouped if the recipe says so.
+
+    Args:
+        sizes: the model's dimensions.
+        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
+    """
+
+    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+        super().__init__()
+        self.head_dim, self.queries_per_kv = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        E, R = self.head_dim, self.queries_per_kv
+        parts = {"wq": R * E, "wk": E, "wv": E}
+        self.wqkv = Linear(sizes.dim, parts, groups=sizes.n_kv_heads, std=INIT_STD, bias=True)
+        self.attend = CausalAttention()
+        self.wo = Linear(sizes.n_heads * E, {"wo": sizes.dim}, std=residual_std, bias=True)
+
+    def forward(self, x: Tensor, seq_len: int) -> Tensor:
+        """[M, D] → [M, D]; each S = `seq_len` tokens are a sequence of their own."""
+        E, R = self.head_dim, self.queries_per_kv
+        q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
+        q, k, v = (t.flatten(1, 2).unflatten(0, (-1, seq_len)).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
+        out = self.attend(q, k, v)
+        return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+class FeedForward(nn.Module):
+    """GELU feed-forward, in the tanh form.
+
+    Args:
+        sizes: the model's dimensions.
+        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
+    """
+
+    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+        super().__init__()
+        self.w1 = Linear(sizes.dim, {"w1": sizes.ffn_dim}, std=INIT_STD, bias=True)
+        self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """One transformer block.
+
+    Args:
+        sizes: the model's dimensions.
+        seq_len: S.
+    """
+
+    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+        super().__init__()
+        self.seq_len = seq_len
+        residual_std = INIT_STD / (2 * sizes.n_layers) ** 0.5
+        self.attention_norm = LayerNorm(sizes.dim, sizes.norm_eps)
+        self.attention = Attention(sizes, residual_std)
+        self.ffn_norm = LayerNorm(sizes.dim, sizes.norm_eps)
+        self.feed_forward = FeedForward(sizes, residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        h = x + self.attention(self.attention_norm(x), self.seq_len)
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class GPT2(nn.Module):
+    """The whole model.
+
+    Args:
+        sizes: its dimensions.
+        seq_len: S; every sequence has this length.
+
+    Attributes:
+        sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split. Every rank
+            holds all positions.
+    """
+
+    sharding: ClassVar[Mapping[str, str]] = {
+        "tok_embeddings.weight": "tp:0",
+        "@tok_embeddings": "tp:0",
+        "positions.weight": "replicate",
+        "layers.*.attention.wqkv.weight": "tp:0",
+        "layers.*.feed_forward.w1.weight": "tp:0",
+        "output.weight": "tp:0",
+    }
+
+    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+        super().__init__()
+        self.sizes, self.seq_len = sizes, seq_len
+        self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
+        self.positions = Embedding(sizes.max_seq_len, sizes.dim, POSITION_STD)
+        self.layers = nn.ModuleList(Block(sizes, seq_len) for _ in range(sizes.n_layers))
+        self.norm = LayerNorm(sizes.dim, sizes.norm_eps)
+        self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
+        if sizes.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def fill_buffers(self) -> None:
+        """There are none."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: [M] int64, M a multiple of S.
+
+        Returns:
+            Logits [M, V] in the compute dtype.
+        """
+        places = torch.arange(len(tokens), device=tokens.device) % self.seq_len  # [M]
+        x = self.tok_embeddings(tokens) + self.positions(places)
+        for block in self.layers:
+            x = block(x)
+        return self.output(self.norm(x))
