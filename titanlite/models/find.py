@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ def model_class(model: Model) -> type[Any]:
     known = architecture(model)
     if known is not None:
         return getattr(importlib.import_module(f"titanlite.models.{model.name}"), known.class_name)
-    name = Path(model.file).stem
+    name = f"titanlite_model_{Path(model.file).stem}"  # a name of its own: it may be called torch.py
     spec = importlib.util.spec_from_file_location(name, model.file)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
     assert spec.loader is not None  # noqa: S101
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
     spec.loader.exec_module(module)
     own = [
         c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == name and issubclass(c, nn.Module)

@@ -1,0 +1,96 @@
+"""A model file of one's own trains as a shipped one does; a config that cannot be is refused."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.short_run import Trained, checked, train
+from titanlite import recipes
+from titanlite.commands.plan import run as plan
+from titanlite.commands.validate import summary
+from titanlite.config.schema import Model
+from titanlite.errors import ConfigError
+from titanlite.models import gpt2
+from titanlite.models.find import model_class
+
+BATCH, TP_2 = "--training.local_batch_size", ["--parallelism.tensor_parallel_degree", "2"]
+DEBUG = str(Path(__file__).parents[2] / "configs" / "debug.toml")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> list[str]:
+    """Flags for a copy of GPT-2's file, with a class by another name."""
+    (tmp_path / "mine.py").write_text(inspect.getsource(gpt2).replace("GPT2", "Mine"))
+    (tmp_path / "model").mkdir()
+    recipe = (Path(__file__).parents[2] / "recipes" / "model" / "gpt2-debug.toml").read_text()
+    (tmp_path / "model" / "mine-small.toml").write_text(recipe)
+    return ["--model.file", str(tmp_path / "mine.py"), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+
+
+def assert_same(got: Trained, truth: Trained, allowed: float) -> None:
+    assert got.gradients.keys() == truth.gradients.keys()
+    assert all(torch.equal(got.weights[name], weight) for name, weight in truth.weights.items())
+    for name, gradient in truth.gradients.items():
+        assert (got.gradients[name] - gradient).abs().max() <= allowed * gradient.abs().max(), name
+    assert ((got.losses - truth.losses) / truth.losses).abs().max() <= allowed
+
+
+def test_a_file_of_ones_own_trains_as_a_shipped_one(mine: list[str], tmp_path: Path) -> None:
+    shipped = train(tmp_path, 1, ["--model.name", "gpt2", BATCH, "4"], steps=2)
+    assert_same(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2), shipped, 0.0)
+    assert_same(train(tmp_path, 2, [*mine, BATCH, "4", *TP_2], steps=2), shipped, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -> None:
+    """The bounds are those of tests/training/test_layouts.py."""
+    flags = ["--model.name", name, BATCH, "4"]
+    assert_same(train(tmp_path, 2, [*flags, *TP_2], steps=2), train(tmp_path, 1, flags, steps=2), 1e-5)
+
+
+def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = checked(tmp_path, 2, mine)
+    assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2)
+    assert plan([DEBUG, *mine, *TP_2]) == 0
+    assert "positions.weight" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.file", "nowhere.py"], 'model.file = "nowhere.py"'),
+        (["--model.file", "nowhere"], "want: a Python file"),
+        (["--model.name", "gpt2", "--model.rope_theta", "1e4"], "no such key: gpt2 makes nothing of it"),
+        (["--model.name", "gpt2", "--training.seq_len", "1024"], "at most 512, the positions that the model has"),
+        (["--model.name", "qwen3", "--model.flavor", "70B"], "want: one of 0.6B, 1.7B, 4B, 8B, debug"),
+        (["--model.name", "gemma3", "--model.flavor", "1B", *TP_2], "of model.n_kv_heads = 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        checked(tmp_path, 2, flags)
+    assert message in str(refused.value)
+
+
+def test_a_recipe_lacks_what_its_architecture_needs(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shipped = (Path(__file__).parents[2] / "recipes" / "model" / "gemma3-debug.toml").read_text()
+    (tmp_path / "model" / "gemma3-less.toml").write_text(shipped.replace("window = 32\n", ""))
+    with pytest.raises(ConfigError, match=r"model\.window\n +want: a value: gemma3 needs it"):
+        checked(tmp_path, 1, ["--model.name", "gemma3", "--model.flavor", "less", "--job.recipe_dirs", str(tmp_path)])
+    assert recipes.load("model", "gemma3-debug").window == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("x = 1", "no such class"),
+        ("from torch import nn\nclass A(nn.Module):\n    def fill_buffers(self): ...\nclass B(A): ...", "A, B"),
+    ],
+)
+def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"model.file = {seen}\n +want: one class with a method"):
+        model_class(Model(file=str(tmp_path / "odd.py")))
