@@ -112,6 +112,6 @@ class Gemma3(nn.Module):
         """
         x = self.tok_embeddings(tokens) * self.sizes.dim**0.5
         for block in self.layers:
-            is_local = block.attention.attend.window > 0
+            is_local = block.attention.attend.window > 0  # type: ignore[union-attr,operator]
             x = block(x, *((self.local_cos, self.local_sin) if is_local else (self.cos, self.sin)))
         return self.output(self.norm(x))

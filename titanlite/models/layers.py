@@ -85,7 +85,10 @@ class CausalAttention(nn.Module):
         if 0 < self.window < S:
             back = torch.arange(S, device=q.device)[:, None] - torch.arange(S, device=q.device)
             seen = (back >= 0) & (back < self.window)  # [S, S]
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] > k.shape[1])
+            # With a mask no fused kernel shares keys and values among heads: [B, K, S, E] → [B, H, S, E].
+            shared = q.shape[1] // k.shape[1]
+            k, v = (t.unsqueeze(2).expand(-1, -1, shared, -1, -1).flatten(1, 2) for t in (k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.kernels.lowering import lowered
-from titanlite.models.layers import Embedding, Linear
+from titanlite.models.layers import CausalAttention, Embedding, Linear
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
@@ -181,7 +181,7 @@ def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> 
 def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
     """The kernel that torch chooses for this run's shapes and dtype; on a CPU its definition is as good as any."""
     backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
-    fused, skipped = backend != "math" or run.mesh.device.type == "cpu", []
+    fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", []
     if not fused and dtype == "float32":
         skipped = [Skipped("attention", "no fused kernel computes in float32 with grouped-query heads")]
     count = blocks if fused or skipped else 0
@@ -189,7 +189,7 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
 
 
 def _attention_backend(run: Run) -> str:
-    """The kernel that torch chooses for this run's shapes and dtype."""
+    """The kernel that torch chooses for this run's shapes and dtype; layers with a window may have another."""
     sizes, training = run.sizes, run.config.training
     E, dtype = sizes.head_width, getattr(torch, training.mixed_precision_param)
     shape = training.local_batch_size, training.seq_len
@@ -198,5 +198,13 @@ def _attention_backend(run: Run) -> str:
         q = torch.empty(*shape, sizes.n_heads // run.mesh.tp_size, E, dtype=dtype, requires_grad=True).transpose(1, 2)
         k = torch.empty(*shape, sizes.n_kv_heads // run.mesh.tp_size, E, dtype=dtype, requires_grad=True)
         k = k.transpose(1, 2)
-    choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return torch.nn.attention.SDPBackend(choice).name.lower()
+        mask = torch.ones(training.seq_len, training.seq_len, dtype=torch.bool)
+    layers = [m for m in run.model.modules() if isinstance(m, CausalAttention)]
+    names: list[str] = []
+    for has_mask in sorted({0 < layer.window < training.seq_len for layer in layers}):  # as `CausalAttention` calls it
+        if has_mask:
+            choice = torch._fused_sdp_choice(q, q, q, attn_mask=mask)
+        else:
+            choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        names.append(torch.nn.attention.SDPBackend(choice).name.lower())
+    return ", ".join(dict.fromkeys(names))
