@@ -30,7 +30,7 @@ from titanlite.parallel.sharding.graph import export
 from titanlite.parallel.sharding.layers import LayerPlan, layers_of, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel, reduce_replicated_gradients
 
-S, B = 16, 4
+S, B = 16, 2  # over four ranks a rank has half a sequence: those of the second half are at other positions
 COMMON = {"help": "", "n_layers": 3, "dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 512, "vocab_size": 48}
 QWEN3 = ModelRecipe(**COMMON, norm_eps=1e-6, rope_theta=1e4, head_dim=8)
 GEMMA3 = {"rope_theta": 1e6, "local_rope_theta": 1e4, "head_dim": 8, "window": 5, "global_every": 3}
@@ -266,8 +266,7 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FunctionalTensor, "float", FunctionalTensor.double)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in CASES), ("gemma3", True), ("gpt2", True)])
 @pytest.mark.usefixtures("_double")
 def test_layouts_compute_what_one_process_does(case: str, compiled: bool, tmp_path: Path) -> None:
     truth = loss_and_gradients(in_one_process(case, torch.float64), *tokens_of(case), None)
