@@ -110,7 +110,7 @@ def self_test() -> list[str]:
 
 @functools.lru_cache
 def _mesh(size: int) -> DeviceMesh:
-    return DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
+    return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
 
 
 def _choices(tensor: Tensor, size: int) -> list[Placement]:
