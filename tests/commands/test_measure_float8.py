@@ -128,10 +128,3 @@ def test_every_recipe_is_timed_on_this_gpu(capsys: pytest.CaptureFixture[str]) -
     for name in recipes.names("float8"):
         assert name in said
     assert said.count("x") >= 5
-
-
-def test_a_layer_without_a_placement_has_no_part() -> None:
-    from titanlite.parallel.tensor import local_shape
-
-    with pytest.raises(ValueError, match=r"gate \(Linear\) has parameters but no tensor-parallel"):
-        local_shape("gate", nn.Linear(2, 2), 2)

@@ -137,6 +137,16 @@ def test_numbers_out_of_range(key: str) -> None:
         ),
         ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
         ({"activation_checkpoint__recipe": "auto"}, None, ["budget_gib beside it", "budget_gib = 60.0"]),
+        (
+            {
+                "activation_checkpoint__recipe": "auto",
+                "activation_checkpoint__budget_gib": 60.0,
+                "model__name": "gpt2",
+                "model__flavor": "debug",
+            },
+            None,
+            ['model.name = "gpt2"', "price list: llama3", 'recipe = "attention"'],
+        ),
         ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
         ({"checkpoint__enable": False, "job__stop_after": 5}, None, ["job.stop_after = 5", "enable = true"]),

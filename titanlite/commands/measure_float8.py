@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import Replicate
 
 from titanlite import recipes
 from titanlite.commands.price_list import table
@@ -20,9 +21,9 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.float8.convert import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
+from titanlite.models.find import model_class
 from titanlite.models.layers import Linear
-from titanlite.models.llama3 import Llama3
-from titanlite.parallel.tensor import local_shape
+from titanlite.parallel.sharding.layers import plan_layers
 
 _WARM_UP, _REPEATS = 5, 20
 
@@ -83,15 +84,15 @@ def layers(checked: CheckedRun) -> list[Layer]:
     """The linear layers of a block, and the head, as one rank of a run has them."""
     config = checked.config
     with torch.device("meta"):
-        model = Llama3(replace(checked.dimensions, n_layers=1), config.training.seq_len)
-    tokens, ranks = (
-        config.training.local_batch_size * config.training.seq_len,
-        config.parallelism.tensor_parallel_degree,
-    )
+        model = model_class(config.model)(replace(checked.dimensions, n_layers=1), config.training.seq_len)
+    tokens = config.training.local_batch_size * config.training.seq_len
+    ranks = config.parallelism.tensor_parallel_degree
+    plan = plan_layers(model, tokens, ranks) if ranks > 1 else {}
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            N, K = local_shape(name, module, ranks)
+            placement = plan[name].placements["weight"] if plan else Replicate()
+            N, K = (n // ranks if placement.is_shard(dim) else n for dim, n in enumerate(module.weight.shape))
             found.append(Layer(name.removeprefix("layers.0."), tokens, N, K))
     return found
 

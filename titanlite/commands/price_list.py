@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from titanlite import recipes
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.architectures import ARCHITECTURES, architecture
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.parallel import activation_bytes
@@ -131,7 +130,8 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
         RecipeError: the list cannot work here, or has no price.
     """
     config, layout = checked.config, layout_of(checked)
-    _require_prices(checked, file)
+    if layout.unpriced:
+        raise RecipeError(describe(file, [layout.unpriced]))
     name, n_layers = config.activation_checkpoint.recipe, checked.dimensions.n_layers
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(
@@ -181,19 +181,6 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> lis
         peak = [f"{model.peak(block_prices(sizes, layout, _named(other))).total / _GIB:,.1f}"] if model else []
         rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
     return table(("save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])), rows)
-
-
-def _require_prices(checked: CheckedRun, file: str) -> None:
-    """Refuse an architecture whose block is not the one that the formulas are of."""
-    known = architecture(checked.config.model)
-    if known is None or not known.has_price_list:
-        where, name = (
-            ("model.file", checked.config.model.file) if known is None else ("model.name", checked.config.model.name)
-        )
-        priced = [other for other, facts in ARCHITECTURES.items() if facts.has_price_list]
-        want = f"an architecture whose block has a price list: {', '.join(priced)}"
-        problem = Problem(where, f'"{name}"', want, "train a few steps and read memory_gib, with each list in turn")
-        raise RecipeError(describe(file, [problem]))
 
 
 def _amounts(price: RulePrice) -> tuple[str, str, str]:

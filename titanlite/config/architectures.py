@@ -12,6 +12,7 @@ from titanlite.config.build import show
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Model
+from titanlite.errors import Problem
 
 _OPTIONAL = ("rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len")
 
@@ -73,6 +74,17 @@ ARCHITECTURES = {
 def architecture(model: Model) -> Architecture | None:
     """What is known of a config's architecture; None if it is the user's own."""
     return None if model.file else ARCHITECTURES[model.name]
+
+
+def unpriced(model: Model) -> Problem | None:
+    """Why the formulas of `parallel/activation_bytes.py` are not those of a model's block, or None."""
+    known = architecture(model)
+    if known is not None and known.has_price_list:
+        return None
+    where, name = ("model.file", model.file) if known is None else ("model.name", model.name)
+    priced = [other for other, facts in ARCHITECTURES.items() if facts.has_price_list]
+    want = f"an architecture whose block has a price list: {', '.join(priced)}"
+    return Problem(where, f'"{name}"', want, "train a few steps and read memory_gib, with each list in turn")
 
 
 def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:

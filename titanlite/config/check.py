@@ -8,6 +8,7 @@ touched. Whatever can be said without the number of processes is also said when 
 import math
 import os
 
+from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelRecipe
@@ -257,6 +258,13 @@ def _check_features(config: Config, problems: Problems) -> None:
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib beside it: the GiB that the run may hold on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
+    if chosen.recipe == "auto" and (obstacle := unpriced(config.model)):
+        problems.add(
+            obstacle.where,
+            obstacle.saw,
+            f'{obstacle.want}, for recipe = "auto"',
+            'name a save-list: recipe = "attention"',
+        )
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given beside recipe = {show(chosen.recipe)}: only "auto" keeps to a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')

@@ -15,6 +15,7 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 
 from dataclasses import dataclass
 
+from titanlite.config.architectures import unpriced
 from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
@@ -44,6 +45,7 @@ class Layout:
         fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
         float8: the arithmetic of the layers in `converted`.
         converted: linear layers of a block that compute in float8.
+        unpriced: why blocks have no price, or None.
     """
 
     tokens: int
@@ -54,6 +56,7 @@ class Layout:
     fused: bool = False
     float8: Float8Recipe | None = None
     converted: tuple[str, ...] = ()
+    unpriced: Problem | None = None
 
     def is_float8(self, layer: str) -> bool:
         """Whether the output of a layer is a product in float8."""
@@ -99,6 +102,7 @@ def layout_of(config: Config, float8: Float8Recipe | None) -> Layout:
         float8=float8,
         # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
         converted=tuple(n for n in LAYERS if float8 and not any(f in f"layers.0.{n}" for f in filters)),
+        unpriced=unpriced(config.model),
     )
 
 
@@ -224,8 +228,11 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
         One for each block, in the order in which they run.
 
     Raises:
-        RecipeError: the list keeps what it does not name, or attention without its q, k and v.
+        RecipeError: the list keeps what it does not name, or attention without its q, k and v; or nothing is known of
+            the model's blocks.
     """
+    if layout.unpriced:
+        raise RecipeError(describe("config", [layout.unpriced]))
     if save_list.default == "save" and save_list.rules:
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
         problem = Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep')

@@ -144,7 +144,7 @@ def build(
     )
 
 
-def _choose(model: Llama3, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
+def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
     """Time a block on every rank and let rank 0 choose for all."""
     budget = config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it
@@ -153,7 +153,7 @@ def _choose(model: Llama3, config: Config, memory: MemoryModel, device: torch.de
 
 
 def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
-    """The predicted peak, or None: what a list keeps without naming it has no price."""
+    """The predicted peak, or None: what a list keeps without naming it has no price, nor have some architectures."""
     with suppress(RecipeError):
         return memory.peak(block_prices(memory.sizes, memory.layout, save_list))
     return None

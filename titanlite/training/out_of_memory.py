@@ -103,10 +103,11 @@ def explanation(
     try:
         predicted = model.peak(block_prices(sizes, model.layout, save_list))
     except RecipeError:
-        lines += [
-            "    want: less; there is no prediction, for what the save-list keeps without naming it has no price",
-            "    fix:  a save-list with one: `titanlite plan FILE --activation-checkpoint --world N` lists the peaks",
-        ]
+        reason, fix = "for what the save-list keeps without naming it has no price", "a save-list with one"
+        if unpriced := model.layout.unpriced:
+            reason = f"for its formulas are not those of {unpriced.saw}"
+            fix = "--training.local_batch_size 1, or a save-list that keeps less"
+        lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
         return "\n".join(lines)
     fits = predicted.total <= room
     but = ", which would fit: the prediction is short, or others hold memory of this device" if fits else ""
