@@ -25,7 +25,8 @@ from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whol
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 """The linear layers of a block, in the order in which they run."""
 
-_ATTENTION, _MATMUL, _SCALED_MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0], CLASSES["matmul"][-1]
+_ATTENTION, _MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0]
+_SCALED_MATMUL = "titanlite.scaled_matmul.default"
 _GATHER, _SCATTER = CLASSES["communication"]
 _MEAN, _AMAX, _MAX = CLASSES["statistics"]
 _CAST, _SWIGLU_CAST = CLASSES["cast"]
