@@ -81,6 +81,15 @@ class MemoryModel:
         sizes: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         world: number of processes.
+
+    Attributes:
+        shards: ranks that FSDP splits each parameter over; `replicas` hold the same.
+        micro_steps: of a step.
+        block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise, the
+            final norm with the head; `parameters` all of them.
+        gathered_block: bytes of a block's weights as FSDP gathers them.
+        blocks_stay: whether gathered blocks are held until backward.
+        reduced: bytes of an element of a gradient on its way.
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
@@ -88,29 +97,30 @@ class MemoryModel:
         self._whole_block = held_without_checkpointing(sizes, self.layout)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
-        self.shards = data_ranks // mesh.data_parallel_replicate_degree
-        per_step = training.global_batch_size or training.local_batch_size * data_ranks
-        self._accumulates = per_step > training.local_batch_size * data_ranks
-        self._reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
+        self.replicas = mesh.data_parallel_replicate_degree
+        self.shards = data_ranks // self.replicas
+        at_once = training.local_batch_size * data_ranks
+        self.micro_steps = (training.global_batch_size or at_once) // at_once
+        self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self._moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
         reshard = mesh.fsdp_reshard_after_forward
-        self._blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
+        self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
 
         D, F, V = sizes.dim, sizes.ffn_dim, sizes.vocab_size
         H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
         e, rank_of = self.layout.itemsize, {"attention.wqkv": (H + 2 * K) * E * D, "attention.wo": H * E * D}
         rank_of |= {"feed_forward.w13": 2 * F * D, "feed_forward.w2": F * D}
         layers = {name: n // t for name, n in rank_of.items()}
-        self._block = sum(layers.values()) + 2 * D  # norms are whole
-        self._embedding, self._head = V * D // t, V * D // t + D
+        self.block = sum(layers.values()) + 2 * D  # norms are whole
+        self.embedding, self.head = V * D // t, V * D // t + D
         if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
-            self._embedding = self._head
+            self.embedding = self.head
         # Layers that FSDP gathers in float8 have a byte an element.
         in_float8 = float8 is not None and float8.fsdp_all_gather == "float8"
         narrow = sum(n for name, n in layers.items() if in_float8 and self.layout.is_own(name))
-        self._gathered_block = e * (self._block - narrow) + narrow
-        units = [self._embedding] if sizes.tied_embeddings else [self._embedding, self._head]
-        self._parameters = sizes.n_layers * self._block + sum(units)
+        self.gathered_block = e * (self.block - narrow) + narrow
+        units = [self.embedding] if sizes.tied_embeddings else [self.embedding, self.head]
+        self.parameters = sizes.n_layers * self.block + sum(units)
 
     def peak(self, blocks: Sequence[BlockPrice]) -> Memory:
         """Predict the peak.
@@ -118,10 +128,10 @@ class MemoryModel:
         Args:
             blocks: what each block keeps and computes again, in the order in which they run.
         """
-        shard, e, n = self._parameters // self.shards, self.layout.itemsize, len(blocks)
+        shard, e, n = self.parameters // self.shards, self.layout.itemsize, len(blocks)
         held = sum(block.held for block in blocks)
-        head, block = e * self._head, self._gathered_block
-        stays = (n * block + (0 if self.sizes.tied_embeddings else e * self._embedding)) if self._blocks_stay else 0
+        head, block = e * self.head, self.gathered_block
+        stays = (n * block + (0 if self.sizes.tied_embeddings else e * self.embedding)) if self.blocks_stay else 0
         # The moments of backward that may be the worst, as (gathered weights, communication, activations, the rest).
         moments = [(stays + head, 0, held, self._loss())]
         rows = self._in_block()
@@ -130,8 +140,8 @@ class MemoryModel:
             if self.sizes.tied_embeddings:  # its gradient is whole once the embedding's is added
                 after_head = head, head
             else:
-                after_head = 0, self._reduced * self._head
-            weights = stays + after_head[0] + (0 if self._blocks_stay else block)
+                after_head = 0, self.reduced * self.head
+            weights = stays + after_head[0] + (0 if self.blocks_stay else block)
             again = max(0, self._whole_block - priced.held)
             moments.append((weights, after_head[1], left, again + rows))
             left -= priced.held
@@ -151,17 +161,17 @@ class MemoryModel:
         """FSDP's flat buffers: of the unit on its way with this rank's shard of it, and of the one before."""
         if self.shards == 1:
             return 0
-        e, block = self.layout.itemsize, self._gathered_block
-        embedding, head = e * self._embedding, e * self._head
+        e, block = self.layout.itemsize, self.gathered_block
+        embedding, head = e * self.embedding, e * self.head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.sizes.tied_embeddings else [(block, head)]
         return max(before + unit + unit // self.shards for before, unit in order)
 
     def _reducing(self) -> int:
         """What is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype."""
-        largest = max(self._embedding, self._head, self._block) // self.shards
-        widened = largest * self._reduced if self._reduced != 4 else 0
-        return widened + (4 * largest if self._accumulates else 0)
+        largest = max(self.embedding, self.head, self.block) // self.shards
+        widened = largest * self.reduced if self.reduced != 4 else 0
+        return widened + (4 * largest if self.micro_steps > 1 else 0)
 
     def _loss(self) -> int:
         """The head's forward and backward: norm, logits, loss, and the gradients of weight and input."""
@@ -170,7 +180,7 @@ class MemoryModel:
         norm = (
             8 if e == 2 else 4
         ) * M // t * D + e * M * D  # the head is not compiled: float32, and what it multiplies
-        gradients = e * self._head + e * M * D
+        gradients = e * self.head + e * M * D
         in_eager_loss = 0 if self.layout.compiled else 12 * logits  # three float32 tensors of its size
         return e * logits + norm + max(gradients, in_eager_loss)
 

@@ -1,0 +1,301 @@
+"""How long a step takes, by class of work, from shapes and measured rates (`rates.toml`); no GPU and no torch.
+
+    matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
+    attention        forward 2·M·H·E·S, the causal half of two products; backward two and a half times that
+    elementwise      bytes of norms, RoPE, SwiGLU, the loss and casts to float8, each read and written once a pass
+    recomputation    what the save-list does not keep, once more
+    tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
+                     both take beyond that matmul
+    weights          casts and copies around FSDP's collectives
+    fsdp             collectives in the open: the first gathers, the last reduction, and in each block what is longer
+                     than its compute
+    optimizer        AdamW with clipping, once a step
+
+A dozen rates, no simulation: kernels are as fast in a small shape as in a large one, and nothing waits for the host.
+Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `models/llama3.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tomli
+
+from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.config.schema import Config
+from titanlite.errors import Problem
+from titanlite.parallel.activation_bytes import BlockPrice, Layout
+from titanlite.parallel.choose_save_list import Times
+from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.save_rules import CLASSES, FUSED
+
+_PRODUCTS = ("output", "grad_input", "grad_weight")
+_T, _G = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second; `rates.toml` has units and sources.
+
+    Attributes:
+        device: that they were measured on.
+        matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
+        float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
+        attention_forward: TFLOP/s, and `attention_backward`.
+        memory: GB/s of elementwise work.
+        optimizer: GB/s.
+        tensor_parallel: GB/s that a rank receives of tokens.
+        fsdp: GB/s that a rank receives of weights and gradients.
+        fused: a collective and its matmul in one operator, against the longer of the two.
+        host: GPUs that the rates of collectives hold for.
+    """
+
+    device: str
+    matmul_alone: float
+    matmul_beside_collectives: float
+    float8_fast: float
+    float8_split: float
+    attention_forward: float
+    attention_backward: float
+    memory: float
+    optimizer: float
+    tensor_parallel: float
+    fsdp: float
+    fused: float
+    host: int
+
+
+def measured_rates() -> Rates:
+    """Read the rates that come with titanlite."""
+    return Rates(**tomli.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of one step on one rank, by class of work: see this module's docstring."""
+
+    matmul: float
+    attention: float
+    elementwise: float
+    recomputation: float
+    tokens: float
+    weights: float
+    fsdp: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.categories().values())
+
+    def categories(self) -> dict[str, float]:
+        """Give the milliseconds by class."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One rank's part of a linear layer, [M, K] @ [K, N]: `gathers` its input's tokens, or `scatters` its output's."""
+
+    name: str
+    K: int
+    N: int
+    gathers: bool
+    is_float8: bool
+    is_fused: bool
+
+
+class StepTimeModel:
+    """Predicts the time of a step under any save-list.
+
+    Args:
+        config: checked; `unrated` has nothing against it.
+        memory: of the same run.
+        rates: of the device.
+    """
+
+    def __init__(self, config: Config, memory: MemoryModel, rates: Rates) -> None:
+        self.memory, self.rates, self.layout = memory, rates, memory.layout
+        sizes, t, filters = memory.sizes, self.layout.tensor_parallel, config.float8.filter_fqns
+        D, F, V = sizes.dim, sizes.ffn_dim, sizes.vocab_size
+        H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
+        shapes = {
+            "attention.wqkv": (D, (H + 2 * K) * E // t, True),
+            "attention.wo": (H * E // t, D, False),
+            "feed_forward.w13": (D, 2 * F // t, True),
+            "feed_forward.w2": (F // t, D, False),
+        }
+        converted = self.layout.converted
+        self._block = [
+            _Linear(n, *shape, is_float8=n in converted, is_fused=self.layout.is_fused(n))
+            for n, shape in shapes.items()
+        ]
+        head_in_float8 = self.layout.float8 is not None and not any(f in "output" for f in filters)
+        # The head's arithmetic is that of any converted layer, or that of none.
+        fused = self.layout.is_fused(converted[0]) if head_in_float8 and converted else self.layout.fused
+        self._head = _Linear("output", D, V // t, True, head_in_float8, fused)
+
+    def times(self) -> Times:
+        """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
+        found = {(CLASSES["attention"][0], ""): self._attention() / self.rates.attention_forward / _T}
+        gather, scatter = CLASSES["communication"]
+        gather_matmul, matmul_scatter = FUSED
+        for layer in self._block:
+            product, wire = self._seconds(layer, "output"), self._wire(layer, backward=False)
+            found[CLASSES["matmul"][0], layer.name] = product
+            found[gather if layer.gathers else scatter, layer.name] = wire
+            both = gather_matmul if layer.gathers else matmul_scatter
+            found[both, layer.name] = self.rates.fused * max(product, wire)
+        return Times(found, self._elementwise()[0] / self.rates.memory / _G)
+
+    def step(self, blocks: Sequence[BlockPrice]) -> StepTime:
+        """Predict the time of a step.
+
+        Args:
+            blocks: what each keeps and computes again, in the order in which they run.
+        """
+        n, layout, memory, rates = len(blocks), self.layout, self.memory, self.rates
+        times = self.times()
+        again = sum(
+            sum(times.activations.get((a.op, a.layer), 0.0) for a in block.again)
+            + (0.0 if block.whole else times.elementwise)
+            for block in blocks
+        )
+        matmul = self._matmul([self._head]) + n * self._matmul(self._block)
+        of_embedding = 2 * self._received(layout.itemsize * layout.tokens * memory.sizes.dim) / rates.tensor_parallel
+        tokens = self._in_the_open([self._head]) + n * self._in_the_open(self._block)
+        tokens += of_embedding / _G if layout.tensor_parallel > 1 else 0.0
+        forward, backward = self._elementwise()
+        loss = 3 * layout.itemsize * layout.tokens * memory.sizes.vocab_size // layout.tensor_parallel
+        attention = self._attention() / _T * (1 / rates.attention_forward + 2.5 / rates.attention_backward)
+        seconds = {
+            "matmul": matmul,
+            "attention": n * attention,
+            "elementwise": (n * (forward + backward) + loss) / rates.memory / _G,
+            "recomputation": again,
+            "tokens": tokens,
+            "weights": self._copied(n) / rates.memory / _G,
+        }
+        seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
+        of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
+        return StepTime(**of_step, optimizer=1e3 * 32 * memory.parameters / memory.shards / rates.optimizer / _G)
+
+    def tokens_per_second(self, time: StepTime) -> float:
+        """Tokens that a step of that time trains on in a second, by GPU."""
+        tokens = self.layout.tokens * self.memory.micro_steps / self.layout.tensor_parallel
+        return tokens / time.total * 1e3
+
+    def _attention(self) -> float:
+        """FLOPs of attention's forward in one block."""
+        return 2 * self.layout.tokens * self.memory.sizes.dim // self.layout.tensor_parallel * self.layout.seq_len
+
+    def _seconds(self, layer: _Linear, product: str) -> float:
+        """Of one of the three products of a layer, alone."""
+        rates = self.rates
+        rate = rates.matmul_alone if self.memory.shards == 1 else rates.matmul_beside_collectives
+        if layer.is_float8 and self.layout.float8 and _is_float8(self.layout.float8, product):
+            fast = getattr(self.layout.float8.accumulation, product) == "fast"
+            rate = rates.float8_fast if fast else rates.float8_split
+        return 2 * self.layout.tokens * layer.K * layer.N / rate / _T
+
+    def _matmul(self, layers: Sequence[_Linear]) -> float:
+        return sum(self._seconds(layer, product) for layer in layers for product in _PRODUCTS)
+
+    def _received(self, whole: float) -> float:
+        """Bytes of a whole tensor that come from other tensor-parallel ranks."""
+        return whole * (self.layout.tensor_parallel - 1) / self.layout.tensor_parallel
+
+    def _wire(self, layer: _Linear, backward: bool) -> float:
+        """Seconds of the collective of a layer: one gathers and the other scatters, forward and backward."""
+        width = layer.K if layer.gathers else layer.N
+        is_gather = layer.gathers != backward
+        e = 1 if is_gather and layer.is_fused and layer.is_float8 else self.layout.itemsize
+        return self._received(e * self.layout.tokens * width) / self.rates.tensor_parallel / _G
+
+    def _in_the_open(self, layers: Sequence[_Linear]) -> float:
+        """Seconds that collectives add to their matmuls."""
+        if self.layout.tensor_parallel == 1:
+            return 0.0
+        found = 0.0
+        for layer in layers:
+            for product, backward in (("output", False), ("grad_input", True)):
+                wire, matmul = self._wire(layer, backward), self._seconds(layer, product)
+                found += self.rates.fused * max(wire, matmul) - matmul if layer.is_fused else wire
+        return found
+
+    def _elementwise(self) -> tuple[float, float]:
+        """Bytes that a block's forward and backward read and write outside of matmuls and attention."""
+        layout, sizes = self.layout, self.memory.sizes
+        M, t, e, E = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim // sizes.n_heads
+        norms = 2 * 4 * e * M // t * sizes.dim  # residual and branch in, their sum and its norm out, two of them
+        rotary = 2 * e * M * (sizes.n_heads + sizes.n_kv_heads) * E // t
+        gated = e * M * sizes.ffn_dim // t
+        forward, backward = norms + rotary + 3 * gated, norms + rotary + 6 * gated
+        for layer in self._block:
+            if layer.is_float8:
+                forward += self._casts(layer.K, layer.gathers and layer.is_fused)
+                backward += self._casts(layer.N, not layer.gathers and layer.is_fused)
+        return forward, backward
+
+    def _casts(self, width: int, is_gathered: bool) -> float:
+        """Bytes of bringing [M, width] to float8: cast, on its own rank if the bytes are gathered, and later turned.
+
+        The second is for the weight's gradient, which sums over tokens.
+        """
+        M, t, e = self.layout.tokens, self.layout.tensor_parallel, self.layout.itemsize
+        return (e + 1) * M * width // (t if is_gathered else 1) + 2 * M * width
+
+    def _gathers(self) -> int:
+        """How often a block's weights are gathered in a micro-step."""
+        return 1 if self.memory.blocks_stay else 2
+
+    def _copied(self, n: int) -> float:
+        """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step of n blocks."""
+        memory, e = self.memory, self.layout.itemsize
+        once = memory.parameters - n * memory.block  # embedding and head
+        gathered = self._gathers() * n * memory.gathered_block + e * once
+        cast = 4 * (self._gathers() * n * memory.block + once) / memory.shards + gathered / memory.shards
+        copied = 2 * gathered if memory.shards > 1 else 0
+        return cast + copied + (e + memory.reduced) * memory.parameters
+
+    def _fsdp(self, n: int, compute: float) -> float:
+        """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""
+        memory, e = self.memory, self.layout.itemsize
+        received = (memory.shards - 1) / memory.shards / self.rates.fsdp / _G
+
+        def reduction(elements: int) -> float:
+            among_replicas = 2 * (memory.replicas - 1) / memory.replicas / memory.shards / self.rates.fsdp / _G
+            return memory.reduced * elements * (received + among_replicas)
+
+        gather = memory.gathered_block * received
+        first, last = e * memory.embedding * received + gather, reduction(memory.embedding)
+        of_block = self._gathers() * gather + reduction(memory.block)
+        return first + last + n * max(0.0, of_block - compute)
+
+
+def _is_float8(recipe: Float8Recipe, product: str) -> bool:
+    """Whether both factors of a product are cast."""
+    x, w, g = recipe.input, recipe.weight, recipe.grad_output
+    factors = {
+        "output": (x.output, w.output),
+        "grad_input": (g.grad_input, w.grad_input),
+        "grad_weight": (g.grad_weight, x.grad_weight),
+    }
+    return "none" not in factors[product]
+
+
+def unrated(config: Config, layout: Layout) -> Problem | None:
+    """Why the rates are not those of a run, or None.
+
+    Args:
+        config: checked.
+        layout: of its ranks.
+    """
+    if layout.unpriced:
+        return layout.unpriced
+    if config.training.mixed_precision_param != "bfloat16":
+        want = "bfloat16: there are no rates of another"
+        return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")
+    if not config.compile.enable:
+        return Problem("compile.enable", "false", "true: the rates are those of compiled blocks", "measure it")
+    return None
