@@ -43,8 +43,8 @@ def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeM
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """FSDP and plain TP within 3 %; async TP 1 to 12 % too fast, one GPU 6 %: nothing here waits, and kernels of a small
-    shape are as fast as of a large one."""
+    """FSDP and plain TP within 3 %; async TP 1 to 12 % too fast, one GPU 6 %: nothing here waits, and
+    kernels of a small shape are as fast as of a large one."""
     predicted, step = model(*case)
     assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=0.15)
 

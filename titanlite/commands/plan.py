@@ -1,57 +1,216 @@
-"""Print what a config would do, before it runs: how it is sharded, or what its save-list keeps; no GPU.
+"""Print what a config would do, before it runs: how it is sharded, what it holds, how fast it is; no GPU.
 
 titanlite plan FILE                              the sharding plan: placements, their origins, and collectives
+titanlite plan FILE --world N                    also memory by category, and the time of a step by measured rates
+titanlite plan FILE --world N --device-gib G     the same; exit code 2 and what would help, if it needs more than that
+titanlite plan FILE --world N --diff [OTHER] …   what another config, or other flags behind --diff, would change
 titanlite plan FILE --activation-checkpoint      the price of each rule of the save-list, and what every list keeps
 """
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from titanlite.commands.validate import checked_run, file_and_world
+from titanlite.commands.forecast import Forecast, check_device, forecast, forecast_table, memory_rows, time_rows
+from titanlite.commands.validate import CheckedRun, checked_run, file_and_world
 from titanlite.config.check import sequences_per_step
 from titanlite.errors import ConfigError, Problem, describe
 
-_PRICES = "--activation-checkpoint"
-_USAGE = f"titanlite plan FILE [--section.key VALUE ...] [--world N] [{_PRICES} | [--why TENSOR] [--json FILE]]"
+if TYPE_CHECKING:
+    from titanlite.commands.fused_pairs import Pair
+    from titanlite.commands.sharding_table import Planned
+
+_PRICES, _DIFF = "--activation-checkpoint", "--diff"
+_USAGE = (
+    f"titanlite plan FILE [--section.key VALUE ...] [--world N] [{_PRICES} | {_DIFF} [OTHER] [--section.key VALUE ...] "
+    "| [--why TENSOR] [--device-gib GIB] [--json FILE]]"
+)
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """All that is said of one run.
+
+    Attributes:
+        sharding: None without tensor parallelism.
+        pairs: collectives that are to be fused with matmuls, or not and why.
+        predicted: None if the number of processes is not known.
+    """
+
+    checked: CheckedRun
+    micro_steps: int
+    sharding: "Planned | None"
+    pairs: "Sequence[Pair]"
+    predicted: Forecast | None
 
 
 def run(argv: list[str]) -> int:
     """Print a plan; `argv` is what `_USAGE` says behind the command."""
-    rest, given = _take([word for word in argv if word != _PRICES], ("--why", "--json"))
+    if _DIFF in argv:
+        return _diff(argv)
+    rest, given = _take([word for word in argv if word != _PRICES], ("--why", "--json", "--device-gib"))
     flags, world = file_and_world(rest, "titanlite plan configs/llama3_8b.toml")
-    if _PRICES in argv and (odd := [name for name in ("--why", "--json") if name in given]):
-        problem = Problem(
-            odd[0], given[odd[0]], f"no {odd[0]} beside {_PRICES}: it is of the sharding plan", "remove one"
-        )
+    if _PRICES in argv and given:
+        odd = next(iter(given))
+        problem = Problem(odd, given[odd], f"no {odd} beside {_PRICES}: it is of the sharding plan", "remove one")
         raise ConfigError(describe("command line", [problem]))
+    device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     checked = checked_run(flags, _USAGE, world)
     if _PRICES in argv:
-        from titanlite.commands.price_list import price_list  # the other table's module imports torch
+        from titanlite.commands.price_list import price_list
 
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
-    config, mesh = checked.config, checked.config.parallelism
-    if mesh.tensor_parallel_degree == 1:
-        want = "more than 1: a plan is of the tensors that are split over tensor-parallel ranks"
-        fix = f"--parallelism.tensor_parallel_degree 2, or {_PRICES} for the price of the save-list"
-        raise ConfigError(describe(flags[1], [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
-
-    from titanlite.commands.sharding_table import sharding_plan, sharding_table, why  # imports torch
-
-    plan = sharding_plan(checked)
+    planned = _plan(checked, flags[1], world, every_block=bool({"--why", "--json"} & set(given)))
     if "--why" in given:
-        sys.stdout.write(why(plan, given["--why"]))
+        sys.stdout.write(_why(planned, given["--why"], flags[1]))
     else:
-        ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
-        ranks *= mesh.data_parallel_replicate_degree
-        if world:
-            ranks = world // mesh.tensor_parallel_degree
-        sequences = sequences_per_step(config, world) or config.training.local_batch_size
-        sys.stdout.write(sharding_table(plan, max(1, sequences // (config.training.local_batch_size * ranks))))
+        sys.stdout.write(_tables(planned))
     if "--json" in given:
-        Path(given["--json"]).write_text(json.dumps(plan.as_dict(), indent=1) + "\n", encoding="utf-8")
+        Path(given["--json"]).write_text(json.dumps(_as_dict(planned, world), indent=1) + "\n", encoding="utf-8")
+    if device_gib is not None and world is not None and planned.predicted is not None:
+        check_device(checked, world, planned.predicted, device_gib)
     return 0
+
+
+def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool = False) -> _Planned:
+    """Plan a checked run; torch is imported if there is tensor parallelism."""
+    config, mesh = checked.config, checked.config.parallelism
+    if mesh.tensor_parallel_degree == 1 and world is None:
+        want = (
+            "more than 1, or --world N: without it a plan is of the tensors that are split over tensor-parallel ranks"
+        )
+        fix = f"--world 8, or --parallelism.tensor_parallel_degree 2, or {_PRICES} for the price of the save-list"
+        raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
+    ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
+    ranks *= mesh.data_parallel_replicate_degree
+    if world:
+        ranks = world // mesh.tensor_parallel_degree
+    sequences = sequences_per_step(config, world) or config.training.local_batch_size
+    micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
+    sharding, pairs = None, ()
+    if mesh.tensor_parallel_degree > 1:
+        from titanlite.commands.sharding_table import sharding_plan  # imports torch
+
+        sharding = sharding_plan(checked, every_block)
+        if mesh.async_tensor_parallel:
+            from titanlite.commands.fused_pairs import fused_pairs
+
+            pairs = fused_pairs(checked, ranks // mesh.data_parallel_replicate_degree)
+    return _Planned(checked, micro_steps, sharding, pairs, forecast(checked, world) if world else None)
+
+
+def _tables(planned: _Planned) -> str:
+    """All tables of a plan."""
+    text = ""
+    if planned.sharding is not None:
+        from titanlite.commands.sharding_table import columns, sharding_table
+
+        text = sharding_table(planned.sharding, planned.micro_steps)
+        if planned.pairs:
+            rows = _pair_rows(planned)
+            text += f"\n{columns([['collective', 'pass', 'at', 'with its matmul'], *rows])}"
+        else:
+            text += "\nnone is fused with a matmul: parallelism.async_tensor_parallel is off\n"
+    return text + (forecast_table(planned.predicted) if planned.predicted else "")
+
+
+def _pair_rows(planned: _Planned) -> list[list[str]]:
+    """Rows of collective, pass, module, and whether it is fused; layers that are alike are one."""
+    from titanlite.commands.sharding_table import alike
+
+    rows = ((pair.module, (pair.kind, pair.direction, pair.obstacle), pair) for pair in planned.pairs)
+    return [
+        [pair.kind, pair.direction, name, f"not fused: it {pair.obstacle}" if pair.obstacle else "fused"]
+        for name, _, pair in alike(rows)
+    ]
+
+
+def _why(planned: _Planned, tensor: str, file: str) -> str:
+    if planned.sharding is None:
+        want = "more than 1: nothing is split over tensor-parallel ranks"
+        problem = Problem("parallelism.tensor_parallel_degree", "1", want, "--parallelism.tensor_parallel_degree 2")
+        raise ConfigError(describe(file, [problem]))
+    from titanlite.commands.sharding_table import why
+
+    return why(planned.sharding.plan, tensor)
+
+
+def _as_dict(planned: _Planned, world: int | None) -> dict[str, Any]:
+    """All that is said of a run, in JSON's types."""
+    said: dict[str, Any] = {"world": world, "micro_steps": planned.micro_steps}
+    if planned.sharding is not None:
+        said |= planned.sharding.plan.as_dict()
+        said["pairs"] = [pair._asdict() for pair in planned.pairs]
+    return said | (planned.predicted.as_dict() if planned.predicted else {})
+
+
+def _diff(argv: list[str]) -> int:
+    """Print what differs between the run in front of --diff and the one behind it."""
+    at = argv.index(_DIFF)
+    before, after = argv[:at], argv[at + 1 :]
+    if odd := [word for word in argv if word.partition("=")[0] in ("--why", "--json", "--device-gib", _PRICES)]:
+        problem = Problem(odd[0], "", f"no {odd[0]} beside {_DIFF}", "remove one")
+        raise ConfigError(describe("command line", [problem]))
+    if not after or _DIFF in after:
+        problem = Problem(_DIFF, "", "one other config, or flags that change this one", f"{_DIFF} configs/other.toml")
+        raise ConfigError(describe("command line", [problem]))
+    file, world = file_and_world(before, "titanlite plan configs/llama3_8b.toml")
+    other, own_world = file_and_world(after if not after[0].startswith("-") else [file[1], *file[2:], *after], _USAGE)
+    own_world = own_world or world
+    runs = []
+    for flags, n in ((file, world), (other, own_world)):
+        runs.append(_facts(_plan(checked_run(flags, _USAGE, n), flags[1], n)))
+    rows = [["", "before", "after"]]
+    for what in dict.fromkeys([*runs[0], *runs[1]]):
+        values = [found.get(what, "none") for found in runs]
+        if values[0] != values[1]:
+            rows.append([what, *values])
+    if len(rows) == 1:
+        sys.stdout.write("nothing differs\n")
+        return 0
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        cells = (cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    return 0
+
+
+def _facts(planned: _Planned) -> dict[str, str]:
+    """All that a plan says, each under its name."""
+    facts: dict[str, str] = {}
+    if planned.sharding is not None:
+        from titanlite.commands.sharding_table import collective_rows, weight_rows
+
+        for name, shape, placed, _ in weight_rows(planned.sharding):
+            facts[f"weight {name}"] = f"{shape} {placed}"
+        rows, total = collective_rows(planned.sharding, planned.micro_steps)
+        for kind, direction, name, _, moves, times, mib, _ in rows:
+            facts[f"{kind} {direction} {name}, {moves}"] = f"{times} of {mib} MiB"
+        facts["each rank sends, MiB a step"] = f"{total:,.1f}"
+        for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
+            facts[f"{kind} {direction} {name}, with its matmul"] = verdict
+    if planned.predicted is not None:
+        facts |= {f"memory, GiB: {name}": value for name, value in memory_rows(planned.predicted)}
+        facts |= {f"step, ms: {name}": value for name, value in time_rows(planned.predicted)}
+        facts |= dict.fromkeys(planned.predicted.notes, "yes")
+    return facts
+
+
+def _gib(value: str, world: int | None) -> float:
+    """Read --device-gib."""
+    try:
+        gib = float(value)
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < float("inf") or world is None:
+        want = "the GiB of a device" if world else "--world N beside it: what a rank holds depends on their number"
+        fix = "--device-gib 80" if world else f"--device-gib {value} --world 8"
+        raise ConfigError(describe("command line", [Problem("--device-gib", value, want, fix)]))
+    return gib
 
 
 def _take(argv: list[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

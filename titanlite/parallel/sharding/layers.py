@@ -72,21 +72,42 @@ def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPla
         ShardingError: there is no plan, or none that layers can carry out; all problems are in the message.
     """
     annotations = annotations_of(model)
-    if any(_NUMBERS.search(pattern) for pattern in annotations):
-        return _planned(model, annotations, tokens, ranks)
-    blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    kinds = [_kind(block) for block in blocks]
-    chosen = [n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2]
-    layers = _planned(_with_blocks(model, [blocks[n] for n in chosen]), annotations, tokens, ranks)
-    of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(chosen))]
-    of_kind: dict[str, dict[str, LayerPlan]] = {}
-    for n, planned in zip(chosen, of_blocks, strict=True):
-        if of_kind.setdefault(kinds[n], planned) != planned:  # where a block stands decides how it is split
-            return _planned(model, annotations, tokens, ranks)
+    fewer, stand_for = stand_ins(model)
+    layers = _planned(fewer, annotations, tokens, ranks)
+    kinds = [_kind(block) for block in fewer.layers]  # type: ignore[union-attr]
+    of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(kinds))]
+    if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
+        return _planned(model, annotations, tokens, ranks)  # where a block stands decides how it is split
     others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
     return others | {
-        f"layers.{n}.{name}": layer for n, kind in enumerate(kinds) for name, layer in of_kind[kind].items()
+        f"layers.{n}.{name}": layer
+        for numbers, planned in zip(stand_for, of_blocks, strict=True)
+        for n in numbers
+        for name, layer in planned.items()
     }
+
+
+def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
+    """The same model with two blocks of each kind, which stand for the others.
+
+    Args:
+        model: has `sharding` and `layers`.
+
+    Returns:
+        The model, which shares its blocks with the one given, and for each of its blocks the numbers of those that it
+        stands for. All of them by themselves, where annotations choose among blocks by number.
+
+    Raises:
+        ShardingError: the model has no annotations.
+    """
+    blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
+    if any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
+        return model, [[n] for n in range(len(blocks))]
+    of_kind: dict[str, list[int]] = {}
+    for n, block in enumerate(blocks):
+        of_kind.setdefault(_kind(block), []).append(n)
+    chosen = sorted(part for numbers in of_kind.values() for part in (numbers[:1], numbers[1:]) if part)
+    return _with_blocks(model, [blocks[numbers[0]] for numbers in chosen]), chosen
 
 
 def annotations_of(model: nn.Module) -> Mapping[str, str]:

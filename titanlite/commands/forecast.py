@@ -1,0 +1,152 @@
+"""What a run would hold and how fast it would be, as `titanlite plan --world N` says it; no torch.
+
+The formulas are those of `titanlite/parallel/memory.py` and `step_time.py`. What they do not know is said, not guessed.
+"""
+
+from dataclasses import dataclass, replace
+
+from titanlite.commands.validate import CheckedRun
+from titanlite.config.recipe_schema import SaveList
+from titanlite.errors import ConfigError, Problem, describe
+from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.choose_save_list import choose, in_words
+from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
+from titanlite.parallel.overrides import overrides_that_fit
+from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is predicted of a run.
+
+    Attributes:
+        save_list: of the run; if it is chosen when the run starts, what these rates choose. None: not known.
+        memory: of a rank at its peak, or None.
+        step: time of a step, or None.
+        tokens_per_second: by GPU.
+        device: that the rates were measured on.
+        notes: what is not predicted, and what a prediction leaves out; a line each.
+    """
+
+    save_list: SaveList | None = None
+    memory: Memory | None = None
+    step: StepTime | None = None
+    tokens_per_second: float | None = None
+    device: str = ""
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """All of it in JSON's types: bytes and milliseconds by category."""
+        return {
+            "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
+            "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
+            "tokens_per_second_per_gpu": self.tokens_per_second,
+            "rates_of": self.device,
+            "notes": list(self.notes),
+        }
+
+
+def forecast(checked: CheckedRun, world: int) -> Forecast:
+    """Predict memory and speed of a run.
+
+    Args:
+        checked: the run.
+        world: number of processes.
+
+    Raises:
+        RecipeError: the save-list keeps attention without its q, k and v.
+    """
+    config, sizes, rates = checked.config, checked.dimensions, measured_rates()
+    memory = MemoryModel(config, sizes, checked.float8, world)
+    chosen, save_list = config.activation_checkpoint, checked.save_list
+    if memory.layout.unpriced:
+        return Forecast(save_list, notes=(f"no memory and no time: {_line(memory.layout.unpriced)}",))
+    obstacle = unrated(config, memory.layout)
+    time = None if obstacle else StepTimeModel(config, memory, rates)
+    notes = [f"no time: {_line(obstacle)}"] if obstacle else []
+    if save_list is None:
+        if time is None or chosen.budget_gib is None:
+            notes.append("no memory: the save-list is chosen when the run starts, by times that are not known here")
+            return Forecast(notes=tuple(notes))
+        choice = choose(memory, time.times(), chosen.budget_gib)
+        save_list = choice.save_list
+        notes.append(
+            f"by these rates auto keeps {in_words(choice)}; a run times its own blocks, and may choose otherwise"
+        )
+    if save_list.default == "save" and save_list.rules:
+        return Forecast(
+            save_list,
+            notes=(
+                f'no memory and no time: save-list {chosen.recipe} has default = "save" and '
+                "rules, so that it has no price",
+            ),
+        )
+    blocks = block_prices(sizes, memory.layout, save_list)
+    peak = memory.peak(blocks)
+    if time is None:
+        return Forecast(save_list, peak, notes=tuple(notes))
+    step = time.step(blocks)
+    if world > rates.host:
+        hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"
+        notes.append(f"{hosts}: FSDP's are counted as if inside one, so the step is the least that it can be")
+    return Forecast(save_list, peak, step, time.tokens_per_second(step), rates.device, tuple(notes))
+
+
+def _line(problem: Problem) -> str:
+    seen = f" = {problem.saw}" if problem.saw else ""
+    return f"{problem.where}{seen}; want {problem.want}"
+
+
+def memory_rows(predicted: Forecast) -> list[list[str]]:
+    """GiB by category, and their sum."""
+    if predicted.memory is None:
+        return []
+    rows = [[name, f"{n / GIB:,.1f}"] for name, n in predicted.memory.categories().items()]
+    return [*rows, ["total", f"{predicted.memory.total / GIB:,.1f}"]]
+
+
+def time_rows(predicted: Forecast) -> list[list[str]]:
+    """Milliseconds by class of work, their sum, and tokens per second and GPU."""
+    if predicted.step is None:
+        return []
+    rows = [[name, f"{ms:,.1f}"] for name, ms in predicted.step.categories().items()]
+    speed = ["tok/s/GPU", f"{predicted.tokens_per_second:,.0f}"]
+    return [*rows, ["total", f"{predicted.step.total:,.1f}"], speed]
+
+
+def forecast_table(predicted: Forecast) -> str:
+    """Format a forecast."""
+    text = ""
+    for title, rows in (
+        ("memory of a rank at its peak, GiB (CUDA's context and NCCL's buffers come on top)", memory_rows(predicted)),
+        (f"time of a step, ms, by rates of {predicted.device}", time_rows(predicted)),
+    ):
+        if rows:
+            name, number = (max(len(row[i]) for row in rows) for i in range(2))
+            text += f"\n{title}\n" + "".join(f"  {row[0]:{name}}  {row[1]:>{number}}\n" for row in rows)
+    return text + "".join(f"\n{note}\n" for note in predicted.notes)
+
+
+def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gib: float) -> None:
+    """Refuse a run whose predicted peak is more than a device has.
+
+    Args:
+        checked: the run.
+        world: number of processes.
+        predicted: of it.
+        device_gib: GiB of the device.
+
+    Raises:
+        ConfigError: it does not fit, or nothing is known of it; the message has what would make it fit.
+    """
+    if predicted.memory is None or predicted.save_list is None:
+        want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
+        raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
+    if predicted.memory.total <= usable(device_gib):
+        return
+    run = replace(checked, save_list=predicted.save_list)
+    flags = overrides_that_fit(run.config, run.dimensions, run.float8, world, predicted.save_list, usable(device_gib))
+    want = f"at least {predicted.memory.total / usable(1):.1f}: the predicted peak, of which {MARGIN:.1%} stay free"
+    listed = "".join(f"\n          {flag}" for flag in flags)
+    fix = f"the first costs least{listed}" if flags else "no one flag is enough: more processes, or several flags"
+    raise ConfigError(describe("the run does not fit", [Problem("--device-gib", f"{device_gib:g}", want, fix)]))
