@@ -1,15 +1,27 @@
-"""`titanlite plan`: the table, the chain of one tensor, the file for programs, and mistakes."""
+"""`titanlite plan`: the tables, the chain of a tensor, the file for programs, what differs, what fits, and mistakes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from titanlite.commands import main
+from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 TWO = ["--parallelism.tensor_parallel_degree", "2"]
+LARGE = str(shipped_folder("configs") / "llama3_8b.toml")
+ASYNC = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
+
+
+def pairs(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, ...], str]:
+    """Of a plan, (collective, pass, layer) → what becomes of it and its matmul."""
+    assert main(["plan", DEBUG, *ASYNC, *argv]) == 0
+    table = capsys.readouterr().out.partition("with its matmul")[2].strip().splitlines()
+    return {tuple(words[:3]): words[3] for words in (line.split(maxsplit=3) for line in table)}
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +61,138 @@ def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.startswith("flatten")
 
 
+@pytest.mark.parametrize("flags", [[], ["--model.name", "gemma3"]], ids=["llama3", "gemma3"])
+def test_blocks_that_stand_for_others_say_what_all_of_them_say(flags: list[str]) -> None:
+    from titanlite.commands.sharding_table import sharding_plan, sharding_table
+
+    run = checked_run(["--config", DEBUG, *TWO, *flags])
+    few, all_of_them = (sharding_plan(run, every_block) for every_block in (False, True))
+    assert len(few.stand_for) < len(all_of_them.stand_for) == run.dimensions.n_layers
+    assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dimensions.n_layers))
+
+    def lines(text: str) -> list[list[str]]:
+        return sorted(line.split() for line in text.splitlines())
+
+    assert lines(sharding_table(few, 1)) == lines(sharding_table(all_of_them, 1))
+
+
+def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlite.commands import sharding_table
+    from titanlite.models.llama3 import Llama3
+
+    first_whole = {**Llama3.sharding, "layers.0.feed_forward.w13.weight": "tp:0"}
+    monkeypatch.setattr(Llama3, "sharding", first_whole)
+    run = checked_run(["--config", DEBUG, *TWO])
+    assert sharding_table.sharding_plan(run, every_block=False).stand_for == [[0], [1], [2], [3]]
+
+
+def test_pairs_that_are_fused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    layers = [("attention.wqkv", True), ("attention.wo", False), ("feed_forward.w13", True), ("feed_forward.w2", False)]
+    expected: dict[tuple[str, ...], str] = {}
+    for name, gathers in [*((f"layers.0-3.{name}", gathers) for name, gathers in layers), ("output", True)]:
+        kinds = ("all_gather", "reduce_scatter") if gathers else ("reduce_scatter", "all_gather")
+        expected |= {(kinds[0], "forward", name): "fused", (kinds[1], "backward", name): "fused"}
+    assert pairs(TWO, capsys) == expected
+    assert pairs([*TWO, "--float8.recipe", "rowwise"], capsys) == expected
+
+
+def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    wide = ["--model.n_heads", "16", "--model.n_kv_heads", "16", "--model.ffn_dim", "2048"]
+    wide += ["--parallelism.tensor_parallel_degree", "16"]
+    found = pairs(wide, capsys)
+    assert set(found.values()) == {"not fused: it has a group of 16 ranks; the kernels take 2 to 8"}
+    found = pairs([*TWO, "--training.mixed_precision_param", "float32"], capsys)
+    operands = "not fused: it has torch.float32 operands; the kernels take bfloat16, float16 and float8"
+    assert set(found.values()) == {operands}
+    # Of one recipe for all layers but those that a filter names.
+    found = pairs([*TWO, "--float8.recipe", "rowwise_with_gw_hp", "--float8.filter_fqns", '["output", "wo"]'], capsys)
+    assert found["all_gather", "forward", "output"] == found["reduce_scatter", "forward", "layers.0-3.attention.wo"]
+    assert found["all_gather", "forward", "output"] == "fused"
+    assert found["all_gather", "forward", "layers.0-3.attention.wqkv"].startswith("not fused: it has a matmul in high")
+
+
+def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/performance.md: 80.6 GiB and 10,330 tok/s/GPU."""
+    file = tmp_path / "plan.json"
+    assert main(["plan", LARGE, "--world", "4", "--json", str(file)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["activations", "42.1"] in rows
+    assert ["total", "80.6"] in rows
+    said = json.loads(file.read_text())
+    assert said["memory_bytes"]["activations"] == 32 * (130 + 1088 + 128) * 2**20
+    assert sum(said["memory_bytes"].values()) == 2 * said["memory_bytes"]["total"]
+    assert said["tokens_per_second_per_gpu"] == pytest.approx(10_330, rel=0.03)
+    assert sum(said["step_ms"].values()) == pytest.approx(2 * said["step_ms"]["total"])
+    assert ["tok/s/GPU", f"{said['tokens_per_second_per_gpu']:,.0f}"] in rows
+    assert "NVIDIA H200" in said["rates_of"]
+
+
+def test_memory_and_time_need_no_torch() -> None:
+    code = (
+        "import sys; from titanlite.commands import main; "
+        f"main(['plan', {LARGE!r}, '--world', '4']); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", LARGE, "--world", "4", "--device-gib", "82"]) == 0
+    capsys.readouterr()
+    assert main(["plan", LARGE, "--world", "4", "--device-gib", "80"]) == 2
+    out, err = capsys.readouterr()
+    assert ["total", "80.6"] in [line.split() for line in out.splitlines()]
+    assert "--device-gib = 80\n      want: at least 81.9" in err
+    first = err.partition("costs least\n")[2].split()[:2]
+    assert first == ["--activation_checkpoint.recipe", "balanced_tight"]
+    assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
+
+
+def test_what_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", LARGE, "--world", "16"]) == 0
+    assert "collectives between hosts were not measured" in capsys.readouterr().out
+    assert main(["plan", DEBUG, "--world", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "memory of a rank" in out
+    assert "time of a step" not in out
+    assert "no time: training.mixed_precision_param = float32" in out
+    other = ["--model.name", "gemma3"]
+    assert main(["plan", DEBUG, "--world", "2", *other]) == 0
+    out = capsys.readouterr().out
+    assert out.strip().splitlines() == [
+        'no memory and no time: model.name = "gemma3"; want an architecture whose block has a price list: llama3'
+    ]
+    assert main(["plan", DEBUG, "--world", "2", *other, "--device-gib", "80"]) == 2
+
+
+def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "65"]
+    assert main(["plan", LARGE, "--world", "4", *flags]) == 0
+    assert "by these rates auto keeps matmul attention.wqkv, attention" in capsys.readouterr().out
+    assert main(["plan", LARGE, "--world", "8", *flags, "--compile.enable", "false"]) == 0
+    assert "no memory: the save-list is chosen when the run starts" in capsys.readouterr().out
+
+
+def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", LARGE, "--world", "4", "--diff", "--training.seed", "3"]) == 0
+    assert capsys.readouterr().out == "nothing differs\n"
+    assert main(["plan", LARGE, "--world", "4", "--diff", "--activation_checkpoint.recipe", "none"]) == 0
+    rows = [line.rsplit(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["before", "after"]
+    assert [row[0].strip() for row in rows[1:2]] == ["memory, GiB: activations"]
+    assert not any("matmul" in row[0] or "parameters" in row[0] for row in rows)
+    assert main(["plan", DEBUG, *TWO, "--diff", LARGE, *TWO]) == 0
+    out = capsys.readouterr().out
+    assert out.split()[:2] == [DEBUG, LARGE]
+    assert "weight layers.0-31.attention.wqkv.weight" in out
+    flags = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
+    assert main(["plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {row[-2] for row in rows} == {"none"}  # nothing but pairs: placements and collectives stay as they are
+    assert len(rows) == 10
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -56,6 +200,11 @@ def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ([DEBUG], "parallelism.tensor_parallel_degree = 1"),
         ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
         ([DEBUG, *TWO, "--why"], "--why"),
+        ([DEBUG, "--world", "2", "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
+        ([DEBUG, *TWO, "--device-gib", "80"], "--world N beside it"),
+        ([DEBUG, "--world", "2", "--device-gib", "none"], "the GiB of a device"),
+        ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this one"),
+        ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why beside --diff"),
         ([DEBUG, *TWO, "--why", "layers.1.attention.w0.weight"], "--why layers.1.attention.wo.weight"),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
     ],

@@ -5,6 +5,7 @@ import pytest
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.parallel.activation_bytes import block_prices, layout_of
+from titanlite.parallel.choose_save_list import choose
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
 
@@ -47,6 +48,16 @@ def test_measured_runs(case: tuple[str, int, str]) -> None:
     kernels of a small shape are as fast as of a large one."""
     predicted, step = model(*case)
     assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=0.15)
+
+
+@pytest.mark.parametrize(("budget_gib", "measured"), [(65.0, 9_617), (90.0, 10_519)])
+def test_lists_that_auto_would_choose(budget_gib: float, measured: int) -> None:
+    """As fast as those that it did choose, by times of its own (docs/performance.md); both are within 1.1 %."""
+    predicted, _ = model("8b", 4, "none")
+    choice = choose(predicted.memory, predicted.times(), budget_gib)
+    step = predicted.step(block_prices(predicted.memory.sizes, predicted.layout, choice.save_list))
+    assert predicted.tokens_per_second(step) == pytest.approx(measured, rel=0.03)
+    assert step.recomputation == pytest.approx(1e3 * choice.seconds)
 
 
 def test_matmuls_are_their_flops_over_the_rate() -> None:

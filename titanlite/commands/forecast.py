@@ -106,12 +106,12 @@ def memory_rows(predicted: Forecast) -> list[list[str]]:
 
 
 def time_rows(predicted: Forecast) -> list[list[str]]:
-    """Milliseconds by class of work, their sum, and tokens per second and GPU."""
+    """Milliseconds by class of work, their sum, and tokens per second and GPU; each with its unit."""
     if predicted.step is None:
         return []
-    rows = [[name, f"{ms:,.1f}"] for name, ms in predicted.step.categories().items()]
+    rows = [[name, f"{ms:,.1f} ms"] for name, ms in predicted.step.categories().items()]
     speed = ["tok/s/GPU", f"{predicted.tokens_per_second:,.0f}"]
-    return [*rows, ["total", f"{predicted.step.total:,.1f}"], speed]
+    return [*rows, ["total", f"{predicted.step.total:,.1f} ms"], speed]
 
 
 def forecast_table(predicted: Forecast) -> str:
@@ -119,7 +119,7 @@ def forecast_table(predicted: Forecast) -> str:
     text = ""
     for title, rows in (
         ("memory of a rank at its peak, GiB (CUDA's context and NCCL's buffers come on top)", memory_rows(predicted)),
-        (f"time of a step, ms, by rates of {predicted.device}", time_rows(predicted)),
+        (f"time of a step by rates of {predicted.device}", time_rows(predicted)),
     ):
         if rows:
             name, number = (max(len(row[i]) for row in rows) for i in range(2))

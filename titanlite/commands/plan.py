@@ -160,22 +160,23 @@ def _diff(argv: list[str]) -> int:
         raise ConfigError(describe("command line", [problem]))
     file, world = file_and_world(before, "titanlite plan configs/llama3_8b.toml")
     other, own_world = file_and_world(after if not after[0].startswith("-") else [file[1], *file[2:], *after], _USAGE)
-    own_world = own_world or world
-    runs = []
-    for flags, n in ((file, world), (other, own_world)):
-        runs.append(_facts(_plan(checked_run(flags, _USAGE, n), flags[1], n)))
-    rows = [["", "before", "after"]]
-    for what in dict.fromkeys([*runs[0], *runs[1]]):
-        values = [found.get(what, "none") for found in runs]
+    plans = [
+        _plan(checked_run(flags, _USAGE, n), flags[1], n) for flags, n in ((file, world), (other, own_world or world))
+    ]
+    facts = [_facts(planned) for planned in plans]
+    names = [file[1], other[1]] if file[1] != other[1] else ["before", "after"]
+    rows = [["", *names]]
+    for what in dict.fromkeys([*facts[0], *facts[1]]):
+        values = [found.get(what, "none") for found in facts]
         if values[0] != values[1]:
             rows.append([what, *values])
-    if len(rows) == 1:
-        sys.stdout.write("nothing differs\n")
-        return 0
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows:
+    for row in rows if len(rows) > 1 else [["nothing differs", "", ""]]:
         cells = (cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    notes = [planned.predicted.notes if planned.predicted else () for planned in plans]
+    for name, own, others in zip(names, notes, reversed(notes), strict=True):
+        sys.stdout.write("".join(f"\n{name}: {note}\n" for note in own if note not in others))
     return 0
 
 
@@ -195,8 +196,7 @@ def _facts(planned: _Planned) -> dict[str, str]:
             facts[f"{kind} {direction} {name}, with its matmul"] = verdict
     if planned.predicted is not None:
         facts |= {f"memory, GiB: {name}": value for name, value in memory_rows(planned.predicted)}
-        facts |= {f"step, ms: {name}": value for name, value in time_rows(planned.predicted)}
-        facts |= dict.fromkeys(planned.predicted.notes, "yes")
+        facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}
     return facts
 
 
