@@ -48,7 +48,7 @@ def fused_pairs(checked: CheckedRun, shards: int) -> list[Pair]:
         shards: ranks over which FSDP splits each weight.
 
     Returns:
-        Two of each layer: of forward, and of backward.
+        Two of each layer: of forward, and of backward. On a machine with a GPU that has no float8, that is a reason.
 
     Raises:
         ConfigError: the trainer would refuse to build the layers.
@@ -66,7 +66,9 @@ def fused_pairs(checked: CheckedRun, shards: int) -> list[Pair]:
         mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",))
         apply_tensor_parallel(model, plan_layers(model, tokens, degree), mesh, group, asynchronous=True)
         if checked.float8 is not None:
-            apply_float8(model, checked.float8, config.float8.filter_fqns, torch.device("cpu"), tokens, shards)
+            # Where there is a GPU, it is this one that would emulate.
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            apply_float8(model, checked.float8, config.float8.filter_fqns, device, tokens, shards)
         known: dict[object, list[str | None]] = {}
         pairs: list[Pair] = []
         for name, layer in model.named_modules():
@@ -118,7 +120,7 @@ class _Asking(TorchDispatchMode):
 
     def _obstacle(self, op: str, args: Any) -> str | None:
         if importlib.util.find_spec("triton") is None:
-            return "needs kernels that cannot be asked here: there is no Triton on this machine"
+            return "needs kernels that cannot be asked: there is no Triton on this machine"
         if op.endswith("all_gather_matmul"):
             from titanlite.kernels.device.all_gather_matmul import obstacle
 
