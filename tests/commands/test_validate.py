@@ -36,7 +36,10 @@ def test_every_shipped_config_passes(path: Path) -> None:
 
 
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
-    assert [p.stem for p in CONFIGS] == ["debug", *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b"))]
+    assert [p.stem for p in CONFIGS] == [
+        "debug",
+        *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b")),
+    ]
 
 
 @pytest.mark.parametrize(
