@@ -1,5 +1,6 @@
 """Float8 with its collectives fused: the casts are torchao's, and backward's products are as exact as its own."""
 
+import dataclasses
 import math
 
 import pytest
@@ -232,6 +233,22 @@ def test_a_feed_forward_in_one_is_as_exact_as_in_parts(recipe: str, tmp_path) ->
                 assert sqnr(one, two) > 50, name  # a gradient's last place, which few casts show
 
     run_ranks(body, tmp_path, 2)
+
+
+def test_finer_scales_for_weight_gradients_are_not_fused() -> None:
+    """Channels of very different sizes: one scale for all of them would lose the small ones."""
+    tensorwise = dataclasses.replace(recipes.load("float8", "tensorwise"), scale_rounding="pow2_floor")
+    finer = dataclasses.replace(
+        tensorwise,
+        input=dataclasses.replace(tensorwise.input, grad_weight="row"),
+        grad_output=dataclasses.replace(tensorwise.grad_output, grad_weight="row", dtype="e4m3"),
+    )
+    matmul = Float8Matmul(finer, CPU)
+    assert "finer scales" in str(matmul.unfused)
+    x, w, g = numbers(0, M, K).float(), numbers(1, N, K).float().requires_grad_(), numbers(2, M, N).float()
+    x[:, :4] *= 2.0**14
+    (d_w,) = torch.autograd.grad(matmul(x, w), w, g)
+    assert sqnr(d_w[:, 4:], (g.double().t() @ x.double())[:, 4:]) > 20
 
 
 def test_a_matmul_in_high_precision_is_not_fused() -> None:

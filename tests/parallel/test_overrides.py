@@ -4,6 +4,7 @@ import pytest
 
 from titanlite import recipes
 from titanlite.commands.validate import CheckedRun, checked_run
+from titanlite.config.check import sequences_per_step
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
@@ -34,6 +35,8 @@ def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...])
         changed = checked("--activation_checkpoint.recipe", "none", *flags, *override.flag.split())
         assert peak(changed) == override.peak <= limit_gib * GIB
         assert override.frees == now - override.peak
+        same = sequences_per_step(changed.config, 4) == sequences_per_step(run.config, 4)
+        assert same or "local_batch_size" in override.flag
 
 
 def test_one_of_each_kind_and_of_its_kind_the_one_that_keeps_most() -> None:
@@ -42,7 +45,7 @@ def test_one_of_each_kind_and_of_its_kind_the_one_that_keeps_most() -> None:
     found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 100 * GIB)
     assert [override.flag for override in found] == [
         "--activation_checkpoint.recipe matmuls",
-        "--parallelism.tensor_parallel_degree 2",
+        "--parallelism.tensor_parallel_degree 2 --training.global_batch_size 8",
         "--training.local_batch_size 1",
     ]
 
@@ -92,3 +95,15 @@ def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:
     assert checked_run(["--config", CONFIG, *AUTO, "1"]).save_list is None
+
+
+def test_a_list_that_is_broken_is_not_proposed(tmp_path) -> None:
+    (tmp_path / "activation_checkpoint").mkdir()
+    rule = '[[rules]]\nop = "matmull"\naction = "save"\n'
+    broken = tmp_path / "activation_checkpoint" / "broken.toml"
+    broken.write_text(f'help = ""\ndefault = "recompute"\n{rule}')
+    run = checked("--activation_checkpoint.recipe", "none", "--job.recipe_dirs", str(tmp_path))
+    assert "broken" in recipes.names("activation_checkpoint", run.config.job.recipe_dirs)
+    assert run.save_list is not None
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 100 * GIB)
+    assert found[0].flag == "--activation_checkpoint.recipe matmuls"

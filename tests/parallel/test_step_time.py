@@ -44,10 +44,11 @@ def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeM
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """FSDP and plain TP within 3 %; async TP 1 to 12 % too fast, one GPU 6 %: nothing here waits, and
-    kernels of a small shape are as fast as of a large one."""
+    """FSDP and plain TP; async TP is 1 to 12 % too fast, one GPU 6 %: nothing here waits, and kernels of a small
+    shape are as fast as of a large one. Rates were taken from three of these runs, docs/sharding_plan.md says which."""
     predicted, step = model(*case)
-    assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=0.15)
+    bound = 0.125 if ASYNC in case else 0.07 if case[1] == 1 else 0.031
+    assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=bound)
 
 
 @pytest.mark.parametrize(("budget_gib", "measured"), [(65.0, 9_617), (90.0, 10_519)])

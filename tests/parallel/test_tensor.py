@@ -12,6 +12,7 @@ from tests.parallel.count_collectives import CountCollectives
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps
 from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.sharding.layers import plan_layers
@@ -60,7 +61,7 @@ def test_a_layer_without_a_place_is_an_error(tmp_path):
             model.layers[0].extra = nn.Linear(4, 4)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         plan, group = plan_layers(model, 16, 2), Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
-        with pytest.raises(ValueError, match=r"layers\.0\.extra \(Linear\) has parameters but no tensor-parallel"):
+        with pytest.raises(ShardingError, match=r"layers\.0\.extra = Linear"):
             apply_tensor_parallel(model, plan, mesh, group)
 
     run_ranks(body, tmp_path)

@@ -15,6 +15,9 @@ def obstacle(recipe: Float8Recipe) -> str | None:
         return "has a matmul in high precision, for which its tokens would be gathered once more"
     if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
         return "has scales by row that are no powers of two: its bytes cannot be cast again without loss"
+    x, grad = recipe.input, recipe.grad_output
+    if x.output == grad.grad_input == "tensor" and "row" in (x.grad_weight, grad.grad_weight):
+        return "has finer scales for its weights' gradients than for what they are made of"
     return None
 
 

@@ -83,8 +83,8 @@ class CausalAttention(nn.Module):
         """[B, H, S, E], [B, K, S, E], [B, K, S, E] → [B, H, S, E]; H is a multiple of K."""
         S = q.shape[2]
         if 0 < self.window < S:
-            back = torch.arange(S, device=q.device)[:, None] - torch.arange(S, device=q.device)
-            seen = (back >= 0) & (back < self.window)  # [S, S]
+            own, other = torch.arange(S, device=q.device)[:, None], torch.arange(S, device=q.device)
+            seen = (other <= own) & (other > own - self.window)  # [S, S]
             # With a mask no fused kernel shares keys and values among heads: [B, K, S, E] → [B, H, S, E].
             shared = q.shape[1] // k.shape[1]
             k, v = (t.unsqueeze(2).expand(-1, -1, shared, -1, -1).flatten(1, 2) for t in (k, v))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm
 
 
@@ -47,7 +48,9 @@ def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: tor
         parent, _, _ = name.rpartition(".")
         rows = {part: (module.groups * n, shape[1]) for part, n in module.parts.items()}
         return module.fuse({p: _normal(f"{parent}.{p}", size, module.std, device, seed) for p, size in rows.items()})
-    raise ValueError(f"no initial values for {name} ({type(module).__name__})")
+    want = "a layer of titanlite.models.layers: of others the initial values are not known"
+    problem = Problem(name, type(module).__name__, want, "Linear, Embedding, RMSNorm or LayerNorm")
+    raise ConfigError(describe("initial weights", [problem]))
 
 
 def _normal(name: str, shape: tuple[int, ...], std: float, device: torch.device, seed: int) -> Tensor:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite import recipes
-from titanlite.config.check import check
+from titanlite.config.check import check, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, RecipeError, describe
 from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.memory import GIB, MARGIN, MemoryModel, usable
 
@@ -70,7 +70,8 @@ def overrides_that_fit(
     """List changes with which a run would fit, the one that costs least first.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
-    each, what keeps most first. Three at most, of every kind one before a second.
+    each, what keeps most first. With a layout comes the global batch that
+    keeps the step what it was. Three at most, of every kind one before a second.
 
     Args:
         config: checked.
@@ -100,7 +101,8 @@ def overrides_that_fit(
         if predicted_peak(config, sizes, float8, world, LEAST) <= usable(budget):
             flag = f"--activation_checkpoint.budget_gib {budget}"
             lists = [Override(flag, int(budget * GIB), now - int(budget * GIB))]
-    layouts, batches = fitting(_layouts(config, save_list)), fitting(_batches(config, save_list))
+    sequences = sequences_per_step(config, world)
+    layouts, batches = fitting(_layouts(config, save_list, sequences)), fitting(_batches(config, save_list))
     kinds = [kind for kind in (lists, layouts, batches) if kind]
     return sorted(
         [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN],
@@ -139,7 +141,7 @@ def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None
 
 @dataclass(frozen=True)
 class _Change:
-    """A config that differs in one key."""
+    """A config that differs in a key, and in what keeps the step as it was."""
 
     flag: str
     config: Config
@@ -151,15 +153,23 @@ def _save_lists(config: Config, save_list: SaveList) -> Iterator[_Change]:
     if config.activation_checkpoint.budget_gib is not None:
         return
     for name in recipes.names("activation_checkpoint", config.job.recipe_dirs):
-        other = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
+        try:
+            other = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
+        except RecipeError:  # of a list that the run does not use
+            continue
         yield replace(_changed(config, "activation_checkpoint", "recipe", name, save_list), save_list=other)
 
 
-def _layouts(config: Config, save_list: SaveList) -> Iterator[_Change]:
-    """More ranks to a layer, fewer replicas, weights that are freed."""
+def _layouts(config: Config, save_list: SaveList, sequences: int | None) -> Iterator[_Change]:
+    """More ranks to a layer, with as many sequences a step; fewer replicas, weights that are freed."""
     mesh = config.parallelism
     for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
-        yield _changed(config, "parallelism", "tensor_parallel_degree", degree, save_list)
+        change = _changed(config, "parallelism", "tensor_parallel_degree", degree, save_list)
+        if sequences and not config.training.global_batch_size:
+            training = replace(config.training, global_batch_size=sequences)
+            flag = f"{change.flag} --training.global_batch_size {sequences}"
+            change = replace(change, flag=flag, config=replace(change.config, training=training))
+        yield change
     for degree in range(1, mesh.data_parallel_replicate_degree):
         yield _changed(config, "parallelism", "data_parallel_replicate_degree", degree, save_list)
     yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always", save_list)

@@ -293,6 +293,9 @@ def unrated(config: Config, layout: Layout) -> Problem | None:
     """
     if layout.unpriced:
         return layout.unpriced
+    if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
+        want = "a recipe whose scales are by tensor or row: there are no rates of another"
+        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
     if config.training.mixed_precision_param != "bfloat16":
         want = "bfloat16: there are no rates of another"
         return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")

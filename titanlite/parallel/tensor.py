@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Fused, FusedLinear, linear
@@ -171,7 +172,7 @@ def apply_tensor_parallel(
         asynchronous: fuse the collectives of linear layers into their matmuls.
 
     Raises:
-        ValueError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so; or
+        ShardingError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so; or
             ranks have made different plans.
     """
     _require_one_plan(plan, mesh)
@@ -183,9 +184,9 @@ def apply_tensor_parallel(
         layer = plan.get(name)
         parallel = layer and _layer_class(module, layer)
         if layer is None or parallel is None or layer.placements.keys() != parameters.keys():
-            planned = f"; the plan: {layer}" if layer else ""
-            kind = type(module).__name__
-            raise ValueError(f"{name} ({kind}) has parameters but no tensor-parallel placement or layer{planned}")
+            want = f"a layer of titanlite.models.layers that does what is planned: {layer or 'nothing'}"
+            problem = Problem(name, type(module).__name__, want, "that layer, or tensor_parallel_degree = 1")
+            raise ShardingError(describe("tensor parallelism", [problem]))
         for own, parameter in parameters.items():
             if parameter not in placed:
                 sharded = distribute_tensor(parameter.data, mesh, [layer.placements[own]])

@@ -100,7 +100,8 @@ def _add_memory(run: Run, receipt: Receipt) -> Problem | None:
     if budget is None or not over:
         return None
     want = f"a peak of at most that; {over[0].why}"
-    fix = f"budget_gib = {max(2 * budget - reserved, 0):.2f}; job.strict = false trains on"
+    less = f"budget_gib = {2 * budget - reserved:.2f}" if reserved < 2 * budget else "a save-list by name"
+    fix = f"{less}; job.strict = false trains on"
     return Problem(key, f"{budget:g}", want, fix)
 
 

@@ -95,13 +95,15 @@ def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
 
     Returns:
         The model, which shares its blocks with the one given, and for each of its blocks the numbers of those that it
-        stands for. All of them by themselves, where annotations choose among blocks by number.
+        stands for. All of them by themselves, where annotations choose among blocks by number, or where the model is
+        not one of titanlite's: what it does by a block's number would not be seen.
 
     Raises:
         ShardingError: the model has no annotations.
     """
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    if any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
+    own = type(model).__module__.startswith("titanlite.models.")
+    if not own or any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
         return model, [[n] for n in range(len(blocks))]
     of_kind: dict[str, list[int]] = {}
     for n, block in enumerate(blocks):
