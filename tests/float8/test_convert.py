@@ -80,6 +80,7 @@ def test_tied_weights_stay_tied():
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=True), 16)
     done = apply_float8(model, recipes.load("float8", "tensorwise"), (), CPU, tokens=32, shards=1)
     assert done.converted == (*ALL, "output")
+    assert done.tied == ("output",)
     assert model.output.weight is model.tok_embeddings.weight
 
 

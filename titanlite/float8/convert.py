@@ -83,6 +83,7 @@ class Conversion:
     converted: tuple[str, ...]
     skipped: dict[str, str]  # name → why
     joined: tuple[str, ...] = ()  # feed-forwards whose inside exists in float8 alone
+    tied: tuple[str, ...] = ()  # converted, but gathered as what else their weight is for needs it
 
 
 class Float8Matmul:
@@ -213,7 +214,7 @@ def apply_float8(
             describe("config", [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused])
         )
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
-    converted, skipped, uneven = [], {}, []
+    converted, skipped, uneven, tied = [], {}, [], []
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
@@ -225,18 +226,21 @@ def apply_float8(
             skipped[name] = f"sizes {tuple(weight.shape)}, {tokens} tokens: not all multiples of {recipe.dim_multiple}"
         else:
             module.matmul = matmul
-            # A weight that is also the embedding's is gathered as it is: another parameter here would untie the two.
-            if recipe.fsdp_all_gather == "float8" and matmul.unfused is None and uses[module.weight] == 1:
-                if len(weight) % shards:
-                    uneven.append(f"{name} has {len(weight)}")
-                module.weight = _gathered_in_float8(module.weight, recipe)
             converted.append(name)
+            if recipe.fsdp_all_gather != "float8" or matmul.unfused is not None:
+                continue
+            if uses[module.weight] > 1:  # also the embedding's: another parameter here would untie the two
+                tied.append(name)
+                continue
+            if len(weight) % shards:
+                uneven.append(f"{name} has {len(weight)}")
+            module.weight = _gathered_in_float8(module.weight, recipe)
     if uneven:  # FSDP pads what it gathers itself, but not what a weight casts for it: ranks would send unequal parts
         want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
         fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
-    return Conversion(matmul.lowering, tuple(converted), skipped, joined)
+    return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied))
 
 
 def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:

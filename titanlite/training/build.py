@@ -180,6 +180,8 @@ def _float8(
     gathered = recipe.fsdp_all_gather
     if gathered == "float8" and done.lowering.why is not None:
         gathered = f"high_precision: {done.lowering.name} products take no weights in float8"
+    elif done.tied:
+        gathered = f"{gathered}; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
     receipt.add(
         "float8",
         config.float8.recipe,
