@@ -207,3 +207,10 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["valdate"]) == 2
     assert "did you mean titanlite validate?" in capsys.readouterr().err
+
+
+def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["validate", str(shipped_folder("configs") / "llama3_8b.toml"), "--world", "6", "--float8.recipe"]
+    assert main([*argv, "rowwise"]) == 2
+    assert "the 6 shards of FSDP; attention.wo has 4096, and so for 3 layers" in capsys.readouterr().err
+    assert main([*argv, "rowwise_with_gw_hp"]) == 0

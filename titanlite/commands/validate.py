@@ -18,6 +18,8 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.float8.scope import require_equal_shards
+from titanlite.parallel.activation_bytes import LAYERS, layout_of
 from titanlite.parallel.overrides import check_budget
 
 T = TypeVar("T")
@@ -83,9 +85,22 @@ def checked_run(
     attempt(lambda: check_inputs(config, vocab_size, sequences))
     if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
+    if float8 and world_size is not None and dimensions is not None and not wrong:
+        attempt(lambda: _check_gathers(config, dimensions, float8, world_size))
     if wrong or dimensions is None:
         raise ConfigError("\n".join(wrong))
     return CheckedRun(config, dimensions, save_list, float8, hints)
+
+
+def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
+    """Refuse shards that FSDP cannot gather in float8, for blocks whose weights are known."""
+    layout = layout_of(config, float8)
+    if layout.unpriced or float8.fsdp_all_gather != "float8":
+        return
+    t, head_dim = layout.tensor_parallel, sizes.dim // sizes.n_heads
+    wide = (sizes.n_heads + 2 * sizes.n_kv_heads) * head_dim // t, sizes.dim, 2 * sizes.ffn_dim // t, sizes.dim
+    rows = {name: n for name, n in zip(LAYERS, wide, strict=True) if layout.is_own(name)}
+    require_equal_shards(rows, world // t // config.parallelism.data_parallel_replicate_degree)
 
 
 def run(argv: list[str]) -> int:

@@ -23,7 +23,7 @@ from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.emulated import DTYPES, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8, feed_forward
-from titanlite.float8.scope import joins_feed_forward, obstacle
+from titanlite.float8.scope import joins_feed_forward, obstacle, require_equal_shards
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
@@ -214,7 +214,7 @@ def apply_float8(
             describe("config", [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused])
         )
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
-    converted, skipped, uneven, tied = [], {}, [], []
+    converted, skipped, rows, tied = [], {}, dict[str, int](), []
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
@@ -232,13 +232,9 @@ def apply_float8(
             if uses[module.weight] > 1:  # also the embedding's: another parameter here would untie the two
                 tied.append(name)
                 continue
-            if len(weight) % shards:
-                uneven.append(f"{name} has {len(weight)}")
+            rows[name] = len(weight)
             module.weight = _gathered_in_float8(module.weight, recipe)
-    if uneven:  # FSDP pads what it gathers itself, but not what a weight casts for it: ranks would send unequal parts
-        want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
-        fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
-        raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
+    require_equal_shards(rows, shards)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
     return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied))
 

@@ -1,6 +1,9 @@
 """Which recipes titanlite's own float8 products carry out, and what they keep: by the recipe alone, without torch."""
 
+from collections.abc import Mapping
+
 from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.errors import Problem, RecipeError, describe
 
 
 def obstacle(recipe: Float8Recipe) -> str | None:
@@ -39,3 +42,19 @@ def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
         parallel: whether collectives are part of its products.
     """
     return is_cast_from_bytes(recipe, parallel) and recipe.input.output == recipe.grad_output.grad_input
+
+
+def require_equal_shards(rows: Mapping[str, int], shards: int) -> None:
+    """Refuse weights that FSDP cannot gather in float8: it pads what it gathers itself, but not what a weight casts.
+
+    Args:
+        rows: of each such weight, on one tensor-parallel rank.
+        shards: ranks over which FSDP splits them.
+
+    Raises:
+        RecipeError: some do not divide; ranks would send unequal parts.
+    """
+    if uneven := [f"{name} has {n}" for name, n in rows.items() if n % shards]:
+        want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
+        fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
+        raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
