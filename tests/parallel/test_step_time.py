@@ -109,6 +109,14 @@ def test_more_kept_is_less_computed_again() -> None:
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(run.config, layout_of(run.config, run.float8))
+    problem = unrated(run.config, layout_of(run.config, run.dimensions, run.float8))
     assert problem is not None
     assert problem.where == where
+
+
+def test_layers_that_float8_leaves_alone_take_their_time_in_bf16() -> None:
+    """1,000 tokens are no multiple of 16: the trainer converts nothing then."""
+    odd = ["--training.seq_len", "1000", "--training.local_batch_size", "1"]
+    _, plain = model("8b", 4, "none", *odd)
+    _, asked = model("8b", 4, "none", *odd, FLOAT8, "rowwise")
+    assert asked.matmul == plain.matmul

@@ -54,7 +54,7 @@ class Totals:
 
 def layout_of(checked: CheckedRun) -> Layout:
     """Return how one rank would run a checked config."""
-    return activation_bytes.layout_of(checked.config, checked.float8)
+    return activation_bytes.layout_of(checked.config, checked.dimensions, checked.float8)
 
 
 def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:

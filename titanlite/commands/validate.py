@@ -19,7 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.float8.scope import require_equal_shards
-from titanlite.parallel.activation_bytes import LAYERS, layout_of
+from titanlite.parallel.activation_bytes import layout_of, weight_shapes
 from titanlite.parallel.overrides import check_budget
 
 T = TypeVar("T")
@@ -94,12 +94,11 @@ def checked_run(
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
     """Refuse shards that FSDP cannot gather in float8, for blocks whose weights are known."""
-    layout = layout_of(config, float8)
+    layout = layout_of(config, sizes, float8)
     if layout.unpriced or float8.fsdp_all_gather != "float8":
         return
-    t, head_dim = layout.tensor_parallel, sizes.dim // sizes.n_heads
-    wide = (sizes.n_heads + 2 * sizes.n_kv_heads) * head_dim // t, sizes.dim, 2 * sizes.ffn_dim // t, sizes.dim
-    rows = {name: n for name, n in zip(LAYERS, wide, strict=True) if layout.is_own(name)}
+    t = layout.tensor_parallel
+    rows = {name: shape[0] for name, shape in weight_shapes(sizes, t).items() if layout.is_own(name)}
     require_equal_shards(rows, world // t // config.parallelism.data_parallel_replicate_degree)
 
 

@@ -23,7 +23,7 @@ from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.emulated import DTYPES, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8, feed_forward
-from titanlite.float8.scope import joins_feed_forward, obstacle, require_equal_shards
+from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle, require_equal_shards
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
@@ -219,11 +219,8 @@ def apply_float8(
         if not isinstance(module, Linear):
             continue
         weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
-        odd = [n for n in (*weight.shape, tokens) if n % recipe.dim_multiple]
-        if matches := [f for f in filter_fqns if f in name]:
-            skipped[name] = f"float8.filter_fqns has {matches[0]!r}"
-        elif odd:
-            skipped[name] = f"sizes {tuple(weight.shape)}, {tokens} tokens: not all multiples of {recipe.dim_multiple}"
+        if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
+            skipped[name] = why
         else:
             module.matmul = matmul
             converted.append(name)

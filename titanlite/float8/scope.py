@@ -1,6 +1,6 @@
 """Which recipes titanlite's own float8 products carry out, and what they keep: by the recipe alone, without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import Problem, RecipeError, describe
@@ -58,3 +58,22 @@ def require_equal_shards(rows: Mapping[str, int], shards: int) -> None:
         want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
         fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
+
+
+def left_alone(
+    name: str, shape: Sequence[int], tokens: int, recipe: Float8Recipe, filter_fqns: Sequence[str]
+) -> str | None:
+    """Why a linear layer is not converted, or None.
+
+    Args:
+        name: of the layer.
+        shape: of its weight [N, K], on one tensor-parallel rank.
+        tokens: M, the tokens it sees per micro-step.
+        recipe: the arithmetic.
+        filter_fqns: layers whose name contains one of these are left alone.
+    """
+    if matches := [f for f in filter_fqns if f in name]:
+        return f"float8.filter_fqns has {matches[0]!r}"
+    if any(n % recipe.dim_multiple for n in (*shape, tokens)):
+        return f"sizes {tuple(shape)}, {tokens} tokens: not all multiples of {recipe.dim_multiple}"
+    return None

@@ -19,7 +19,7 @@ from titanlite.config.architectures import unpriced
 from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.float8.scope import is_cast_from_bytes, joins_feed_forward, obstacle
+from titanlite.float8.scope import is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
 from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole
 
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
@@ -85,24 +85,38 @@ class Layout:
         return (self.fused or not is_split) and joins_feed_forward(self.float8, is_split)
 
 
-def layout_of(config: Config, float8: Float8Recipe | None) -> Layout:
+def weight_shapes(sizes: ModelRecipe, ranks: int) -> dict[str, tuple[int, int]]:
+    """Give the shapes [N, K] of a block's weights on one of so many tensor-parallel ranks."""
+    H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
+    D, F = sizes.dim, sizes.ffn_dim
+    shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (2 * F // ranks, D), (D, F // ranks)
+    return dict(zip(LAYERS, shapes, strict=True))
+
+
+def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -> Layout:
     """Return how one rank would run a checked config.
 
     Args:
         config: the config.
+        sizes: the model's dimensions.
         float8: its recipe, or None.
     """
-    filters = config.float8.filter_fqns
+    tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
+    # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
+    converted = tuple(
+        name
+        for name, shape in weight_shapes(sizes, t).items()
+        if float8 and left_alone(f"layers.0.{name}", shape, tokens, float8, config.float8.filter_fqns) is None
+    )
     return Layout(
-        tokens=config.training.local_batch_size * config.training.seq_len,
+        tokens=tokens,
         seq_len=config.training.seq_len,
-        tensor_parallel=config.parallelism.tensor_parallel_degree,
+        tensor_parallel=t,
         itemsize={"bfloat16": 2, "float32": 4}[config.training.mixed_precision_param],
         compiled=config.compile.enable,
         fused=config.parallelism.async_tensor_parallel,
         float8=float8,
-        # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
-        converted=tuple(n for n in LAYERS if float8 and not any(f in f"layers.0.{n}" for f in filters)),
+        converted=converted,
         unpriced=unpriced(config.model),
     )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
 from titanlite.config.schema import Config
-from titanlite.parallel.activation_bytes import LAYERS, BlockPrice, held_without_checkpointing, layout_of
+from titanlite.parallel.activation_bytes import LAYERS, BlockPrice, held_without_checkpointing, layout_of, weight_shapes
 
 GIB = 2**30
 SLACK = 2 * GIB // 5
@@ -93,7 +93,7 @@ class MemoryModel:
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
-        self.sizes, self.layout = sizes, layout_of(config, float8)
+        self.sizes, self.layout = sizes, layout_of(config, sizes, float8)
         self._whole_block = held_without_checkpointing(sizes, self.layout)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
@@ -106,11 +106,8 @@ class MemoryModel:
         reshard = mesh.fsdp_reshard_after_forward
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
 
-        D, F, V = sizes.dim, sizes.ffn_dim, sizes.vocab_size
-        H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
-        e, rank_of = self.layout.itemsize, {"attention.wqkv": (H + 2 * K) * E * D, "attention.wo": H * E * D}
-        rank_of |= {"feed_forward.w13": 2 * F * D, "feed_forward.w2": F * D}
-        layers = {name: n // t for name, n in rank_of.items()}
+        D, V = sizes.dim, sizes.vocab_size
+        e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in weight_shapes(sizes, t).items()}
         self.block = sum(layers.values()) + 2 * D  # norms are whole
         self.embedding, self.head = V * D // t, V * D // t + D
         if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward

@@ -24,7 +24,8 @@ import tomli
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
-from titanlite.parallel.activation_bytes import BlockPrice, Layout
+from titanlite.float8.scope import left_alone
+from titanlite.parallel.activation_bytes import LAYERS, BlockPrice, Layout, weight_shapes
 from titanlite.parallel.choose_save_list import Times
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.save_rules import CLASSES, FUSED
@@ -117,20 +118,14 @@ class StepTimeModel:
     def __init__(self, config: Config, memory: MemoryModel, rates: Rates) -> None:
         self.memory, self.rates, self.layout = memory, rates, memory.layout
         sizes, t, filters = memory.sizes, self.layout.tensor_parallel, config.float8.filter_fqns
-        D, F, V = sizes.dim, sizes.ffn_dim, sizes.vocab_size
-        H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
-        shapes = {
-            "attention.wqkv": (D, (H + 2 * K) * E // t, True),
-            "attention.wo": (H * E // t, D, False),
-            "feed_forward.w13": (D, 2 * F // t, True),
-            "feed_forward.w2": (F // t, D, False),
-        }
+        D, V = sizes.dim, sizes.vocab_size
         converted = self.layout.converted
         self._block = [
-            _Linear(n, *shape, is_float8=n in converted, is_fused=self.layout.is_fused(n))
-            for n, shape in shapes.items()
+            _Linear(name, K, N, name in LAYERS[::2], is_float8=name in converted, is_fused=self.layout.is_fused(name))
+            for name, (N, K) in weight_shapes(sizes, t).items()
         ]
-        head_in_float8 = self.layout.float8 is not None and not any(f in "output" for f in filters)
+        float8, tokens = self.layout.float8, self.layout.tokens
+        head_in_float8 = float8 is not None and not left_alone("output", (V // t, D), tokens, float8, filters)
         # The head's arithmetic is that of any converted layer, or that of none.
         fused = self.layout.is_fused(converted[0]) if head_in_float8 and converted else self.layout.fused
         self._head = _Linear("output", D, V // t, True, head_in_float8, fused)
