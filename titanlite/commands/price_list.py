@@ -178,7 +178,7 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> lis
         except RecipeError:  # of another list than the config's
             rows.append((name, "no price", "", "", *([""] if model else [])))
             continue
-        peak = [f"{model.peak(block_prices(sizes, layout, _named(other))).total / _GIB:,.1f}"] if model else []
+        peak = [f"{model.peak_under(_named(other)).total / _GIB:,.1f}"] if model else []
         rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
     return table(("save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])), rows)
 

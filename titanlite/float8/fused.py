@@ -56,6 +56,12 @@ class FusedFloat8:
         return _Scattered.apply(x, weight, group, self.recipe)  # type: ignore[no-any-return]
 
 
+def _cast(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe) -> Cast:
+    """A matrix in float8, contiguous."""
+    bits, unit = cast(x, of, dtype, recipe.scale_rounding)
+    return Cast(bits.contiguous(), unit)
+
+
 def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool, factor: Tensor) -> Cast:
     """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it.
 
@@ -64,8 +70,7 @@ def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: 
     dtype, pow2 = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor"
     if not isinstance(weight, Float8Weight):
         if not turned:
-            bits, unit = cast(weight, of, dtype, recipe.scale_rounding)
-            return Cast(bits.contiguous(), unit)
+            return _cast(weight, of, dtype, recipe)
         ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
         return Cast(*cast_turned(weight, ones, of == "row", DTYPES[dtype], pow2, factor))
     if not turned:
@@ -127,8 +132,7 @@ class _Product(NamedTuple):
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
         """The tensor in float8, contiguous."""
-        bits, unit = cast(x, self.of, self.dtype, recipe.scale_rounding)
-        return Cast(bits.contiguous(), unit)
+        return _cast(x, self.of, self.dtype, recipe)
 
 
 def _output(recipe: Float8Recipe) -> _Product:

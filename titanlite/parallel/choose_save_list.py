@@ -36,6 +36,11 @@ class Times:
     activations: Mapping[tuple[str, str], float]
     elementwise: float
 
+    def again(self, block: BlockPrice) -> float:
+        """Seconds of what a block computes again."""
+        parts = sum(self.activations.get((a.op, a.layer), 0.0) for a in block.again)
+        return parts + (0.0 if block.whole else self.elementwise)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -132,8 +137,7 @@ def _selection(rules: tuple[SaveRule, ...], sizes: ModelRecipe, layout: Layout, 
         block = block_prices(sizes, layout, SaveList("", "recompute", rules))[0]
     except RecipeError:
         return None
-    seconds = sum(times.activations.get((a.op, a.layer), 0.0) for a in block.again)
-    return _Selection(rules, block, seconds + (0.0 if block.whole else times.elementwise))
+    return _Selection(rules, block, times.again(block))
 
 
 def _save_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:

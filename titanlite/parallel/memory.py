@@ -18,9 +18,16 @@ Weights are counted as `models/llama3.py` has them. Nothing here needs torch. He
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
-from titanlite.parallel.activation_bytes import LAYERS, BlockPrice, held_without_checkpointing, layout_of, weight_shapes
+from titanlite.parallel.activation_bytes import (
+    LAYERS,
+    BlockPrice,
+    block_prices,
+    held_without_checkpointing,
+    layout_of,
+    weight_shapes,
+)
 
 GIB = 2**30
 SLACK = 2 * GIB // 5
@@ -118,6 +125,17 @@ class MemoryModel:
         self.gathered_block = e * (self.block - narrow) + narrow
         units = [self.embedding] if sizes.tied_embeddings else [self.embedding, self.head]
         self.parameters = sizes.n_layers * self.block + sum(units)
+
+    def peak_under(self, save_list: SaveList) -> Memory:
+        """Predict the peak.
+
+        Args:
+            save_list: what blocks keep.
+
+        Raises:
+            RecipeError: it has no price, or nothing is known of the model's blocks.
+        """
+        return self.peak(block_prices(self.sizes, self.layout, save_list))
 
     def peak(self, blocks: Sequence[BlockPrice]) -> Memory:
         """Predict the peak.

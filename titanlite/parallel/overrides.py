@@ -13,7 +13,6 @@ from titanlite.config.check import check, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, RecipeError, describe
-from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.memory import GIB, MARGIN, MemoryModel, usable
 
 LEAST = SaveList("", "recompute")
@@ -55,8 +54,7 @@ def predicted_peak(
     Raises:
         RecipeError: the list has no price.
     """
-    model = MemoryModel(config, sizes, float8, world)
-    return model.peak(block_prices(sizes, model.layout, save_list)).total
+    return MemoryModel(config, sizes, float8, world).peak_under(save_list).total
 
 
 def overrides_that_fit(
@@ -70,8 +68,8 @@ def overrides_that_fit(
     """List changes with which a run would fit, the one that costs least first.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
-    each, what keeps most first. With a layout comes the global batch that
-    keeps the step what it was. Three at most, of every kind one before a second.
+    each, what keeps most first. With a layout comes the global batch that keeps the step what it was. Three at most, of
+    every kind one before a second.
 
     Args:
         config: checked.

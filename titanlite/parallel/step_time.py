@@ -21,7 +21,6 @@ from pathlib import Path
 
 import tomli
 
-from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
 from titanlite.float8.scope import left_alone
@@ -151,11 +150,7 @@ class StepTimeModel:
         """
         n, layout, memory, rates = len(blocks), self.layout, self.memory, self.rates
         times = self.times()
-        again = sum(
-            sum(times.activations.get((a.op, a.layer), 0.0) for a in block.again)
-            + (0.0 if block.whole else times.elementwise)
-            for block in blocks
-        )
+        again = sum(times.again(block) for block in blocks)
         matmul = self._matmul([self._head]) + n * self._matmul(self._block)
         of_embedding = 2 * self._received(layout.itemsize * layout.tokens * memory.sizes.dim) / rates.tensor_parallel
         tokens = self._in_the_open([self._head]) + n * self._in_the_open(self._block)
@@ -188,7 +183,7 @@ class StepTimeModel:
         """Of one of the three products of a layer, alone."""
         rates = self.rates
         rate = rates.matmul_alone if self.memory.shards == 1 else rates.matmul_beside_collectives
-        if layer.is_float8 and self.layout.float8 and _is_float8(self.layout.float8, product):
+        if layer.is_float8 and self.layout.float8 and "none" not in self.layout.float8.operands(product):
             fast = getattr(self.layout.float8.accumulation, product) == "fast"
             rate = rates.float8_fast if fast else rates.float8_split
         return 2 * self.layout.tokens * layer.K * layer.N / rate / _T
@@ -266,17 +261,6 @@ class StepTimeModel:
         first, last = e * memory.embedding * received + gather, reduction(memory.embedding)
         of_block = self._gathers() * gather + reduction(memory.block)
         return first + last + n * max(0.0, of_block - compute)
-
-
-def _is_float8(recipe: Float8Recipe, product: str) -> bool:
-    """Whether both factors of a product are cast."""
-    x, w, g = recipe.input, recipe.weight, recipe.grad_output
-    factors = {
-        "output": (x.output, w.output),
-        "grad_input": (g.grad_input, w.grad_input),
-        "grad_weight": (g.grad_weight, x.grad_weight),
-    }
-    return "none" not in factors[product]
 
 
 def unrated(config: Config, layout: Layout) -> Problem | None:

@@ -26,7 +26,6 @@ from titanlite.float8.numerics import measurable
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
 from titanlite.observe.receipt import Receipt, Skipped
-from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
@@ -155,7 +154,7 @@ def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch
 def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
     """The predicted peak, or None: what a list keeps without naming it has no price, nor have some architectures."""
     with suppress(RecipeError):
-        return memory.peak(block_prices(memory.sizes, memory.layout, save_list))
+        return memory.peak_under(save_list)
     return None
 
 

@@ -16,7 +16,6 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import OutOfMemoryError, RecipeError
 from titanlite.observe.memory import memory_gib
-from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.memory import GIB, MemoryModel
 from titanlite.parallel.overrides import overrides_that_fit
 
@@ -101,7 +100,7 @@ def explanation(
     lines = [f"    saw:  {measured}"]
     room, model = measured.could_be_reserved * GIB, MemoryModel(config, sizes, float8, world)
     try:
-        predicted = model.peak(block_prices(sizes, model.layout, save_list))
+        predicted = model.peak_under(save_list)
     except RecipeError:
         reason, fix = "for what the save-list keeps without naming it has no price", "a save-list with one"
         if unpriced := model.layout.unpriced:
