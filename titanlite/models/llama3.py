@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
         super().__init__()
-        self.head_dim = sizes.dim // sizes.n_heads
+        self.head_dim = sizes.head_width
         self.queries_per_kv = sizes.n_heads // sizes.n_kv_heads
         E, R = self.head_dim, self.queries_per_kv
         self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=INIT_STD)
@@ -120,13 +120,13 @@ class Llama3(nn.Module):
         self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("cos", torch.empty(seq_len, sizes.dim // sizes.n_heads // 2), persistent=False)
+        self.register_buffer("cos", torch.empty(seq_len, sizes.head_width // 2), persistent=False)
         self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
 
     def fill_buffers(self) -> None:
         """Compute the rotary table; call once the model is off the meta device."""
         sizes = self.sizes
-        table = rope_table(self.seq_len, sizes.dim // sizes.n_heads, sizes.rope_theta, sizes.rope_scaling)
+        table = rope_table(self.seq_len, sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
         self.cos, self.sin = (t.to(self.cos.device) for t in table)
 
     def forward(self, tokens: Tensor) -> Tensor:

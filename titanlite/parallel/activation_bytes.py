@@ -87,7 +87,7 @@ class Layout:
 
 def weight_shapes(sizes: ModelRecipe, ranks: int) -> dict[str, tuple[int, int]]:
     """Give the shapes [N, K] of a block's weights on one of so many tensor-parallel ranks."""
-    H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.dim // sizes.n_heads
+    H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
     D, F = sizes.dim, sizes.ffn_dim
     shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (2 * F // ranks, D), (D, F // ranks)
     return dict(zip(LAYERS, shapes, strict=True))
@@ -180,7 +180,7 @@ def activations(sizes: ModelRecipe, layout: Layout) -> list[Activation]:
         layout: the rank's.
     """
     M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
-    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.dim // sizes.n_heads
+    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
     wqkv, wo, w13, w2 = LAYERS
     heads = M * H * E // t
     attention = Activation(
@@ -275,7 +275,7 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
     Eager mode holds what the gradient of each operation uses; the compiler computes elementwise results again.
     """
     M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
-    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.dim // sizes.n_heads
+    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
     rows, stream = M // t, block_input(sizes, layout)
     qkv = e * M * (H + 2 * K) * E // t + e * M * (H + K) * E // t  # for the sake of v, and q and k once rotated
     attention = e * M * H * E // t + 4 * M * H // t

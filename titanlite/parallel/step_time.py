@@ -216,7 +216,7 @@ class StepTimeModel:
     def _elementwise(self) -> tuple[float, float]:
         """Bytes that a block's forward and backward read and write outside of matmuls and attention."""
         layout, sizes = self.layout, self.memory.sizes
-        M, t, e, E = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim // sizes.n_heads
+        M, t, e, E = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.head_width
         norms = 2 * 4 * e * M // t * sizes.dim  # residual and branch in, their sum and its norm out, two of them
         rotary = 2 * e * M * (sizes.n_heads + sizes.n_kv_heads) * E // t
         gated = e * M * sizes.ffn_dim // t

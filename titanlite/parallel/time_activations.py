@@ -53,7 +53,7 @@ def time_block(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.d
 
 
 def _time_parts(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.device, dtype: torch.dtype) -> Times:
-    M, t, S, E = layout.tokens, layout.tensor_parallel, layout.seq_len, sizes.dim // sizes.n_heads
+    M, t, S, E = layout.tokens, layout.tensor_parallel, layout.seq_len, sizes.head_width
     H, K = sizes.n_heads // t, sizes.n_kv_heads // t
 
     def random(*shape: int) -> Tensor:  # with a gradient, as recomputation is part of backward
