@@ -98,7 +98,7 @@ def test_tied_weights_stay_tied():
         ("blockwise", None, "emulated", "it needs compute capability 9.0, this device is no GPU"),
         ("blockwise", (10, 0), "emulated", "blocks of 128 need compute capability 9.x, this GPU has 10.0"),
         ("mxfp8", (9, 0), "emulated", "it needs compute capability 10.0, this GPU has 9.0"),
-        ("mxfp8", (10, 0), "emulated", "titanlite has no lowering that multiplies 1x32 in a recipe with blocks"),
+        ("mxfp8", (10, 0), "emulated", "titanlite has no lowering that multiplies 1x32 with e8m0_rceil scales"),
     ],
 )
 def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeypatch):

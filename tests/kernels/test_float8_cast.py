@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from titanlite.float8 import emulated
 from titanlite.kernels import float8_cast
-from titanlite.kernels.float8_cast import cast_turned, turn
+from titanlite.kernels.block_scaled_matmul import dequantise
+from titanlite.kernels.float8_cast import cast_blocks, cast_turned, turn
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -71,9 +73,40 @@ def test_turned_bytes(shape, device):
         assert torch.equal(turned.view(torch.uint8), x.t())
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pow2", [False, True])
+@pytest.mark.parametrize(("rows", "rows_turned"), [(1, 1), (128, 0), (0, 128), (1, 128), (128, 1)])
+def test_bits_of_blocks_are_the_definitions(rows, rows_turned, pow2, source, device):
+    of, rounding = {1: "1x128", 128: "128x128"}, "pow2_floor" if pow2 else "exact"
+    for x in (outliers(384, 256, source, device), outliers(128, 1024, source, device)[:, 128:512]):
+        *straight, bits, units = cast_blocks(x, rows, rows_turned, E4M3, pow2)
+        for view, height, got in ((x, rows, straight), (x.t(), rows_turned, (bits, units))):
+            if height == 0:
+                assert not any(t.numel() for t in got)
+                continue
+            wanted = emulated.cast(view, of[height], "e4m3", rounding)
+            assert got[0].is_contiguous()
+            assert torch.equal(got[0].view(torch.uint8), wanted.bits.contiguous().view(torch.uint8))
+            assert torch.equal(got[1], wanted.unit)
+            assert (got[1].t() if height == 1 else got[1]).is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 128])
+def test_what_is_not_a_number_stays_in_its_block(rows, device):
+    x = torch.ones(256, 256, device=device)
+    x[7, 5], x[200, 130] = torch.nan, torch.inf
+    for bits, units in zip(*[iter(cast_blocks(x, rows, rows, E4M3, False))] * 2, strict=True):
+        assert dequantise(bits, units).isnan().sum() == 2 * 128 * rows
+
+
 def test_operators():
     fake = {"test_utils": "test_faketensor"}  # the others compute with results, which float8 on CPUs does not
     x, factors = outliers(64, 48, torch.bfloat16, "cpu"), torch.ones(64, 1)
     torch.library.opcheck(torch.ops.titanlite.cast_turned.default, (x, factors, True, E4M3, True), **fake)
     torch.library.opcheck(torch.ops.titanlite.turn.default, (x.to(E4M3),), **fake)
+    x = outliers(256, 128, torch.bfloat16, "cpu")
+    for rows in ((1, 1), (128, 0), (0, 128)):
+        torch.library.opcheck(torch.ops.titanlite.cast_blocks.default, (x, *rows, E4M3, True), **fake)
     assert all(t.isfinite() for t in float8_cast.scale_of(torch.zeros(()), E4M3, False))

@@ -13,7 +13,6 @@ from tests.parallel.held_for_backward import Held, build, held_compiled, held_ea
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
-from titanlite.kernels import block_scaled_matmul
 from titanlite.parallel import activation_checkpoint
 from titanlite.parallel.activation_bytes import LAYERS, Layout, block_input, held_without_checkpointing, price
 from titanlite.parallel.save_rules import CLASSES, FUSED
@@ -21,6 +20,7 @@ from titanlite.parallel.save_rules import CLASSES, FUSED
 # Every width differs from every other, so that no formula is right by accident; M = 96.
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
 SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+OF_BLOCKS: dict = {"sizes": replace(SIZES, dim=128, ffn_dim=640), "batch": 8}
 LISTS = recipes.names("activation_checkpoint")
 FLOAT8 = [None, "tensorwise", "rowwise"]
 MODES = ["eager", "compiled"]
@@ -78,11 +78,10 @@ def test_shipped_lists(name, float8, mode):
 
 
 @pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("float8", ["blockwise", "mxfp8"])
 @pytest.mark.parametrize("mode", MODES)
-def test_shipped_lists_with_scales_by_block(name, mode, monkeypatch):
-    monkeypatch.setattr(block_scaled_matmul, "obstacle", lambda device: None)  # as on a GPU that has them
-    sizes = replace(SIZES, dim=128, ffn_dim=640)
-    check(name, *measured(recipes.load("activation_checkpoint", name), mode, "blockwise", sizes=sizes, batch=8))
+def test_shipped_lists_with_scales_by_block(name, float8, mode):
+    check(name, *measured(recipes.load("activation_checkpoint", name), mode, float8, **OF_BLOCKS))
 
 
 @pytest.mark.parametrize("float8", FLOAT8)
@@ -131,6 +130,7 @@ OWN = {
     "casts of one layer": save_list(SaveRule("cast", "save", module=("w2",)), SaveRule("matmul", "save")),
     "one op": save_list(SaveRule("aten.mm.default", "save")),
     "one op of float8": save_list(SaveRule("titanlite.scaled_matmul.default", "save")),
+    "one op of blocks": save_list(SaveRule("titanlite.block_scaled_matmul.default", "save")),
     "casts and what is multiplied": save_list(
         SaveRule("cast", "save"),
         SaveRule("communication", "save"),
@@ -140,10 +140,10 @@ OWN = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("float8", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("float8", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 @pytest.mark.parametrize("own", OWN)
 def test_lists_of_ones_own(own, float8, mode):
-    check(own, *measured(OWN[own], mode, float8))
+    check(own, *measured(OWN[own], mode, float8, **(OF_BLOCKS if float8 == "blockwise" else {})))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -6,6 +6,7 @@ gains nothing over bf16 is better left alone: which those are is printed as `flo
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from titanlite.models.layers import Linear
 from titanlite.parallel.sharding.layers import plan_layers
 
 _WARM_UP, _REPEATS = 5, 20
+_CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about
 
 Timer = Callable[[Callable[[], object]], float]
 """Milliseconds of a call, as a median."""
@@ -151,12 +153,20 @@ def _step(
 
 
 def median_milliseconds(step: Callable[[], object]) -> float:
-    """Time a call on the GPU, after a few to warm up; the host's time counts where the GPU waits for it."""
+    """Time a call on the GPU, after a few to warm up.
+
+    The host is ahead of the GPU in training. Here the GPU sleeps before each call, until all of it has been launched.
+    """
     for _ in range(_WARM_UP):
         step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    asleep = int(2 * (time.perf_counter() - began) * _CYCLES_PER_SECOND)
     times = []
     for _ in range(_REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(asleep)
         begin.record()
         step()
         end.record()

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
+from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.emulated import DTYPES, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8, feed_forward
-from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle, require_equal_shards
+from titanlite.float8.scope import is_by_blocks_of_128, joins_feed_forward, left_alone, obstacle, require_equal_shards
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
@@ -70,8 +71,9 @@ def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
         return f"it needs compute capability {recipe.min_compute_capability}, {has}"
     if not recipe.has_blocks:
         return None
-    if others := set(recipe.granularities) - {"1x128", "128x128", "none"}:
-        return f"titanlite has no lowering that multiplies {', '.join(sorted(others))} in a recipe with blocks"
+    if not is_by_blocks_of_128(recipe):
+        has = ", ".join(sorted({*recipe.granularities} - {"none"}))
+        return f"titanlite has no lowering that multiplies {has} with {recipe.scale_rounding} scales"
     return block_scaled_matmul.obstacle(device)
 
 
@@ -108,7 +110,7 @@ class Float8Matmul:
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            self.function = EmulatedFloat8(recipe, by_blocks=self.lowering.name == "block scaled")
+            self.function = BlockScaledFloat8(recipe) if is_by_blocks_of_128(recipe) else EmulatedFloat8(recipe)
             self.unfused = self.unfused or "is emulated on this GPU"
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity
-from titanlite.kernels.block_scaled_matmul import block_scaled_matmul, dequantise
+from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.float8_cast import cast_to, scale_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -84,41 +84,40 @@ class EmulatedFloat8:
 
     Args:
         recipe: the arithmetic.
-        by_blocks: multiply by `titanlite.kernels.block_scaled_matmul`, which GPUs have; the casts stay those below.
     """
 
-    def __init__(self, recipe: Float8Recipe, by_blocks: bool = False) -> None:
-        self.recipe, self.by_blocks = recipe, by_blocks
+    def __init__(self, recipe: Float8Recipe) -> None:
+        self.recipe = recipe
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
-        return _Matmul.apply(x, weight, self.recipe, self.by_blocks)  # type: ignore[no-any-return]
+        return _Matmul.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
 
 
 @torch._dynamo.allow_in_graph  # what it is told beside tensors is no business of Dynamo's
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, by_blocks: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.by_blocks = recipe, by_blocks
-        return _product(x, weight, "output", recipe, by_blocks)
+        ctx.recipe = recipe
+        return _product(x, weight, "output", recipe)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(grad, weight.t(), "grad_input", ctx.recipe, ctx.by_blocks)
+            d_x = _product(grad, weight.t(), "grad_input", ctx.recipe)
         if ctx.needs_input_grad[1]:
-            d_weight = _product(grad.t(), x.t(), "grad_weight", ctx.recipe, ctx.by_blocks)
-        return d_x, d_weight, None, None
+            d_weight = _product(grad.t(), x.t(), "grad_weight", ctx.recipe)
+        return d_x, d_weight, None
 
 
-def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, by_blocks: bool) -> Tensor:
+def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe) -> Tensor:
     """`left [R, C] @ right [S, C].T` → [R, S], one of the recipe's three."""
     of = recipe.operands(matmul)
     if of == ("none", "none"):
         return torch.mm(left, right.t())
     dtypes = (getattr(recipe, name).dtype for name in MATMULS[matmul])
     a, b = (cast(*given, recipe.scale_rounding) for given in zip((left, right), of, dtypes, strict=True))
-    return block_scaled_matmul(*a, *b, left.dtype) if by_blocks else multiply(a, b, left.dtype)
+    return multiply(a, b, left.dtype)

@@ -24,6 +24,15 @@ def obstacle(recipe: Float8Recipe) -> str | None:
     return None
 
 
+def is_by_blocks_of_128(recipe: Float8Recipe) -> bool:
+    """Whether a recipe's scales are those that titanlite casts by blocks: forward keeps bytes of its input, not itself.
+
+    Args:
+        recipe: the arithmetic.
+    """
+    return set(recipe.granularities) <= {"1x128", "128x128", "none"} and recipe.scale_rounding != "e8m0_rceil"
+
+
 def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
     """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor differ.
 

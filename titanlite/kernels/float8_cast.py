@@ -19,6 +19,9 @@ from titanlite.kernels import lowering
 EPS = 1e-12
 """The least maximum that a scale is made of."""
 
+BLOCK = 128
+"""Columns of a block that has a scale of its own, and rows if it is as high as it is wide."""
+
 
 def cast_turned(
     x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
@@ -80,6 +83,26 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.titanlite.cast_by(x, scale, dtype)
 
 
+def cast_blocks(
+    x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cast a matrix by blocks, and its transpose, reading it once.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32; M and K are multiples of 128, rows contiguous.
+        rows: of a block of `x`, 1 or 128, its columns being 128; 0 if it is not wanted.
+        rows_turned: the same of its transpose.
+        dtype: float8.
+        pow2: round scales down to a power of two.
+        after: as for `turn`.
+
+    Returns:
+        Bytes [M, K], and the value of one unit of them, [M/rows, K/128] float32; both again for the transpose. What is
+        not wanted has no elements. By blocks of one row, units are contiguous along their columns, as cuBLASLt has it.
+    """
+    return torch.ops.titanlite.cast_blocks(x, rows, rows_turned, dtype, pow2, after)
+
+
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     """What takes numbers up to `amax` to the range of a float8 dtype.
 
@@ -139,6 +162,41 @@ def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return cast_to(x, scale, dtype), unit
 
 
+def _cast_blocks(
+    x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def one(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        bits, units = _blocks_like(x, rows, dtype)
+        if rows:
+            blocks = x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))
+            scale, unit = scale_of(blocks.abs().amax((1, 3)), dtype, pow2)
+            bits.copy_(cast_to(blocks, scale[:, None, :, None], dtype).flatten(2).flatten(0, 1))
+            units.copy_(unit)
+        return bits, units
+
+    return *one(x, rows), *one(x.t(), rows_turned)
+
+
+def _blocks_like(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the bytes of a matrix [R, C] and their units, laid out as `cast_blocks` has them."""
+    R, C = x.shape
+    if not rows:
+        return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
+    shape = (C // BLOCK, R) if rows == 1 else (R // rows, C // BLOCK)
+    units = x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty((R, C), dtype=dtype), units.t() if rows == 1 else units
+
+
+def _cast_blocks_on_gpus(
+    x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from titanlite.kernels.device import float8_cast as device
+
+    out = *_blocks_like(x, rows, dtype), *_blocks_like(x.t(), rows_turned, dtype)
+    device.cast_blocks(x if x.stride(1) == 1 else x.contiguous(), *out, rows, rows_turned, pow2)
+    return out
+
+
 def _turn(x: Tensor, after: Tensor | None = None) -> Tensor:
     return x.t().contiguous()
 
@@ -165,6 +223,7 @@ lowering.define("cast_turned", _cast, _cast_on_gpus)
 lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus)
 lowering.define("cast_by", cast_to, _cast_by_on_gpus)
 lowering.define("turn", _turn, _turn_on_gpus)
+lowering.define("cast_blocks", _cast_blocks, _cast_blocks_on_gpus)
 
 
 @torch.library.register_fake("titanlite::cast_turned")
@@ -186,3 +245,8 @@ def _fake_cast_rows(x, dtype):
 @torch.library.register_fake("titanlite::cast_by")
 def _fake_cast_by(x, scale, dtype):
     return x.new_empty(x.shape, dtype=dtype)
+
+
+@torch.library.register_fake("titanlite::cast_blocks")
+def _fake_cast_blocks(x, rows, rows_turned, dtype, pow2, after=None):
+    return *_blocks_like(x, rows, dtype), *_blocks_like(x.t(), rows_turned, dtype)

@@ -16,10 +16,10 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 from dataclasses import dataclass
 
 from titanlite.config.architectures import unpriced
-from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.float8.scope import is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
+from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
 from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole
 
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
@@ -27,9 +27,11 @@ LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2
 
 _ATTENTION, _MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0]
 _SCALED_MATMUL = "titanlite.scaled_matmul.default"
+_BLOCK_MATMUL = "titanlite.block_scaled_matmul.default"
+_PLAIN = (_MATMUL, _SCALED_MATMUL, _BLOCK_MATMUL)  # with no collective in it
 _GATHER, _SCATTER = CLASSES["communication"]
 _MEAN, _AMAX, _MAX = CLASSES["statistics"]
-_CAST, _SWIGLU_CAST = CLASSES["cast"]
+_CAST, _SWIGLU_CAST, _CAST_BLOCKS = CLASSES["cast"]
 _GATHER_MATMUL, _MATMUL_SCATTER = "titanlite.all_gather_matmul.default", "titanlite.matmul_reduce_scatter.default"
 
 
@@ -69,9 +71,21 @@ class Layout:
 
     def casts_anew(self, layer: str) -> bool:
         """Whether torchao casts the input of a layer once more for the gradient of its weight."""
-        if self.float8 is None or layer not in self.converted or self.is_own(layer):
+        if self.float8 is None or layer not in self.converted or self.is_own(layer) or self.is_by_blocks(layer):
             return False
         return self.float8.input.grad_weight != "none"
+
+    def is_by_blocks(self, layer: str) -> bool:
+        """Whether a layer keeps its input cast by blocks, for the gradient of its weight."""
+        if self.float8 is None or layer not in self.converted or self.float8.input.grad_weight == "none":
+            return False
+        return is_by_blocks_of_128(self.float8)
+
+    def is_emulated(self, layer: str) -> bool:
+        """Whether a layer's products are emulated on every device, in float32."""
+        if self.float8 is None or layer not in self.converted:
+            return False
+        return self.float8.has_blocks and not is_by_blocks_of_128(self.float8)
 
     def is_fused(self, layer: str) -> bool:
         """Whether the collective of a layer and its matmul are one operation."""
@@ -131,6 +145,7 @@ class Activation:
         bytes: that it holds.
         flops: of computing it again.
         moved: bytes that computing it again reads, writes, and receives from other ranks.
+        for_product: of `bytes`, those that the layer's product alone reads.
     """
 
     op: str
@@ -138,6 +153,7 @@ class Activation:
     bytes: int
     flops: int
     moved: int
+    for_product: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +240,9 @@ def price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: froze
         saved = decision.action == "save"
         if layout.compiled:
             used = _is_used(activation, kept, layout)
-            priced.append(Priced(activation, decision, activation.bytes * (saved and used), used and not saved))
+            unused = 0 if _product_runs_again(activation.layer, kept) else activation.for_product
+            held = (activation.bytes - unused) * (saved and used)
+            priced.append(Priced(activation, decision, held, used and not saved))
         else:
             runs_again = not saved and not _is_tail(activation, layout)
             priced.append(Priced(activation, decision, activation.bytes * saved, runs_again))
@@ -293,6 +311,8 @@ def _kept_input(layer: str, K: int, layout: Layout) -> int:
     wo, w2 = LAYERS[1], LAYERS[3]
     if _is_kept_cast(layer, layout):
         return layout.tokens * K + _units(layout.tokens, layout)
+    if layout.float8 is not None and layout.is_by_blocks(layer):
+        return _in_blocks(layout.tokens, K, layout.float8.input.grad_weight)
     if layer == wo or (layer == w2 and layout.is_joined(w2)):
         return 0  # attention's own output; made anew of what w13 has made
     if layout.compiled and layout.casts_anew(layer):
@@ -306,6 +326,14 @@ def _is_kept_cast(layer: str, layout: Layout) -> bool:
         return False
     scatters = layer in (LAYERS[1], LAYERS[3])
     return is_cast_from_bytes(layout.float8, parallel=layout.is_fused(layer) and scatters)
+
+
+def _in_blocks(R: int, C: int, of: Granularity) -> int:
+    """Bytes of a matrix [R, C] in float8 by blocks, and of their units."""
+    if of == "none":
+        return 0
+    rows, columns = BLOCKS[of]
+    return R * C + 4 * R * C // rows // columns
 
 
 def _units(rows: int, layout: Layout) -> int:
@@ -350,8 +378,10 @@ def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
     """[M, K] @ [K, N]; operands in float8 have a byte an element."""
     M, e = layout.tokens, layout.itemsize
     operand = 1 if layout.is_float8(layer) else e
-    op = _SCALED_MATMUL if layout.is_own(layer) else _MATMUL
-    return Activation(op, layer, e * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
+    own = _BLOCK_MATMUL if layout.is_by_blocks(layer) else _SCALED_MATMUL
+    op = own if layout.is_own(layer) or layout.is_by_blocks(layer) else _MATMUL
+    result = 4 if layout.is_emulated(layer) else e
+    return Activation(op, layer, result * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
 
 
 def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
@@ -362,6 +392,10 @@ def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
     if layer == LAYERS[-1] and layout.is_joined(layer):  # gate and cast in one, of [M, 2K]
         return [Activation(_SWIGLU_CAST, layer, M * K + _units(M, layout), M * K, (2 * e + 1) * M * K)]
     of = float8.input.output
+    if layout.is_by_blocks(layer):  # along its rows and along those of its transpose, of one reading
+        straight, turned = _in_blocks(M, K, of), _in_blocks(M, K, float8.input.grad_weight)
+        both = straight + turned
+        return [Activation(_CAST_BLOCKS, layer, both, M * K, both + e * M * K, for_product=straight)]
     op = _MAX if of == "tensor" and not layout.is_own(layer) else _AMAX
     rows, columns = (M, K) if of == "tensor" else BLOCKS.get(of, (1, K))
     maxima = Activation(op, layer, e * (M // rows) * (K // columns), M * K, e * M * K)
@@ -372,17 +406,24 @@ def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout)
     """Whether backward has a use for a result if it has those that are kept."""
     op, layer = activation.op, activation.layer
     is_last = layer == LAYERS[-1]
-    if is_last and op in (_MATMUL, _SCALED_MATMUL, _SCATTER, _MATMUL_SCATTER):
+    if is_last and op in (*_PLAIN, _SCATTER, _MATMUL_SCATTER):
         return False
-    if op in (_MATMUL, _SCALED_MATMUL):
+    if op in _PLAIN:
         return (_SCATTER, layer) not in kept
+    if op == _CAST_BLOCKS:
+        return True
     if op in (_AMAX, _MAX, _CAST, _SWIGLU_CAST):
         is_gathered = layer in (LAYERS[0], LAYERS[2]) and layout.is_fused(layer)  # what is kept is what was gathered
         if _is_kept_cast(layer, layout) and not is_gathered:
             return True
-        products = {(product, layer) for product in (_MATMUL, _SCATTER, _GATHER_MATMUL, _MATMUL_SCATTER)}
-        return not (is_last or kept & products)
+        return _product_runs_again(layer, kept)
     return True
+
+
+def _product_runs_again(layer: str, kept: set[tuple[str, str]]) -> bool:
+    """Whether the output of a layer is computed once more: nothing of a block's last product is used in backward."""
+    products = {(product, layer) for product in (_MATMUL, _BLOCK_MATMUL, _SCATTER, _GATHER_MATMUL, _MATMUL_SCATTER)}
+    return not (layer == LAYERS[-1] or kept & products)
 
 
 def _is_tail(activation: Activation, layout: Layout) -> bool:

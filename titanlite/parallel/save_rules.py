@@ -39,7 +39,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "_c10d_functional.reduce_scatter_tensor.default",
     ),
     "statistics": ("aten.mean.dim", "aten.amax.default", "aten.max.default"),
-    "cast": ("aten._to_copy.default", "titanlite.swiglu_cast.default"),
+    "cast": ("aten._to_copy.default", "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"),
 }
 """The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
 float8 scales, a cast is one to float8. What is not listed here is recomputed unless it is named itself."""
@@ -52,7 +52,7 @@ FUSED = {
 
 _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 _MAXIMA = ("aten.amax.default", "aten.max.default")
-_GATE_AND_CAST = "titanlite.swiglu_cast.default"
+_SCALED_INSIDE = ("titanlite.swiglu_cast.default", "titanlite.cast_blocks.default")
 _AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
 
 BLOCK = "block"
@@ -126,7 +126,7 @@ class BlockRules:
             return None
         name = _CLASS_OF.get(op)
         if name == "cast" or op in _MAXIMA:
-            self._operands.update(["statistics", "cast"] if op == _GATE_AND_CAST else [name])  # it has both inside
+            self._operands.update(["statistics", "cast"] if op in _SCALED_INSIDE else [name])
             return name if self._operands[name] == 1 else None
         return name
 

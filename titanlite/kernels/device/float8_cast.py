@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titanlite.kernels.float8_cast import BLOCK
 from titanlite.kernels.float8_cast import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
@@ -96,6 +97,64 @@ def _turn(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _greatest(value, axis: tl.constexpr):
+    """Greatest size along an axis, as the bits of a float32. It is found by integers as wide as the value."""
+    if value.dtype.primitive_bitwidth == 16:
+        size = value.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.reduce(size, axis, _larger)  # tl.max would widen it first
+    return amax.to(value.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _cast_blocks(
+    x,
+    out,
+    units,
+    out_turned,
+    units_turned,
+    M,
+    K,
+    stride,
+    most,
+    ROWS: tl.constexpr,
+    ROWS_TURNED: tl.constexpr,
+    POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of 128×128: what it is scaled by depends on nothing else."""
+    i, j = tl.program_id(0), tl.program_id(1)
+    m, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :])
+    if ROWS:
+        at = m[:, None].to(tl.int64) * K + k[None, :]
+        amax = _greatest(value, 1)
+        if ROWS == 1:
+            at_unit = j * M + m
+        else:
+            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), m * 0 + i * (K // BLOCK) + j
+        scale, unit = scale_of(amax, most, POW2)
+        tl.store(out + at, to_bytes(value.to(tl.float32) * scale[:, None], most, out.dtype.element_ty))
+        tl.store(units + at_unit, unit)
+    if ROWS_TURNED:
+        at = k[:, None].to(tl.int64) * M + m[None, :]
+        amax = _greatest(value, 0)
+        if ROWS_TURNED == 1:
+            at_unit = i * K + k
+        else:
+            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), k * 0 + j * (M // BLOCK) + i
+        scale, unit = scale_of(amax, most, POW2)
+        tl.store(out_turned + at, to_bytes(value.to(tl.float32) * scale[None, :], most, out_turned.dtype.element_ty).T)
+        tl.store(units_turned + at_unit, unit)
+
+
+@triton.jit
 def _cast_rows(x, scale, out, units, K, most, KNOWN: tl.constexpr, BK: tl.constexpr):
     row = tl.program_id(0)
     k = tl.arange(0, BK)
@@ -168,3 +227,31 @@ def turn(x: Tensor) -> Tensor:
     grid = triton.cdiv(M, ROWS), triton.cdiv(K, 128)
     _turn[grid](x.view(torch.uint8), out.view(torch.uint8), M, K, ROWS, 128, num_warps=8)
     return out
+
+
+def cast_blocks(
+    x: Tensor,
+    out: Tensor,
+    units: Tensor,
+    out_turned: Tensor,
+    units_turned: Tensor,
+    rows: int,
+    rows_turned: int,
+    pow2: bool,
+) -> None:
+    """Fill what `titanlite.kernels.float8_cast.cast_blocks` returns.
+
+    Args:
+        x: [M, K], rows contiguous; M and K are multiples of 128.
+        out: [M, K] float8, contiguous.
+        units: [M/rows, K/128] float32, laid out as is said there.
+        out_turned: [K, M] float8, contiguous.
+        units_turned: [K/rows_turned, M/128] float32.
+        rows: of a block of `x`; 0 if it is not wanted.
+        rows_turned: of a block of its transpose; 0 if it is not wanted.
+        pow2: round scales down to a power of two.
+    """
+    (M, K), most = x.shape, torch.finfo(out.dtype).max
+    grid = M // BLOCK, K // BLOCK
+    tensors = x, out, units, out_turned, units_turned
+    _cast_blocks[grid](*tensors, M, K, x.stride(0), most, rows, rows_turned, pow2, BLOCK, num_warps=8)

@@ -1,0 +1,79 @@
+"""Float8 products with scales by block: cuBLASLt's on Hopper, their definition elsewhere.
+
+A tensor is read once and cast both ways, along its rows and along those of its transpose: scales never lie along a sum.
+What forward keeps of its input are the bytes that backward will multiply.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity
+from titanlite.float8.emulated import DTYPES, Cast
+from titanlite.kernels.block_scaled_matmul import block_scaled_matmul
+from titanlite.kernels.float8_cast import cast_blocks
+
+Either = Cast | Tensor
+"""In float8, or as it was if the recipe leaves the product in high precision."""
+
+
+class BlockScaledFloat8:
+    """A recipe's products.
+
+    Args:
+        recipe: the arithmetic; see `scope.is_by_blocks_of_128`.
+    """
+
+    def __init__(self, recipe: Float8Recipe) -> None:
+        self.recipe = recipe
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x [M, K] @ weight [N, K].T` → [M, N]."""
+        return _Product.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
+
+
+def _cast(
+    x: Tensor, of: Granularity, of_turned: Granularity, dtype: str, recipe: Float8Recipe, after: Tensor | None = None
+) -> tuple[Either, Either]:
+    """A matrix [R, C] as the left factor of a product over its columns, and its transpose as that of one over rows."""
+    rows, rows_turned = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_turned))
+    if not rows and not rows_turned:
+        return x, x.t()
+    pow2 = recipe.scale_rounding == "pow2_floor"
+    bits, unit, turned, unit_turned = cast_blocks(x, rows, rows_turned, DTYPES[dtype], pow2, after)
+    return Cast(bits, unit) if rows else x, Cast(turned, unit_turned) if rows_turned else x.t()
+
+
+def _multiply(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
+    """`left [R, C] @ right [S, C].T` → [R, S]."""
+    if isinstance(left, Cast) and isinstance(right, Cast):
+        return block_scaled_matmul(*left, *right, dtype)
+    assert isinstance(left, Tensor)  # noqa: S101
+    assert isinstance(right, Tensor)  # noqa: S101
+    return torch.mm(left, right.t())
+
+
+@torch._dynamo.allow_in_graph  # what it is told beside tensors is no business of Dynamo's
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
+        of, of_weight = recipe.input, recipe.weight
+        left, kept = _cast(x, of.output, of.grad_weight, of.dtype, recipe)
+        right, _ = _cast(weight, of_weight.output, "none", of_weight.dtype, recipe)
+        ctx.save_for_backward(*(kept if isinstance(kept, Cast) else (x,)), weight)
+        ctx.recipe = recipe
+        return _multiply(left, right, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
+        of, of_weight = recipe.grad_output, recipe.weight
+        left, turned = _cast(grad, of.grad_input, of.grad_weight, of.dtype, recipe)
+        d_x = d_weight = None
+        if ctx.needs_input_grad[0]:
+            _, right = _cast(weight, "none", of_weight.grad_input, of_weight.dtype, recipe, grad)
+            d_x = _multiply(left, right, grad.dtype)
+        if ctx.needs_input_grad[1]:
+            d_weight = _multiply(turned, x[0].t() if len(x) == 1 else Cast(*x), weight.dtype)
+        return d_x, d_weight, None
