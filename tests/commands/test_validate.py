@@ -31,6 +31,7 @@ def test_every_shipped_config_passes(path: Path) -> None:
     for world in (None, *WORLDS.get(path.stem, (1, 8, 16))):
         checked = checked_run(["--config", str(path)], world_size=world)
         assert checked.config.job.name == path.stem
+        assert checked.hints == ()
     floats = checked_run(["--config", str(path), "--float8.recipe", "rowwise"], world_size=None)
     assert floats.float8 == load("float8", "rowwise")
 
@@ -67,6 +68,30 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert os.path.join("outputs", "run") in said
     assert main(["validate", file]) == 0
     assert "any number of processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ([], ["model.vocab_size = 50257 is no multiple of 8 (16 bytes in bfloat16):", "--model.vocab_size 50304 "]),
+        (["--model.vocab_size", "50304"], []),
+        (["--model.vocab_size", "50264"], []),
+        (
+            ["--model.vocab_size", "50264", "--parallelism.tensor_parallel_degree", "2"],
+            ["is no multiple of 16 (16 bytes in bfloat16 on each of 2 ranks)", "--model.vocab_size 50304 "],
+        ),
+        (["--training.mixed_precision_param", "float32"], []),
+    ],
+)
+def test_a_vocabulary_without_an_aligned_kernel(
+    file: str, capsys: pytest.CaptureFixture[str], flags: list[str], parts: list[str]
+) -> None:
+    gpt2 = ("--model.name", "gpt2", "--model.flavor", "774M", "--training.seq_len", "1024")
+    assert main(["validate", file, *gpt2, *flags]) == 0
+    said = capsys.readouterr().out
+    assert ("several times slower" in said) == bool(parts)
+    for part in parts:
+        assert part in said
 
 
 def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:

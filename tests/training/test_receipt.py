@@ -11,13 +11,16 @@ from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 import titanlite.training.build as build
 import titanlite.training.receipt as training_receipt
 from tests.training.launched import Desk, Ended
+from titanlite import recipes
 from titanlite.config.schema import Config, Training
 from titanlite.errors import StrictError
 from titanlite.kernels.lowering import Lowered, lowered
+from titanlite.models.layers import CausalAttention
 from titanlite.observe.receipt import Receipt
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from titanlite.training.build import Run
@@ -61,6 +64,30 @@ def test_layout_and_dtypes_are_those_of_the_run(everything: Ended) -> None:
         "applied": {"blocks": 0, "graphs": 0},
         "skipped": [],
     }
+
+
+def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choice(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **_: bool) -> int:
+        assert q.requires_grad
+        assert k.requires_grad
+        asked.append((tuple(q.shape), tuple(k.shape), attn_mask is not None and tuple(attn_mask.shape)))
+        return 1 if attn_mask is None else 2
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    run = SimpleNamespace(
+        sizes=recipes.load("model", "gemma3-debug"),  # H = 8, K = 4, E = 32
+        config=Config(training=Training(seq_len=96, local_batch_size=2)),
+        mesh=SimpleNamespace(device=torch.device("cpu"), tp_size=2),
+        model=torch.nn.ModuleList([CausalAttention(window) for window in (32, 32, 0, 32)]),
+    )
+    assert training_receipt._attention_backend(cast(Run, run)) == "flash_attention, efficient_attention"
+    assert asked == [
+        ((2, 4, 96, 32), (2, 2, 96, 32), False),
+        ((2, 2, 64, 32), (2, 2, 32, 32), (64, 32)),
+        ((2, 4, 64, 32), (2, 4, 64, 32), (64, 64)),
+    ]
 
 
 def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ended) -> None:

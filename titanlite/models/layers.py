@@ -81,15 +81,31 @@ class CausalAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H, S, E], [B, K, S, E], [B, K, S, E] → [B, H, S, E]; H is a multiple of K."""
-        S = q.shape[2]
-        if 0 < self.window < S:
-            own, other = torch.arange(S, device=q.device)[:, None], torch.arange(S, device=q.device)
-            seen = (other <= own) & (other > own - self.window)  # [S, S]
-            # With a mask no fused kernel shares keys and values among heads: [B, K, S, E] → [B, H, S, E].
-            shared = q.shape[1] // k.shape[1]
-            k, v = (t.unsqueeze(2).expand(-1, -1, shared, -1, -1).flatten(1, 2) for t in (k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        if 0 < self.window < q.shape[2]:
+            return _windowed(q, k, v, self.window)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
+    """Attention to a window of W < S tokens: pieces of W queries, each against itself and the piece before it.
+
+    That is 2·S·W scores in the place of S². Pieces are heads, and the R = H / K heads that share keys and values are
+    rows of one, because with a mask not every fused kernel shares them. With K = 1 none of it moves a query.
+    """
+    S, K, R = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
+    if S % W:  # no token sees what comes after the last one
+        q, k, v = (F.pad(t, (0, 0, 0, -S % W)) for t in (q, k, v))
+    q, k, v = (t.unflatten(2, (-1, W)) for t in (q, k, v))  # [B, heads, n, W, E]
+    q = q.unflatten(1, (K, R)).permute(0, 1, 3, 4, 2, 5)  # [B, K, n, W, R, E]
+    first, others = (t.flatten(3, 4).flatten(1, 2) for t in (q[:, :, :1], q[:, :, 1:]))  # [B, K·pieces, W·R, E]
+    k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=3) for t in (k, v))  # [B, K, n − 1, 2·W, E]
+    own = torch.arange(W * R, device=q.device)[:, None]
+    other = torch.arange(-W * R, W * R, R, device=q.device)  # the first of its R rows
+    seen = (other <= own) & (other > own - W * R)  # [W·R, 2·W]
+    first = F.scaled_dot_product_attention(first, k[:, :, 0, :W], v[:, :, 0, :W], attn_mask=seen[:, W:])
+    others = F.scaled_dot_product_attention(others, k.flatten(1, 2), v.flatten(1, 2), attn_mask=seen)
+    out = torch.cat([t.unflatten(1, (K, -1)) for t in (first, others)], dim=2).unflatten(3, (W, R))
+    return out.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :, :S]
 
 
 class RMSNorm(nn.Module):

@@ -4,10 +4,14 @@ Everything is read off the run itself: dtypes off real tensors, the attention ba
 run's shapes, the rules of the save-list off their matches.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
 
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.kernels.lowering import lowered
@@ -189,23 +193,33 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
     receipt.add("attention", "fused", backend, count=count, skipped=skipped, key="model.n_heads")
 
 
+class _AttentionKernels(TorchFunctionMode):
+    """Asks torch which kernel it would choose for each attention, and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        choice = torch._fused_sdp_choice(*args, **(kwargs or {}))
+        self.names.append(torch.nn.attention.SDPBackend(choice).name.lower())
+        return torch.empty_like(args[0])
+
+
 def _attention_backend(run: Run) -> str:
-    """The kernel that torch chooses for this run's shapes and dtype; layers with a window may have another."""
+    """The kernels that torch chooses for this run's shapes and dtype, for each window that layers have."""
     sizes, training = run.sizes, run.config.training
-    E, dtype = sizes.head_width, getattr(torch, training.mixed_precision_param)
-    shape = training.local_batch_size, training.seq_len
-    with torch.device(run.mesh.device):
-        # Some kernels have no backward for some shapes, hence requires_grad.
-        q = torch.empty(*shape, sizes.n_heads // run.mesh.tp_size, E, dtype=dtype, requires_grad=True).transpose(1, 2)
-        k = torch.empty(*shape, sizes.n_kv_heads // run.mesh.tp_size, E, dtype=dtype, requires_grad=True)
-        k = k.transpose(1, 2)
-        mask = torch.ones(training.seq_len, training.seq_len, dtype=torch.bool)
-    layers = [m for m in run.model.modules() if isinstance(m, CausalAttention)]
-    names: list[str] = []
-    for has_mask in sorted({0 < layer.window < training.seq_len for layer in layers}):  # as `CausalAttention` calls it
-        if has_mask:
-            choice = torch._fused_sdp_choice(q, q, q, attn_mask=mask)
-        else:
-            choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        names.append(torch.nn.attention.SDPBackend(choice).name.lower())
-    return ", ".join(dict.fromkeys(names))
+    shape, dtype = (training.local_batch_size, training.seq_len), getattr(torch, training.mixed_precision_param)
+    # Some kernels have no backward for some shapes, hence requires_grad.
+    q, k, v = (
+        torch.empty(
+            *shape, heads // run.mesh.tp_size, sizes.head_width, dtype=dtype, device=run.mesh.device, requires_grad=True
+        ).transpose(1, 2)
+        for heads in (sizes.n_heads, sizes.n_kv_heads, sizes.n_kv_heads)
+    )
+    with _AttentionKernels() as kernels:
+        for window in sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)}):
+            CausalAttention(window)(q, k, v)
+    return ", ".join(dict.fromkeys(kernels.names))

@@ -72,6 +72,8 @@ _ELEMENTWISE = {
     aten.detach_.default,  # these two: of a constant of the model
     aten.lift_fresh_copy.default,
     aten.alias.default,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
     aten.dropout.default,
     aten.rand_like.default,
     aten.randn_like.default,
@@ -268,6 +270,12 @@ def _along_dim(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: 
     """Operators that work along one dim and leave the others as they are."""
     worked = arguments["dim"] % out.ndim
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d != worked]
+
+
+@_own(aten.pad.default)
+def _pad(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+    padded = {out.ndim - 1 - i // 2 for i, n in enumerate(arguments["pad"]) if n}  # the last dim comes first
+    return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d not in padded]
 
 
 @_own(aten.scaled_dot_product_attention.default)
