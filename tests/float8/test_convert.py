@@ -16,10 +16,9 @@ from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Float8
 from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.convert import Conversion, Lowering, apply_float8
-from titanlite.float8.weight import Float8Weight, WeightShard
+from titanlite.float8.weight import Float8Weight, WeightShard, local_data
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.receipt import Receipt
-from titanlite.parallel.initialise import local_data
 from titanlite.training import build
 from titanlite.training.build import Run
 

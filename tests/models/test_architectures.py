@@ -19,11 +19,12 @@ from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Model, Parallelism, Training
+from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
 from titanlite.models.layers import Linear
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.initialise import local_data, local_slice
+from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import export

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_leaves
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.float8.convert import apply_float8
+from titanlite.float8.weight import local_data
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.initialise import initialise, local_data
+from titanlite.parallel.initialise import initialise
 from titanlite.parallel.save_rules import CLASSES, FUSED
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
@@ -103,6 +104,24 @@ class _Storages(TorchDispatchMode):
                 for inner in [getattr(tensor, name) for name in names] or [tensor]:
                     storage = inner.untyped_storage()
                     self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+
+class Peak(_Storages):
+    """The most bytes that are alive at once of what operations make; what is inside of one operator is not seen.
+
+    Args:
+        apart: tensors that were there before.
+    """
+
+    def __init__(self, apart: list[Tensor]) -> None:
+        super().__init__()
+        self.apart, self.bytes = {t.untyped_storage()._cdata for t in apart}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.made = {key: made for key, made in self.made.items() if not made[0].expired()}
+        self.bytes = max(self.bytes, sum(size for key, (_, size) in self.made.items() if key not in self.apart))
         return out
 
 

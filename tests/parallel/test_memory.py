@@ -1,13 +1,23 @@
-"""The predicted peak against measured runs, and what it must obey on any layout."""
+"""The predicted peak against measured runs, that of the head against a CPU, and what they must obey on any layout."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from tests.parallel.held_for_backward import Peak, stream
 from titanlite import recipes
 from titanlite.commands.validate import CheckedRun, checked_run
-from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.schema import Compile, Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
+from titanlite.float8.convert import apply_float8
+from titanlite.float8.emulated import cast
+from titanlite.float8.weight import Float8Weight, WeightShard
+from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.memory import GIB, Memory, MemoryModel
 
@@ -101,3 +111,57 @@ def test_whole_blocks_are_priced_as_a_list_that_saves_everything() -> None:
     whole = SaveList("", "recompute", (SaveRule("block", "save"),))
     everything = recipes.load("activation_checkpoint", "none")
     assert block_prices(run.dimensions, memory.layout, whole) == block_prices(run.dimensions, memory.layout, everything)
+
+
+def by_row(function: Callable) -> Callable:
+    """A pass over the logits that, as the compiled one, makes nothing of their size."""
+
+    def of_rows(logits: Tensor, targets: Tensor, first: int, *others: Tensor) -> tuple[Tensor, ...] | None:
+        rows = [
+            function(logits[m : m + 1], targets[m : m + 1], first, *(t[m : m + 1] if t.ndim else t for t in others))
+            for m in range(len(logits))
+        ]
+        return None if rows[0] is None else tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+
+    return of_rows
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tied", "tokens", "compiled"),
+    [
+        *((recipe, False, 256, compiled) for recipe in ("none", "rowwise", "tensorwise") for compiled in (True, False)),
+        *((recipe, tied, 16, True) for recipe in ("none", "rowwise", "tensorwise") for tied in (False, True)),
+    ],
+)
+def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, compiled: bool) -> None:
+    """Of many tokens the worst is a cast of the logits' gradient, or an eager loss; of few what has the weight's size.
+
+    Not predicted are vectors: of the vocabulary at most an id and a scale, 12 bytes, and of tokens a dozen of float32.
+    """
+    sizes = ModelRecipe("", 1, 128, 4, 2, 128, vocab_size=1024, rope_theta=1e4, norm_eps=1e-5, tied_embeddings=tied)
+    D, V, float8 = sizes.dim, sizes.vocab_size, None if recipe == "none" else recipes.load("float8", recipe)
+    with torch.device("meta"):
+        model = Llama3(sizes, tokens)
+    if float8:
+        apply_float8(model, float8, (), torch.device("cpu"), tokens, shards=1)
+    weight = inner = torch.randn(V, D).bfloat16()
+    if float8 and isinstance(model.output.weight.data, WeightShard):
+        inner, unit = cast(weight, float8.weight.output, float8.weight.dtype, float8.scale_rounding)
+        weight = Float8Weight(inner, unit, torch.bfloat16)
+    model.output.weight, model.norm.weight = nn.Parameter(weight), nn.Parameter(torch.ones(D).bfloat16())
+    apart = [inner, model.norm.weight, *([weight.unit] if isinstance(weight, Float8Weight) else [])]
+    loss, targets = CrossEntropy(), torch.arange(tokens)
+    if compiled:
+        loss.statistics, loss.gradient = by_row(loss.statistics), by_row(loss.gradient)
+    x = stream(tokens, D, torch.bfloat16)
+    with Peak(apart) as found:
+        loss(model.output(model.norm(x)), targets).backward()
+
+    training = Training(seq_len=tokens, local_batch_size=1)
+    config = Config(training=training, float8=Float8(recipe, filter_fqns=()), compile=Compile(compiled))
+    predicted = MemoryModel(config, sizes, float8, world=1).peak([])
+    embedding = 0 if tied else 2 * V * D  # of one shard, so that it stays
+    assert predicted.gathered_weights == embedding + inner.nbytes + 2 * D
+    vectors = 12 * V + 12 * 4 * tokens
+    assert vectors < tokens * D or tokens < 256  # the least of what is predicted, of many tokens
+    assert 0 <= found.bytes - predicted.working_set <= vectors

@@ -15,9 +15,8 @@ from tests.ranks import run_ranks
 from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
-from titanlite.parallel.initialise import local_data
+from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.training.build import Run, build, fastest_attention
-from titanlite.training.optimizer import as_laid_out
 from titanlite.training.schedule import learning_rate
 from titanlite.training.step import train_step
 

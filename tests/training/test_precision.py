@@ -6,9 +6,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, train
+from titanlite.float8.weight import local_data
 from titanlite.models.layers import Embedding, Linear, RMSNorm
 from titanlite.models.llama3 import Attention
-from titanlite.parallel.initialise import local_data
 
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
 TP_2 = ["--parallelism.tensor_parallel_degree", "2"]

@@ -5,6 +5,7 @@ The formulas are those of `titanlite/parallel/memory.py` and `step_time.py`. Wha
 
 from dataclasses import dataclass, replace
 
+from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
@@ -122,8 +123,7 @@ def forecast_table(predicted: Forecast) -> str:
         (f"time of a step by rates of {predicted.device}", time_rows(predicted)),
     ):
         if rows:
-            name, number = (max(len(row[i]) for row in rows) for i in range(2))
-            text += f"\n{title}\n" + "".join(f"  {row[0]:{name}}  {row[1]:>{number}}\n" for row in rows)
+            text += f"\n{title}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 

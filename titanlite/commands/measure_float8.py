@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate
 
 from titanlite import recipes
-from titanlite.commands.price_list import table
+from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import Float8Recipe
@@ -198,7 +198,7 @@ def report(timed: list[Timed], device: str, emulated: Mapping[str, str]) -> str:
         sizes = (t.layer.M, t.layer.N, t.layer.K)
         rows.append((t.layer.name, *(f"{n:,}" for n in sizes), f"{t.plain:.3f}", *cells))
     out = [f"{device}; each layer's three matmuls with their casts, milliseconds and gain over bf16:\n\n"]
-    out += table(("layer", "M", "N", "K", "bf16", *names), rows)
+    out.append(columns(("layer", "M", "N", "K", "bf16", *names), *rows))
     out += ["\nlayers on which a recipe gains nothing:\n\n"]
     out += [f"  {name:{max(map(len, names))}}  float8.filter_fqns = {show(slower(timed, name))}\n" for name in names]
     out += [f"\nnot timed: {name} is emulated here; {why}" for name, why in emulated.items()]

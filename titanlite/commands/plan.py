@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.commands.columns import columns
 from titanlite.commands.forecast import Forecast, check_device, forecast, forecast_table, memory_rows, time_rows
 from titanlite.commands.validate import CheckedRun, checked_run, file_and_world
 from titanlite.config.check import sequences_per_step
@@ -107,12 +108,12 @@ def _tables(planned: _Planned) -> str:
     """All tables of a plan."""
     text = ""
     if planned.sharding is not None:
-        from titanlite.commands.sharding_table import columns, sharding_table
+        from titanlite.commands.sharding_table import sharding_table
 
         text = sharding_table(planned.sharding, planned.micro_steps)
         if planned.pairs:
             rows = _pair_rows(planned)
-            text += f"\n{columns([['collective', 'pass', 'at', 'with its matmul'], *rows])}"
+            text += f"\n{columns(('collective', 'pass', 'at', 'with its matmul'), *rows)}"
         else:
             text += "\nnone is fused with a matmul: parallelism.async_tensor_parallel is off\n"
     return text + (forecast_table(planned.predicted) if planned.predicted else "")
@@ -170,10 +171,7 @@ def _diff(argv: list[str]) -> int:
         values = [found.get(what, "none") for found in facts]
         if values[0] != values[1]:
             rows.append([what, *values])
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows if len(rows) > 1 else [["nothing differs", "", ""]]:
-        cells = (cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    sys.stdout.write(columns(*rows) if len(rows) > 1 else "nothing differs\n")
     notes = [planned.predicted.notes if planned.predicted else () for planned in plans]
     for name, own, others in zip(names, notes, reversed(notes), strict=True):
         sys.stdout.write("".join(f"\n{name}: {note}\n" for note in own if note not in others))

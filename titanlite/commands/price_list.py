@@ -7,10 +7,10 @@ All is computed from shapes (`titanlite/parallel/activation_bytes.py`, `memory.p
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from titanlite import recipes
+from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
@@ -141,7 +141,7 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
             f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
             *(_of_rules(checked, layout) if checked.save_list else [_chosen_later(checked)]),
             "\nall layers, on one rank; what is kept, and what is computed again in a micro-step:\n",
-            *_of_all_lists(checked, layout, world),
+            _of_all_lists(checked, layout, world),
         ]
     )
 
@@ -162,10 +162,10 @@ def _of_rules(checked: CheckedRun, layout: Layout) -> list[str]:
         return [introduction, "  no rules: everything is kept\n"]
     size = f"{block_input(checked.dimensions, layout) / _MIB:,.1f}"
     rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
-    return [introduction, *table(("rule", "layers", "MiB", "GFLOP", "MiB moved"), rows)]
+    return [introduction, columns(("rule", "layers", "MiB", "GFLOP", "MiB moved"), *rows)]
 
 
-def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> list[str]:
+def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str:
     """The table of what each list keeps, the run's own first."""
     config, sizes = checked.config, checked.dimensions
     model = MemoryModel(config, sizes, checked.float8, world) if world else None
@@ -180,7 +180,8 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> lis
             continue
         peak = [f"{model.peak_under(_named(other)).total / _GIB:,.1f}"] if model else []
         rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
-    return table(("save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])), rows)
+    header = ["save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])]
+    return columns(header, *rows)
 
 
 def _amounts(price: RulePrice) -> tuple[str, str, str]:
@@ -194,13 +195,3 @@ def _label(rule: SaveRule) -> str:
     """A rule in words, as "save matmul wqkv w13, every 2"."""
     words = " ".join((rule.action, rule.op, *rule.module))
     return words + (f", every {rule.every}" if rule.every > 1 else "")
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of columns; all but the first are numbers, to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, *rows):
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append(f"  {'  '.join(cells)}".rstrip() + "\n")
-    return lines

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import model_class
@@ -144,7 +145,7 @@ def sharding_table(planned: Planned, micro_steps: int) -> str:
     steps = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     return (
         f"tensor parallelism over {degree} ranks: S(d) is split along dim d over {axis}, R whole, P a partial sum\n\n"
-        f"{columns(weights)}\n{columns([header, *rows])}\neach rank sends {total:,.1f} MiB a step of {steps}\n"
+        f"{columns(*weights)}\n{columns(header, *rows)}\neach rank sends {total:,.1f} MiB a step of {steps}\n"
     )
 
 
@@ -184,14 +185,3 @@ def alike(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
             span = ",".join(map(str, numbers))
         found.append((re.sub(r"\b\d+\b", span, same[0][0], count=1), len(same), same[0][1]))
     return found
-
-
-def columns(rows: list[list[str]]) -> str:
-    """Format rows, the first of them headings: text to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = [all(re.fullmatch(r"[\d,.]+", cell) for cell in column[1:]) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numbers, strict=True)]
-        lines.append("  ".join(cells).rstrip() + "\n")
-    return "".join(lines)

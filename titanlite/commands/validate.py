@@ -19,7 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.float8.scope import require_equal_shards
-from titanlite.parallel.activation_bytes import layout_of, weight_shapes
+from titanlite.parallel.activation_bytes import HEAD, layout_of, weight_shapes
 from titanlite.parallel.overrides import check_budget
 
 T = TypeVar("T")
@@ -105,12 +105,14 @@ def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]
 
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
-    """Refuse shards that FSDP cannot gather in float8, for blocks whose weights are known."""
+    """Refuse shards that FSDP cannot gather in float8, where the weights of blocks are known."""
     layout = layout_of(config, sizes, float8)
     if layout.unpriced or float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
     rows = {name: shape[0] for name, shape in weight_shapes(sizes, t).items() if layout.is_own(name)}
+    if layout.is_own(HEAD) and not sizes.tied_embeddings:
+        rows[HEAD] = sizes.vocab_size // t
     require_equal_shards(rows, world // t // config.parallelism.data_parallel_replicate_degree)
 
 

@@ -25,7 +25,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.emulated import DTYPES, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8, feed_forward
 from titanlite.float8.scope import is_by_blocks_of_128, joins_feed_forward, left_alone, obstacle, require_equal_shards
-from titanlite.float8.weight import Casting, WeightShard, agree_on_scales
+from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.linear import Matmul
@@ -220,7 +220,7 @@ def apply_float8(
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
-        weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+        weight = local_data(module.weight)
         if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
             skipped[name] = why
         else:
@@ -254,20 +254,8 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
 
 def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe) -> nn.Parameter:
     """Wrap the local tensor of a weight so that FSDP casts it before it gathers it."""
-
     how = Casting(DTYPES[recipe.weight.dtype], recipe.weight.output == "row", recipe.scale_rounding == "pow2_floor")
-    data = weight.data
-    if isinstance(data, DTensor):
-        wrapped = DTensor.from_local(
-            WeightShard(data.to_local(), how),
-            data.device_mesh,
-            data.placements,
-            run_check=False,
-            shape=data.shape,
-            stride=data.stride(),
-        )
-        return nn.Parameter(wrapped)
-    return nn.Parameter(WeightShard(data, how))
+    return nn.Parameter(as_laid_out(WeightShard(local_data(weight), how), weight))
 
 
 def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import Granularity
 from titanlite.float8.convert import Float8FeedForward, Float8Matmul
 from titanlite.float8.emulated import Cast, cast
-from titanlite.float8.weight import Float8Weight, WeightShard
+from titanlite.float8.weight import Float8Weight, local_data
 from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.collectives import Group, all_gather
 from titanlite.models.layers import Linear
@@ -79,11 +78,8 @@ def _count(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
 
 def _gather(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
     """A weight that FSDP gathers in float8, in high precision: [N, K], of this tensor-parallel rank."""
-    assert isinstance(parameter, DTensor)  # noqa: S101
-    shard = parameter._local_tensor
-    assert isinstance(shard, WeightShard)  # noqa: S101
     group = mesh.get_group(mesh.ndim - 1)
-    return all_gather(shard.master, Group(group.group_name, group.size(), group.rank()))
+    return all_gather(local_data(parameter), Group(group.group_name, group.size(), group.rank()))
 
 
 def measurable(model: nn.Module) -> dict[str, Linear]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from titanlite.kernels.float8_cast import cast_by, cast_rows, scale_of
@@ -160,6 +161,34 @@ class WeightShard(Tensor):
             getattr(out, "_local_tensor", out).unit = unit
             return None
         return Float8Weight(bits, unit, dtype), gathered
+
+
+def local_data(parameter: Tensor) -> Tensor:
+    """The plain tensor that holds this rank's part of a parameter or gradient, sharing its memory."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return (local.master if isinstance(local, WeightShard) else local).detach()
+
+
+def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
+    """View a local shard as a DTensor with the layout of a parameter.
+
+    Args:
+        local: this rank's shard.
+        parameter: plain or DTensor, of the same local shape.
+
+    Returns:
+        A DTensor that shares the memory of `local`, or `local` itself if the parameter is plain.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 @torch.no_grad()

@@ -25,6 +25,9 @@ from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whol
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 """The linear layers of a block, in the order in which they run."""
 
+HEAD = "output"
+"""The linear layer behind the blocks."""
+
 _ATTENTION, _MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0]
 _SCALED_MATMUL = "titanlite.scaled_matmul.default"
 _BLOCK_MATMUL = "titanlite.block_scaled_matmul.default"
@@ -47,7 +50,7 @@ class Layout:
         compiled: whether blocks are compiled.
         fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
         float8: the arithmetic of the layers in `converted`.
-        converted: linear layers of a block that compute in float8.
+        converted: linear layers of a block that compute in float8, and `HEAD` if it does.
         unpriced: why blocks have no price, or None.
     """
 
@@ -122,6 +125,9 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         for name, shape in weight_shapes(sizes, t).items()
         if float8 and left_alone(f"layers.0.{name}", shape, tokens, float8, config.float8.filter_fqns) is None
     )
+    head = sizes.vocab_size // t, sizes.dim
+    if float8 and left_alone(HEAD, head, tokens, float8, config.float8.filter_fqns) is None:
+        converted += (HEAD,)
     return Layout(
         tokens=tokens,
         seq_len=config.training.seq_len,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.float8.weight import local_data
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm
 
 
@@ -57,15 +58,6 @@ def _normal(name: str, shape: tuple[int, ...], std: float, device: torch.device,
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape, device=device).normal_(0, std, generator=generator)
-
-
-def local_data(parameter: Tensor) -> Tensor:
-    """The plain float32 tensor that holds this rank's part of a parameter, sharing its memory."""
-    local = parameter.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
-    # A float8 recipe that gathers weights in float8 wraps them; the master values are inside.
-    return getattr(local, "master", local)
 
 
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:

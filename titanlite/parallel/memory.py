@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.parallel.activation_bytes import (
+    HEAD,
     LAYERS,
     BlockPrice,
     block_prices,
@@ -94,9 +95,9 @@ class MemoryModel:
         micro_steps: of a step.
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise, the
             final norm with the head; `parameters` all of them.
-        gathered_block: bytes of a block's weights as FSDP gathers them.
+        gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
         blocks_stay: whether gathered blocks are held until backward.
-        reduced: bytes of an element of a gradient on its way.
+        reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
@@ -109,7 +110,7 @@ class MemoryModel:
         at_once = training.local_batch_size * data_ranks
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
-        self._moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
+        self.moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
         reshard = mesh.fsdp_reshard_after_forward
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
 
@@ -123,6 +124,9 @@ class MemoryModel:
         in_float8 = float8 is not None and float8.fsdp_all_gather == "float8"
         narrow = sum(n for name, n in layers.items() if in_float8 and self.layout.is_own(name))
         self.gathered_block = e * (self.block - narrow) + narrow
+        # Nor is a head's weight cast where the embedding has it too.
+        narrow = V * D // t if in_float8 and self.layout.is_own(HEAD) and not sizes.tied_embeddings else 0
+        self.gathered_head = e * (self.head - narrow) + narrow
         units = [self.embedding] if sizes.tied_embeddings else [self.embedding, self.head]
         self.parameters = sizes.n_layers * self.block + sum(units)
 
@@ -145,7 +149,7 @@ class MemoryModel:
         """
         shard, e, n = self.parameters // self.shards, self.layout.itemsize, len(blocks)
         held = sum(block.held for block in blocks)
-        head, block = e * self.head, self.gathered_block
+        head, block = self.gathered_head, self.gathered_block
         stays = (n * block + (0 if self.sizes.tied_embeddings else e * self.embedding)) if self.blocks_stay else 0
         # The moments of backward that may be the worst, as (gathered weights, communication, activations, the rest).
         moments = [(stays + head, 0, held, self._loss())]
@@ -164,7 +168,7 @@ class MemoryModel:
         return Memory(
             parameters=4 * shard,
             gradients=4 * shard,
-            optimizer=2 * self._moment * shard,
+            optimizer=2 * self.moment * shard,
             gathered_weights=gathered,
             communication=buffers + self._gathering() + self._reducing(),
             activations=activations,
@@ -177,7 +181,7 @@ class MemoryModel:
         if self.shards == 1:
             return 0
         e, block = self.layout.itemsize, self.gathered_block
-        embedding, head = e * self.embedding, e * self.head
+        embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.sizes.tied_embeddings else [(block, head)]
         return max(before + unit + unit // self.shards for before, unit in order)
@@ -191,13 +195,18 @@ class MemoryModel:
     def _loss(self) -> int:
         """The head's forward and backward: norm, logits, loss, and the gradients of weight and input."""
         M, D, t, e = self.layout.tokens, self.sizes.dim, self.layout.tensor_parallel, self.layout.itemsize
-        logits = M * self.sizes.vocab_size // t
-        norm = (
-            8 if e == 2 else 4
-        ) * M // t * D + e * M * D  # the head is not compiled: float32, and what it multiplies
+        V, logits = self.sizes.vocab_size, M * self.sizes.vocab_size // t
+        # The head is not compiled: its norm is float32, and so is a cast to float8, two tensors of what it casts.
+        kept = (8 if e == 2 else 4) * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
         gradients = e * self.head + e * M * D
+        casts_logits = casts_weight = 0
+        if self.layout.is_float8(HEAD):
+            casts_logits = 8 * logits
+            casts_weight = 8 * (V * D // t) if self.gathered_head == e * self.head else 0  # before there are logits
+            if self.layout.is_own(HEAD):
+                gradients += 2 * logits + M * D  # their bytes, and both factors turned
         in_eager_loss = 0 if self.layout.compiled else 12 * logits  # three float32 tensors of its size
-        return e * logits + norm + max(gradients, in_eager_loss)
+        return kept + max(e * logits + max(gradients, casts_logits, in_eager_loss), casts_weight)
 
     def _in_block(self) -> int:
         """Gradients inside a block at its widest, around SwiGLU, and those of the feed-forward's weights."""

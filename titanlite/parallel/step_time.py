@@ -23,8 +23,7 @@ import tomli
 
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
-from titanlite.float8.scope import left_alone
-from titanlite.parallel.activation_bytes import LAYERS, BlockPrice, Layout, weight_shapes
+from titanlite.parallel.activation_bytes import HEAD, LAYERS, BlockPrice, Layout, weight_shapes
 from titanlite.parallel.choose_save_list import Times
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.save_rules import CLASSES, FUSED
@@ -116,18 +115,13 @@ class StepTimeModel:
 
     def __init__(self, config: Config, memory: MemoryModel, rates: Rates) -> None:
         self.memory, self.rates, self.layout = memory, rates, memory.layout
-        sizes, t, filters = memory.sizes, self.layout.tensor_parallel, config.float8.filter_fqns
-        D, V = sizes.dim, sizes.vocab_size
-        converted = self.layout.converted
+        sizes, t, converted = memory.sizes, self.layout.tensor_parallel, self.layout.converted
         self._block = [
             _Linear(name, K, N, name in LAYERS[::2], is_float8=name in converted, is_fused=self.layout.is_fused(name))
             for name, (N, K) in weight_shapes(sizes, t).items()
         ]
-        float8, tokens = self.layout.float8, self.layout.tokens
-        head_in_float8 = float8 is not None and not left_alone("output", (V // t, D), tokens, float8, filters)
-        # The head's arithmetic is that of any converted layer, or that of none.
-        fused = self.layout.is_fused(converted[0]) if head_in_float8 and converted else self.layout.fused
-        self._head = _Linear("output", D, V // t, True, head_in_float8, fused)
+        V = sizes.vocab_size // t
+        self._head = _Linear(HEAD, sizes.dim, V, True, is_float8=HEAD in converted, is_fused=self.layout.is_fused(HEAD))
 
     def times(self) -> Times:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
@@ -168,7 +162,8 @@ class StepTimeModel:
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
         of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
-        return StepTime(**of_step, optimizer=1e3 * 32 * memory.parameters / memory.shards / rates.optimizer / _G)
+        updated = self._updated() * memory.parameters / memory.shards
+        return StepTime(**of_step, optimizer=1e3 * updated / rates.optimizer / _G)
 
     def tokens_per_second(self, time: StepTime) -> float:
         """Tokens that a step of that time trains on in a second, by GPU."""
@@ -243,10 +238,18 @@ class StepTimeModel:
         """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step of n blocks."""
         memory, e = self.memory, self.layout.itemsize
         once = memory.parameters - n * memory.block  # embedding and head
-        gathered = self._gathers() * n * memory.gathered_block + e * once
+        gathered = self._gathers() * n * memory.gathered_block + e * (once - memory.head) + memory.gathered_head
         cast = 4 * (self._gathers() * n * memory.block + once) / memory.shards + gathered / memory.shards
         copied = 2 * gathered if memory.shards > 1 else 0
         return cast + copied + (e + memory.reduced) * memory.parameters
+
+    def _updated(self) -> int:
+        """Bytes that the optimizer reads and writes of each parameter: see `titanlite/training/optimizer.py`."""
+        norm = 4  # of the gradient
+        update = 2 * 4 * 4  # of parameter, gradient and two moments, in float32 whatever the moments are kept in
+        kept = self.memory.moment
+        widened = 2 * (kept + 4) if kept < 4 else 0  # both moments; and as much to narrow them again
+        return norm + update + 2 * widened
 
     def _fsdp(self, n: int, compute: float) -> float:
         """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.float8.weight import local_data
 from titanlite.kernels.collectives import gather_tokens, scatter_tokens
 from titanlite.kernels.lowering import lowered
 from titanlite.kernels.rope import rope
@@ -23,7 +24,6 @@ from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Block
 from titanlite.parallel.activation_bytes import LAYERS, Layout
 from titanlite.parallel.choose_save_list import Times, dear
-from titanlite.parallel.initialise import local_data
 from titanlite.parallel.save_rules import CLASSES, FUSED
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 

@@ -5,7 +5,8 @@ one read of the gradients for the norm; the division happens inside the kernel. 
 decided on the device too, so the host never waits.
 
 Bytes per parameter and step in float32: 4 for the norm, 28 for the update (read parameter, gradient and two moments,
-write parameter and two moments), 4 more because torch's kernel writes the clipped gradient back.
+write parameter and two moments), 4 more because torch's kernel writes the clipped gradient back. Moments in bfloat16
+take half the memory and move 24 more: both are widened to float32 before the update, and narrowed behind it.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
@@ -15,11 +16,10 @@ from fnmatch import fnmatch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.initialise import local_data
+from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.tensor import is_replicated
 
@@ -63,10 +63,9 @@ class AdamW:
         """This rank's shard of each gradient, float32."""
         out = {}
         for name, p in self.parameters.items():
-            grad = p.grad
-            if grad is None:
+            if p.grad is None:
                 raise RuntimeError(f"{name} has no gradient after backward")
-            out[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+            out[name] = local_data(p.grad)
         return out
 
     def norm(self, grads: dict[str, Tensor]) -> Tensor:
@@ -137,25 +136,3 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), device=device)
     return torch.stack(torch._foreach_norm(tensors)).square().sum()
-
-
-def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View a local shard as a DTensor with the layout of a parameter.
-
-    Args:
-        local: this rank's shard.
-        parameter: plain or DTensor, of the same local shape.
-
-    Returns:
-        A DTensor that shares the memory of `local`, or `local` itself if the parameter is plain.
-    """
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -14,13 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from titanlite.errors import Problem, StrictError, describe
+from titanlite.float8.weight import local_data
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import CausalAttention, Embedding, Linear
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
-from titanlite.parallel.initialise import local_data
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder

@@ -13,10 +13,9 @@ from titanlite.config.build import show
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.float8.convert import precompute_scales
+from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.console import Console
-from titanlite.parallel.initialise import local_data
 from titanlite.training.build import Run
-from titanlite.training.optimizer import as_laid_out
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:

@@ -196,6 +196,20 @@ def _step(
 
 
 @gluon.jit
+def _add(acc, sums, it, empty, HAS_BEFORE: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for a product and give its buffers back; FAST: for the one before, which is in the same sum."""
+    if FAST:
+        sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
+        if HAS_BEFORE:
+            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+    else:
+        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(empty.index(it % STAGES), count=1)
+        acc += sums
+    return acc, sums
+
+
+@gluon.jit
 def _scaled(
     acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
     OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
@@ -238,40 +252,21 @@ def _multiply(
     tile = _read_word(tiles.index(0))
     while tile >= 0:
         acc = gl.zeros((BM, BN), gl.float32, layout)
+        sums = gl.zeros((BM, BN), gl.float32, layout)
         parts = _parts(out)
+        for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
+            sums = _step(sums, FAST and k > 0, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+            if before >= 0:
+                _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            acc, sums = _add(acc, sums, it, empty, k > 0, FAST, STAGES)
+            it += 1
+        for _ in range(PARTS, steps):
+            sums = _step(sums, FAST, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+            acc, sums = _add(acc, sums, it, empty, True, FAST, STAGES)
+            it += 1
         if FAST:
-            for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
-                acc = _step(acc, k > 0, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-                if before >= 0:
-                    _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                if k > 0:
-                    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-                it += 1
-            for _ in range(PARTS, steps):
-                acc = _step(acc, True, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                # The product before this one is done with its buffers.
-                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-                it += 1
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-        else:
-            step = gl.zeros((BM, BN), gl.float32, layout)
-            for k in gl.static_range(PARTS):
-                step = _step(step, False, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-                if before >= 0:
-                    _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
-                step = warpgroup_mma_wait(num_outstanding=0, deps=(step,))
-                mbarrier.arrive(empty.index(it % STAGES), count=1)
-                acc += step
-                it += 1
-            for _ in range(PARTS, steps):
-                step = _step(step, False, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-                step = warpgroup_mma_wait(num_outstanding=0, deps=(step,))
-                mbarrier.arrive(empty.index(it % STAGES), count=1)
-                acc += step
-                it += 1
         acc = _scaled(
             acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
             OF_ROWS, OF_COLUMNS, OWNERS, BM, BN,

@@ -1,0 +1,19 @@
+"""Rows as text, for every table that a command prints."""
+
+from collections.abc import Sequence
+
+
+def columns(*rows: Sequence[str]) -> str:
+    """Align rows: a column that has a number in it to the right, with whatever else it has, others to the left.
+
+    Args:
+        rows: of equal length; headings, if there are any, are the first.
+
+    Returns:
+        A line for each.
+    """
+    aligned = []
+    for column in zip(*rows, strict=True):
+        width, has_number = max(map(len, column)), any(cell[:1].isdigit() for cell in column)
+        aligned.append([cell.rjust(width) if has_number else cell.ljust(width) for cell in column])
+    return "".join(f"  {'  '.join(row)}".rstrip() + "\n" for row in zip(*aligned, strict=True))
