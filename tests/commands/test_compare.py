@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from titanlite.commands.compare import run
-from titanlite.commands.loss_picture import draw_losses
+from titanlite.commands.loss_picture import draw_losses, less_the_first
 from titanlite.observe.metrics import MetricsFile, RunError, StepRow, ValidationRow
 
 ROW = StepRow(1, 5.0, 0.5, 3e-4, 1000, 100.0, 0.1, 0.5, 1.5, 1.0, 0.25, 0.01)
@@ -136,3 +136,12 @@ def test_a_long_noisy_run_is_drawn_within_a_moment_and_keeps_its_colour(tmp_path
     ]
     draw_losses([("long", steps, [])], tmp_path / "p.png")
     assert has_colour(tmp_path / "p.png", BLUE)  # the median, opaque above the faint raw curve
+
+
+def test_runs_are_compared_where_both_have_a_loss() -> None:
+    def steps(*losses: float | None) -> list[dict]:
+        return [{"tokens": 10 * i, "loss": loss} for i, loss in enumerate(losses, 1)]
+
+    first = steps(4.0, 3.0, None, 1.0)
+    assert less_the_first(steps(4.5, None, 2.0, 1.25, 1.0), first) == [(10, 0.5), (40, 0.25)]
+    assert less_the_first([{"tokens": 15, "loss": 1.0}], first) == []  # a batch of another size

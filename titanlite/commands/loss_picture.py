@@ -2,7 +2,8 @@
 
 Tokens are the axis on which runs of different batch sizes can be compared; where all runs take the same number of
 tokens per step, the steps stand along the top. A long curve is drawn faintly with its running median on top, which,
-unlike a mean, does not bend before a spike.
+unlike a mean, does not bend before a spike. Curves of runs that agree lie on one another: below them is how far each is
+from the first run at the same number of tokens.
 """
 
 import math
@@ -29,19 +30,27 @@ def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
+    differences = [less_the_first(steps, runs[0][1]) for _, steps, _ in runs]
+    has_differences = any(points for points in differences[1:])
+    figure = Figure(figsize=(9, 7.5 if has_differences else 5.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *below = figure.subplots(
+        1 + has_differences, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + has_differences]
+    )[:, 0]
     largest = max((row["tokens"] for _, steps, _ in runs for row in steps), default=1)
     unit, scale = _unit(largest)
     for i, (name, steps, validations) in enumerate(runs):
-        colour = _COLOURS[i % len(_COLOURS)]
+        colour, line = _COLOURS[i % len(_COLOURS)], ("-", "--", ":")[i // len(_COLOURS) % 3]
         x = [row["tokens"] / scale for row in steps]
         y = [math.nan if row["loss"] is None else row["loss"] for row in steps]
         if len(y) >= _LONG:
             axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
             x, y = _running_median(x, y)
-        axes.plot(x, y, color=colour, linewidth=1.6, label=name, linestyle=("-", "--", ":")[i // len(_COLOURS) % 3])
+        axes.plot(x, y, color=colour, linewidth=1.6, label=name, linestyle=line)
+        if below and differences[i]:
+            x, y = [tokens / scale for tokens, _ in differences[i]], [loss for _, loss in differences[i]]
+            x, y = _running_median(x, y) if len(y) >= _LONG else (x, y)
+            below[0].plot(x, y, color=colour, linewidth=1.6, linestyle=line)
         points = [
             (row["tokens"] / scale, row["validation_loss"]) for row in validations if row["validation_loss"] is not None
         ]
@@ -56,12 +65,16 @@ def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
                 label=f"{name}, validation",
                 zorder=3,
             )
-    axes.set_xlabel(f"tokens{unit}")
     axes.set_ylabel("loss (nats per token)")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["right"]].set_visible(False)
-    axes.margins(x=0.01)
+    for panel in (axes, *below):
+        panel.grid(color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["right"]].set_visible(False)
+        panel.margins(x=0.01)
+    for panel in below:
+        panel.spines[["top"]].set_visible(False)
+        panel.set_ylabel(f"difference from\n{runs[0][0]}")
+    (axes, *below)[-1].set_xlabel(f"tokens{unit}")
     axes.legend(frameon=False)
     per_step = _tokens_per_step(runs)
     if per_step is None:
@@ -78,6 +91,13 @@ def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
         axes.secondary_xaxis("top", functions=(steps_of, tokens_of)).set_xlabel("step")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def less_the_first(steps: Rows, first: Rows) -> list[tuple[int, float]]:
+    """Tokens, and a run's loss less that of the first at as many, where both have one."""
+    losses = {row["tokens"]: row["loss"] for row in first}
+    both = [(row["tokens"], row["loss"], losses.get(row["tokens"])) for row in steps]
+    return [(tokens, mine - its) for tokens, mine, its in both if mine is not None and its is not None]
 
 
 def _tokens_per_step(runs: Sequence[tuple[str, Rows, Rows]]) -> float | None:

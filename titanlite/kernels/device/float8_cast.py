@@ -25,9 +25,11 @@ def scale_of(amax, most, POW2: tl.constexpr):
         scale = tl.where(amax < 0x7F800000, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
         unit = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
     else:
-        wide = amax.to(tl.float32, bitcast=True).to(tl.float64)
-        wide = tl.maximum(wide, tl.full((), EPS, tl.float64), propagate_nan=tl.PropagateNan.ALL)
-        scale = (most.to(tl.float64) / wide).to(tl.float32)
+        # The quotient of two float32 numbers, rounded to float32, is that of float64 rounded twice: 53 ≥ 2·24 + 2 bits.
+        value = amax.to(tl.float32, bitcast=True)
+        least = (most.to(tl.float64) / tl.full((), EPS, tl.float64)).to(tl.float32)
+        quotient = tl.div_rn(tl.zeros(value.shape, tl.float32) + most, value)
+        scale = tl.where(value <= EPS, least, quotient)  # EPS is rounded down to float32
         unit = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return scale, unit
 
@@ -254,4 +256,4 @@ def cast_blocks(
     (M, K), most = x.shape, torch.finfo(out.dtype).max
     grid = M // BLOCK, K // BLOCK
     tensors = x, out, units, out_turned, units_turned
-    _cast_blocks[grid](*tensors, M, K, x.stride(0), most, rows, rows_turned, pow2, BLOCK, num_warps=8)
+    _cast_blocks[grid](*tensors, M, K, x.stride(0), most, rows, rows_turned, pow2, BLOCK, num_warps=4)
