@@ -1,5 +1,6 @@
 """`titanlite plan`: the tables, the chain of a tensor, the file for programs, what differs, what fits, and mistakes."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
+from titanlite.models import llama3
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 TWO = ["--parallelism.tensor_parallel_degree", "2"]
@@ -149,7 +151,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
 
 
-def test_what_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "16"]) == 0
     assert "collectives between hosts were not measured" in capsys.readouterr().out
     assert main(["plan", DEBUG, "--world", "2"]) == 0
@@ -157,13 +159,37 @@ def test_what_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory of a rank" in out
     assert "time of a step" not in out
     assert "no time: training.mixed_precision_param = float32" in out
-    other = ["--model.name", "gemma3"]
-    assert main(["plan", DEBUG, "--world", "2", *other]) == 0
+    file, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
+    file.write_text(inspect.getsource(llama3))
+    sizes.parent.mkdir()
+    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
+    mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+    assert main(["plan", DEBUG, "--world", "2", *mine]) == 0
     out = capsys.readouterr().out
     assert out.strip().splitlines() == [
-        'no memory and no time: model.name = "gemma3"; want an architecture whose block has a price list: llama3'
+        f'no memory and no time: model.file = "{file}"; want an architecture whose block has a price list: '
+        "llama3, qwen3, gemma3, gpt2"
     ]
-    assert main(["plan", DEBUG, "--world", "2", *other, "--device-gib", "80"]) == 2
+    assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
+
+
+def test_other_architectures_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt2 = ["--model.name", "gpt2", "--model.flavor", "1.5B", "--training.seq_len", "1024"]
+    assert main(["plan", LARGE, "--world", "4", *gpt2]) == 2
+    assert 'rules[2].module = "w13"\n      want: a linear layer of a block: wqkv, wo, w1, w2' in capsys.readouterr().err
+    gpt2 += ["--activation_checkpoint.recipe", "attention"]
+    assert main(["plan", LARGE, "--world", "4", *gpt2]) == 0
+    assert "no time: model.vocab_size = 50257; want a multiple of 8" in capsys.readouterr().out
+    assert main(["plan", LARGE, "--world", "4", *gpt2, "--model.vocab_size", "50304"]) == 0
+    assert "time of a step" in capsys.readouterr().out
+    assert main(["plan", LARGE, "--world", "4", "--model.name", "qwen3"]) == 0
+    out = capsys.readouterr().out
+    assert "time of a step" in out
+    assert "was not measured" not in out
+    assert main(["plan", LARGE, "--world", "4", "--model.name", "gemma3", "--model.flavor", "1B"]) == 0
+    assert (
+        "heads of 256 are wider than 128, and their attention to all tokens was not measured" in capsys.readouterr().out
+    )
 
 
 def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,10 @@ import torch
 from titanlite.commands import main
 from titanlite.commands.price_list import layout_of, rule_prices, totals
 from titanlite.commands.validate import CheckedRun, checked_run
+from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import RecipeError
+from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.parallel.activation_bytes import activations
@@ -76,13 +78,34 @@ def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
-def test_an_architecture_without_prices_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "64"]
-    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 2
-    assert (
-        f'model.name = "{name}"\n      want: an architecture whose block has a price list: llama3'
-        in capsys.readouterr().err
-    )
+def test_other_architectures_have_one(name: str) -> None:
+    """Rules and inputs add up, and so do FLOPs: those that MFU counts, and what attention in pieces of a window
+    computes beyond what the window sees: 2·W scores for each query, but W for the first W."""
+    flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "256"]
+    run = checked(*flags, "--activation_checkpoint.recipe", "attention")
+    sizes, layout = run.dimensions, layout_of(run)
+    kept = sum(p.held * p.blocks for p in rule_prices(run, layout))
+    assert totals(run, layout).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
+    dear = [
+        a for window in sizes.windows for a in activations(sizes, layout, window) if "mm" in a.op or "attention" in a.op
+    ]
+    with torch.device("meta"):
+        model = model_class(Model(name=name))(sizes, 256)  # type: ignore[arg-type]
+    step = (flops_per_token(model, sizes, 256) - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
+    beyond = sum(2 * (256 - w) * 2 * w + 2 * w * w - w * (2 * 256 - w) for w in sizes.windows)
+    beyond *= 6 * layout.tokens // 256 * sizes.n_heads * sizes.head_width
+    assert 3 * sum(a.flops for a in dear) == step + beyond
+
+
+def test_a_model_of_ones_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
+    mine.touch()
+    sizes.parent.mkdir()
+    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
+    flags = ["--model.file", str(mine), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+    assert main(["plan", CONFIG, "--activation-checkpoint", *flags, "--training.seq_len", "64"]) == 2
+    want = "want: an architecture whose block has a price list: llama3, qwen3, gemma3, gpt2"
+    assert f'model.file = "{mine}"\n      {want}' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LISTS)

@@ -141,11 +141,10 @@ def test_numbers_out_of_range(key: str) -> None:
             {
                 "activation_checkpoint__recipe": "auto",
                 "activation_checkpoint__budget_gib": 60.0,
-                "model__name": "gpt2",
-                "model__flavor": "debug",
+                "model__file": __file__,
             },
             None,
-            ['model.name = "gpt2"', "price list: llama3", 'recipe = "attention"'],
+            ["model.file = ", "price list: llama3, qwen3, gemma3, gpt2", 'recipe = "attention"'],
         ),
         ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),

@@ -8,6 +8,7 @@ import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,9 @@ class Held:
 
 
 @functools.cache
-def plan_of(sizes: ModelRecipe, seq_len: int, ranks: int) -> dict[str, LayerPlan]:
+def plan_of(sizes: ModelRecipe, seq_len: int, ranks: int, architecture: type[Any] = Llama3) -> dict[str, LayerPlan]:
     with torch.device("meta"):
-        return plan_layers(Llama3(sizes, seq_len), 2 * seq_len, ranks)
+        return plan_layers(architecture(sizes, seq_len), 2 * seq_len, ranks)
 
 
 def build(
@@ -59,16 +60,17 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     tokens: int = 0,
     fused: bool = False,
-) -> Llama3:
+    architecture: type[Any] = Llama3,
+) -> Any:
     """The model with a save-list, split over all ranks if there is a process group."""
     torch._dynamo.reset()
     world = dist.get_world_size() if dist.is_initialized() else 1
     with torch.device("meta"):
-        model = Llama3(sizes, seq_len)
+        model = architecture(sizes, seq_len)
     if world > 1:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, world, mesh.get_local_rank())
-        apply_tensor_parallel(model, plan_of(sizes, seq_len, world), mesh, group, asynchronous=fused)
+        apply_tensor_parallel(model, plan_of(sizes, seq_len, world, architecture), mesh, group, asynchronous=fused)
     if float8:  # FSDP, which would gather in float8, is not here
         recipe = replace(recipes.load("float8", float8), fsdp_all_gather="high_precision", min_compute_capability=0)
         apply_float8(model, recipe, ("output",), torch.device("cpu"), tokens, shards=1)
@@ -135,17 +137,24 @@ class _Matmuls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def held_eager(model: Llama3, x: Tensor) -> Held:
+def tables(model: Any) -> tuple[Tensor, ...]:
+    """What the first block takes besides the stream: nothing, or its rotary table."""
+    if not hasattr(model, "cos"):
+        return ()
+    return (model.local_cos, model.local_sin) if model.layers[0].attention.attend.window else (model.cos, model.sin)
+
+
+def held_eager(model: Any, x: Tensor) -> Held:
     """Run forward and backward of the first block."""
     block = model.layers[0]
     gc.freeze()  # what there was before is not collected, which would take longer than the block
     with _Storages() as storages:
         given = x * 1
-        out = block(given, model.cos, model.sin)
+        out = block(given, *tables(model))
         del given
     gc.collect()
     gc.unfreeze()
-    apart = {t.untyped_storage()._cdata for t in (*block.parameters(), model.cos, model.sin, out)}
+    apart = {t.untyped_storage()._cdata for t in (*block.parameters(), *tables(model), out)}
     alive = {key: size for key, (ref, size) in storages.made.items() if not ref.expired() and key not in apart}
     with _Matmuls() as matmuls:
         out.sum().backward()
@@ -181,10 +190,10 @@ class Compiled:
         return keep
 
 
-def held_compiled(model: Llama3, x: Tensor) -> Held:
+def held_compiled(model: Any, x: Tensor) -> Held:
     """Compile the first block and read its two graphs."""
     graphs = Compiled(model.layers[0])
-    model.layers[0](x, model.cos, model.sin).sum().backward()
+    model.layers[0](x, *tables(model)).sum().backward()
     assert graphs.forward is not None
     assert graphs.backward is not None
     nodes = graphs.forward.graph.nodes

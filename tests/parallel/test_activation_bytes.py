@@ -12,14 +12,18 @@ import torch.distributed as dist
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.schema import Model
+from titanlite.models.find import model_class
 from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_bytes import LAYERS, Layout, block_input, held_without_checkpointing, price
+from titanlite.parallel.activation_bytes import Layout, block_input, held_without_checkpointing, price
 from titanlite.parallel.save_rules import CLASSES, FUSED
 
 # Every width differs from every other, so that no formula is right by accident; M = 96.
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
 SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+LAYERS = Block().layers
 OF_BLOCKS: dict = {"sizes": replace(SIZES, dim=128, ffn_dim=640), "batch": 8}
 LISTS = recipes.names("activation_checkpoint")
 FLOAT8 = [None, "tensorwise", "rowwise"]
@@ -30,10 +34,11 @@ FEW = ["none", "matmuls", "every_second_matmul"]
 
 def predicted(save_list: SaveList, layout: Layout, sizes: ModelRecipe = SIZES) -> Held:
     """Bytes and matmuls of the first block by the price list; 8 matmuls are backward's own."""
+    (window,) = sizes.windows
     if save_list.default == "save":
-        return Held(held_without_checkpointing(sizes, layout), 8)
+        return Held(held_without_checkpointing(sizes, layout, window), 8)
     active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(sizes.n_layers))
-    priced = price(sizes, layout, save_list, active)
+    priced = price(sizes, layout, save_list, active, window)
     again = sum(p.again and p.activation.op in (*CLASSES["matmul"], *FUSED) for p in priced)
     return Held(block_input(sizes, layout) + sum(p.held for p in priced), 8 + again)
 
@@ -46,11 +51,13 @@ def measured(
     fused: bool = False,
     sizes: ModelRecipe = SIZES,
     batch: int = B,
+    architecture: str = "llama3",
 ) -> tuple[Held, Held]:
     """The first block's bytes and matmuls, and what the price list says."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     tokens = batch * S
-    model = build(sizes, S, save_list, float8, dtype, tokens, fused)
+    block = ARCHITECTURES[architecture].block
+    model = build(sizes, S, save_list, float8, dtype, tokens, fused, model_class(Model(name=architecture)))  # type: ignore[arg-type]
     found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, sizes.dim, dtype))
     layout = Layout(
         tokens=tokens,
@@ -60,7 +67,8 @@ def measured(
         compiled=mode == "compiled",
         fused=fused,
         float8=recipes.load("float8", float8) if float8 else None,
-        converted=LAYERS if float8 else (),
+        converted=block.layers if float8 else (),
+        block=block,
     )
     return found, predicted(save_list, layout, sizes)
 
@@ -101,6 +109,40 @@ def test_shipped_lists_with_fused_collectives(float8, tmp_path):
         for name in LISTS:
             for mode in MODES if float8 is None or name in FEW else ["eager"]:
                 check((name, mode), *measured(recipes.load("activation_checkpoint", name), mode, float8, fused=True))
+
+    run_ranks(body, tmp_path)
+
+
+# Heads are wider than D / H, or have no groups; the window does not divide the sequence.
+_GEMMA = replace(SIZES, head_dim=24, local_rope_theta=1e3, window=20, global_every=2)
+OTHERS = {
+    "qwen3": ("qwen3", replace(SIZES, head_dim=24)),
+    "gpt2": ("gpt2", replace(SIZES, n_kv_heads=H, rope_theta=0.0, max_seq_len=S)),
+    "gemma3 local": ("gemma3", _GEMMA),
+    "gemma3 global": ("gemma3", replace(_GEMMA, global_every=1)),
+}
+SOME = {name: recipes.load("activation_checkpoint", name) for name in ("none", "every_second_matmul")}
+
+
+@pytest.mark.parametrize("own", [*SOME, "statistics and casts"])
+@pytest.mark.parametrize("float8", [None, "rowwise"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_architectures(other, float8, own):
+    """Compiled in float8 only without a list, where that differs most."""
+    name, sizes = OTHERS[other]
+    for mode in MODES if float8 is None or own == "none" else ["eager"]:
+        check(mode, *measured((SOME | OWN)[own], mode, float8, sizes=sizes, architecture=name))
+
+
+@pytest.mark.parametrize("other", ["qwen3", "gpt2", "gemma3 local"])
+def test_other_architectures_under_tensor_parallelism(other, tmp_path):
+    name, sizes = OTHERS[other]
+
+    def body() -> None:
+        for own, fused in (("none", False), ("none", True), ("every_second_matmul", False)):
+            for mode in MODES if own == "none" else ["eager"]:
+                found = measured(SOME[own], mode, fused=fused, sizes=sizes, architecture=name)
+                check((own, mode, fused), *found)
 
     run_ranks(body, tmp_path)
 

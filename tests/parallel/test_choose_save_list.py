@@ -30,7 +30,10 @@ def model_of(*flags: str) -> MemoryModel:
 def times_of(model: MemoryModel) -> Times:
     """As an H200 might have them; attention costs more for its bytes than a matmul, elementwise work least."""
     seconds = {
-        (a.op, a.layer): a.flops / 7e14 + a.moved / 2e12 for listed in dear(*_of(model)).values() for a in listed
+        a: a.flops / 7e14 + a.moved / 2e12
+        for window in set(model.sizes.windows)
+        for listed in dear(*_of(model), window).values()
+        for a in listed
     }
     return Times(seconds, 6e-4)
 
@@ -39,32 +42,37 @@ def _of(model: MemoryModel):
     return model.sizes, model.layout
 
 
-def every_selection(model: MemoryModel, times: Times) -> list[tuple[BlockPrice, float]]:
-    """Price and seconds of every set of rules that can be, the whole block too."""
-    rules = list(dear(*_of(model)))
+def every_selection(model: MemoryModel, times: Times) -> list[list[tuple[BlockPrice, float]]]:
+    """Price and seconds of each block, of every set of rules that can be, the whole block too."""
+    rules = list(dear(*_of(model), 0))
     found = []
     for subset in chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1)):
         try:
-            block = block_prices(*_of(model), SaveList("", "recompute", subset))[0]
+            blocks = block_prices(*_of(model), SaveList("", "recompute", subset))
         except RecipeError:
             continue
-        again = sum(times.activations.get((a.op, a.layer), 0) for a in block.again)
-        found.append((block, again + times.elementwise))
-    return [*found, (block_prices(*_of(model), SaveList("", "save"))[0], 0.0)]
+        again = [sum(times.activations.get(a, 0) for a in block.again) for block in blocks]
+        found.append([(block, seconds + times.elementwise) for block, seconds in zip(blocks, again, strict=True)])
+    return [*found, [(block, 0.0) for block in block_prices(*_of(model), SaveList("", "save"))]]
+
+
+WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug", "--model.dim", "1024")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.2, 0.5, 0.9])
-def test_no_list_of_two_kinds_of_blocks_is_faster(share: float) -> None:
-    """Three blocks, all assignments of at most two selections: 13 of them, in any order."""
-    model = model_of("--model.n_layers", "3")
+@pytest.mark.parametrize("flags", [(), WINDOWS], ids=["llama3", "gemma3"])
+def test_no_list_of_two_kinds_of_blocks_is_faster(flags: tuple[str, ...], share: float) -> None:
+    """Three blocks, all assignments of at most two selections: 13 of them or more, in any order. Of Gemma, the last
+    block attends to all tokens."""
+    model = model_of(*flags, "--model.n_layers", "3")
     times = times_of(model)
     budget = budget_within(model, share)
     chosen = choose(model, times, budget)
     fastest = min(
-        sum(seconds for _, seconds in kinds)
+        sum(kind[n][1] for n, kind in enumerate(kinds))
         for kinds in product(every_selection(model, times), repeat=3)
-        if len({id(block) for block, _ in kinds}) <= 2
-        and model.peak([block for block, _ in kinds]).total <= usable(budget)
+        if len({id(kind) for kind in kinds}) <= 2
+        and model.peak([kind[n][0] for n, kind in enumerate(kinds)]).total <= usable(budget)
     )
     assert chosen.seconds == pytest.approx(fastest)
     assert chosen.peak <= usable(budget)
@@ -117,11 +125,11 @@ def test_what_costs_most_for_its_bytes_is_kept_first() -> None:
     budget = budget_within(model, 0.05)
 
     def kept(slow: str) -> set[str]:
-        slowed = {key: seconds * (100 if slow in key else 1) for key, seconds in times.activations.items()}
+        slowed = {a: seconds * (100 if slow in (a.op, a.layer) else 1) for a, seconds in times.activations.items()}
         rules = choose(model, replace(times, activations=slowed), budget).save_list.rules
         return {" ".join((rule.op, *rule.module)) for rule in rules}
 
-    attention = next(op for op, layer in times.activations if not layer)
+    attention = next(a.op for a in times.activations if not a.layer)
     assert "attention" in kept(attention)
     assert "matmul feed_forward.w13" in kept("feed_forward.w13")
     assert "attention" not in kept("feed_forward.w13")

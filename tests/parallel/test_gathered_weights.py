@@ -11,17 +11,19 @@ from torch.distributed.tensor import DTensor
 from tests.parallel.held_for_backward import Compiled, stream
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.config.architectures import Block
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_bytes import LAYERS, Layout, held_without_checkpointing
+from titanlite.parallel.activation_bytes import Layout, held_without_checkpointing
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
 D, H, K, F, S = 64, 4, 2, 512, 48
+LAYERS = Block().layers
 SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 CPU = torch.device("cpu")
 

@@ -17,9 +17,11 @@ from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import Float8Weight, WeightShard
 from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.memory import GIB, Memory, MemoryModel
+from titanlite.parallel.sharding.layers import plan_layers
 
 TP = "--parallelism.tensor_parallel_degree"
 # docs/performance.md: reserved GiB on H200, sequence 8,192, local batch 2, torch 2.11.
@@ -60,6 +62,23 @@ def test_categories_add_up() -> None:
     shard = 8_030_261_248 // 4
     assert (memory.parameters, memory.gradients, memory.optimizer) == (4 * shard, 4 * shard, 8 * shard)
     assert memory.activations == 32 * (130 + 1088 + 128) * 2**20
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_are_those_of_the_model(name: str, ranks: int) -> None:
+    """On one of so many ranks, each of which has its part of what the sharding plan splits."""
+    flags = ["--model.name", name, "--model.flavor", "debug", TP, str(ranks), "--training.seq_len", "64"]
+    run = checked("8b", ranks, "full", *flags)
+    with torch.device("meta"):
+        model = model_class(run.config.model)(run.dimensions, 64)
+        plans = plan_layers(model, 128, ranks) if ranks > 1 else {}
+    count = 0
+    for full_name, parameter in model.named_parameters():
+        module, _, own_name = full_name.rpartition(".")
+        is_split = ranks > 1 and plans[module].placements[own_name].is_shard()
+        count += parameter.numel() // (ranks if is_split else 1)
+    assert MemoryModel(run.config, run.dimensions, run.float8, ranks).parameters == count
 
 
 def test_eight_gpus_hold_less_of_the_model_and_as_much_of_the_rest() -> None:

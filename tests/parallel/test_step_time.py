@@ -12,6 +12,7 @@ from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates
 TP = "--parallelism.tensor_parallel_degree"
 ASYNC = "--parallelism.async_tensor_parallel"
 FLOAT8 = "--float8.recipe"
+QWEN3 = ("--model.name", "qwen3", "--model.flavor")
 # docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2.
 MEASURED = {
     ("8b", 4, "full"): 8_722,
@@ -28,6 +29,8 @@ MEASURED = {
     ("8b", 4, "none", FLOAT8, "tensorwise", TP, "2", ASYNC): 12_439,
     ("8b", 4, "none", FLOAT8, "rowwise", TP, "4", ASYNC): 11_471,
     ("1b", 1, "none"): 55_896,
+    ("1b", 1, "none", *QWEN3, "0.6B"): 70_887,
+    ("1b", 1, "none", *QWEN3, "1.7B"): 38_897,
 }
 
 
@@ -70,6 +73,17 @@ def test_matmuls_are_their_flops_over_the_rate() -> None:
     assert alone.matmul == pytest.approx(6 * multiplied * 16_384 / 4 / 745e12 * 1e3)
 
 
+def test_attention_takes_the_scores_that_it_computes() -> None:
+    """Two products in forward, and backward two and a half times that. Heads of Qwen3 0.6B are together twice as wide
+    as the stream; of Gemma 3 1B's layers 22 attend in 16 pieces of 512, the first of half as many scores, 4 to all."""
+    _, qwen3 = model("1b", 1, "none", *QWEN3, "0.6B")
+    all_tokens = 4 * 16_384 * 8192 / 2 * (1 / 507e12 + 2.5 / 428e12) * 1e3
+    assert qwen3.attention == pytest.approx(28 * 2048 * all_tokens)
+    _, gemma3 = model("1b", 1, "none", "--model.name", "gemma3", "--model.flavor", "1B")
+    pieces = 4 * 16_384 * (15 * 1024 + 512) / 16 * 3.5 / 117e12 * 1e3
+    assert gemma3.attention == pytest.approx(22 * 1024 * pieces + 4 * 1024 * all_tokens)
+
+
 def test_plain_collectives_are_in_the_open_and_fused_ones_hide_behind_their_matmul() -> None:
     """Eight a layer and four at the ends, [16384, 4096] in bfloat16, of which three quarters come from other ranks."""
     _, plain = model("8b", 4, "none", TP, "4")
@@ -109,7 +123,7 @@ def test_more_kept_is_less_computed_again() -> None:
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(run.config, layout_of(run.config, run.dimensions, run.float8))
+    problem = unrated(run.config, run.dimensions, layout_of(run.config, run.dimensions, run.float8))
     assert problem is not None
     assert problem.where == where
 

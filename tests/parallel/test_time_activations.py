@@ -9,17 +9,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Model
 from titanlite.float8.convert import apply_float8
 from titanlite.kernels.collectives import Group
+from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_bytes import LAYERS, Layout
+from titanlite.parallel.activation_bytes import Layout
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.parallel.time_activations import time_block
 
 CPU = torch.device("cpu")
+LAYERS = Block().layers
 SIZES = ModelRecipe("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
@@ -32,8 +36,9 @@ def meta_model(sizes: ModelRecipe = SIZES) -> Llama3:
         return Llama3(sizes, 64)
 
 
-def check(times: Times, of: Layout) -> None:
-    assert set(times.activations) == {(a.op, a.layer) for listed in dear(SIZES, of).values() for a in listed}
+def check(times: Times, of: Layout, sizes: ModelRecipe = SIZES) -> None:
+    listed = [dear(sizes, of, window) for window in sizes.windows]
+    assert set(times.activations) == {a for rules in listed for rule in rules.values() for a in rule}
     assert all(0 < seconds < 1 for seconds in (*times.activations.values(), times.elementwise))
 
 
@@ -52,6 +57,15 @@ def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int
     assert not [t for t in gc.get_objects() if type(t) is torch.nn.Parameter and t.device == CPU]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma3"])
+def test_other_architectures(name: str) -> None:
+    sizes = recipes.load("model", f"{name}-debug")
+    with torch.device("meta"):
+        model = model_class(Model(name=name))(sizes, 64)  # type: ignore[arg-type]
+    of = layout(block=ARCHITECTURES[name].block)
+    check(time_block(model.layers[0], sizes, of, CPU), of, sizes)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
     def body() -> None:
@@ -67,8 +81,10 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
 def test_a_wider_matmul_takes_longer() -> None:
     """64 times the work: on a busy machine, too, the median of five is longer."""
     wide = ModelRecipe("", 1, 128, 4, 2, 64 * 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
-    narrow_s, wide_s = (
-        time_block(meta_model(sizes).layers[0], sizes, layout(), CPU).activations["aten.mm.default", LAYERS[2]]  # type: ignore[arg-type]
-        for sizes in (SIZES, wide)
-    )
+
+    def of_w13(sizes: ModelRecipe) -> float:
+        times = time_block(meta_model(sizes).layers[0], sizes, layout(), CPU).activations
+        return next(seconds for a, seconds in times.items() if (a.op, a.layer) == ("aten.mm.default", LAYERS[2]))
+
+    narrow_s, wide_s = of_w13(SIZES), of_w13(wide)
     assert wide_s > 4 * narrow_s

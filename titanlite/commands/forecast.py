@@ -62,7 +62,7 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     chosen, save_list = config.activation_checkpoint, checked.save_list
     if memory.layout.unpriced:
         return Forecast(save_list, notes=(f"no memory and no time: {_line(memory.layout.unpriced)}",))
-    obstacle = unrated(config, memory.layout)
+    obstacle = unrated(config, sizes, memory.layout)
     time = None if obstacle else StepTimeModel(config, memory, rates)
     notes = [f"no time: {_line(obstacle)}"] if obstacle else []
     if save_list is None:
@@ -87,6 +87,9 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     if time is None:
         return Forecast(save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
+    if sizes.head_width > rates.head_width:
+        heads = f"heads of {sizes.head_width} are wider than {rates.head_width}, and their attention to all tokens"
+        notes.append(f"{heads} was not measured: it counts as if it were as fast")
     if world > rates.host:
         hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"
         notes.append(f"{hosts}: FSDP's are counted as if inside one, so the step is the least that it can be")

@@ -70,13 +70,14 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
     save_list, sizes, n_layers = _named(checked), checked.dimensions, checked.dimensions.n_layers
     rules = save_list.rules
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    for active, blocks in Counter(save_list.active(n_layers)).items():
+    kinds = Counter(zip(save_list.active(n_layers), sizes.windows, strict=True))
+    for (active, window), blocks in kinds.items():
         if is_whole(save_list, active):
             first = min(i for i in active if rules[i].op == BLOCK)
             matches[first] += blocks
-            held[first] += blocks * (held_without_checkpointing(sizes, layout) - block_input(sizes, layout))
+            held[first] += blocks * (held_without_checkpointing(sizes, layout, window) - block_input(sizes, layout))
             continue
-        for priced in price(sizes, layout, save_list, active):
+        for priced in price(sizes, layout, save_list, active, window):
             matches.update(dict.fromkeys(priced.decision.rules, blocks))
             if priced.decision.by is not None:
                 held[priced.decision.by] += blocks * priced.held

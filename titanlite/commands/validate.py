@@ -19,7 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.float8.scope import require_equal_shards
-from titanlite.parallel.activation_bytes import HEAD, layout_of, weight_shapes
+from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.overrides import check_budget
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, wor
     if layout.unpriced or float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
-    rows = {name: shape[0] for name, shape in weight_shapes(sizes, t).items() if layout.is_own(name)}
+    rows = {name: shape[0] for name, shape in layout.block.weights(sizes, t).items() if layout.is_own(name)}
     if layout.is_own(HEAD) and not sizes.tied_embeddings:
         rows[HEAD] = sizes.vocab_size // t
     require_equal_shards(rows, world // t // config.parallelism.data_parallel_replicate_degree)

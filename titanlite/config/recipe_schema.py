@@ -49,6 +49,12 @@ class ModelRecipe:
         """Width of a head (E)."""
         return self.head_dim or self.dim // self.n_heads
 
+    @property
+    def windows(self) -> list[int]:
+        """Tokens that the attention of each layer sees (W); 0: all."""
+        is_local = [bool(self.global_every and n % self.global_every) for n in range(1, self.n_layers + 1)]
+        return [self.window if local else 0 for local in is_local]
+
 
 @dataclass(frozen=True)
 class SaveRule:

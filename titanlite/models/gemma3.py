@@ -85,8 +85,7 @@ class Gemma3(nn.Module):
         super().__init__()
         self.sizes, self.seq_len = sizes, seq_len
         self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
-        is_global = [n % sizes.global_every == 0 for n in range(1, sizes.n_layers + 1)]
-        self.layers = nn.ModuleList(Block(sizes, 0 if every else sizes.window) for every in is_global)
+        self.layers = nn.ModuleList(Block(sizes, window) for window in sizes.windows)
         self.norm = RMSNorm(sizes.dim, sizes.norm_eps)
         self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
         if sizes.tied_embeddings:

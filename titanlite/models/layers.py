@@ -122,7 +122,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D]."""
+        """[M, D] → [M, D], or [M, K, R, E] → [M, K, R, E] where D is E."""
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,8 @@ class QKNormAttention(nn.Module):
         """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
         S, E, R = cos.shape[0], self.head_dim, self.queries_per_kv
         q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
-        q, k = self.q_norm(q.flatten(1, 2)), self.k_norm(k.flatten(1, 2))  # [M, H, E], [M, K, E]
+        # Normalised where they lie: in one piece, queries would be a copy, and kept for backward.
+        q, k = self.q_norm(q).flatten(1, 2), self.k_norm(k).flatten(1, 2)  # [M, H, E], [M, K, E]
         q, k = rope(q, cos, sin), rope(k, cos, sin)
         q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q, k, v.squeeze(2)))  # [B, heads, S, E]
         out = self.attend(q, k, v)

@@ -4,8 +4,11 @@ Formulas of shapes, for one rank and one forward pass. `titanlite plan` shows th
 block really keeps (`tests/parallel/test_activation_bytes.py`). Elementwise results have no price: no list may keep
 them, so that they are always computed again.
 
-    t ranks share a layer, M tokens, e bytes an element   wqkv  [M, (H + 2K)·E/t]     w13  [M, 2F/t]
+    t ranks share a layer, M tokens, e bytes an element   wqkv  [M, (H + 2K)·E/t]     w13  [M, 2F/t], w1 [M, F/t]
     attention  [M, H·E/t] and 4 bytes a head and token    wo    [M, D], [M/t, D] once scattered; w2 the same
+
+What differs among architectures is in `config/architectures.py`. A trace of the model would know it too, and a model of
+the user's own; but it needs torch, a process group and the compiler, a second for each list and layout.
 
 Not every result that a list keeps is kept by the compiler: it drops what backward has no use for. Eager mode keeps it,
 and computes again whatever stands before the last result that backward needs.
@@ -13,17 +16,16 @@ and computes again whatever stands before the last result that backward needs.
 Axes as in `models/llama3.py`. Nothing here needs torch.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from titanlite.config.architectures import unpriced
+from titanlite.config.architectures import Block, architecture, unpriced
 from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
-from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole
-
-LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
-"""The linear layers of a block, in the order in which they run."""
+from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole, unknown_modules
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -51,7 +53,8 @@ class Layout:
         fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
         float8: the arithmetic of the layers in `converted`.
         converted: linear layers of a block that compute in float8, and `HEAD` if it does.
-        unpriced: why blocks have no price, or None.
+        block: what blocks are made of.
+        unpriced: why they have no price, or None; then `block` is not theirs.
     """
 
     tokens: int
@@ -62,6 +65,7 @@ class Layout:
     fused: bool = False
     float8: Float8Recipe | None = None
     converted: tuple[str, ...] = ()
+    block: Block = field(default_factory=Block)
     unpriced: Problem | None = None
 
     def is_float8(self, layer: str) -> bool:
@@ -94,20 +98,19 @@ class Layout:
         """Whether the collective of a layer and its matmul are one operation."""
         return self.fused and (layer not in self.converted or self.is_own(layer))
 
+    def is_only_added(self, layer: str) -> bool:
+        """Whether a layer's output is a last one that is only added to the stream: backward has no use for it."""
+        return layer == self.block.layers[-1] and not self.block.post_norms
+
     def is_joined(self, layer: str) -> bool:
         """Whether a layer is part of a feed-forward whose inside exists in float8 alone."""
-        if self.float8 is None or layer not in LAYERS[2:] or not all(self.is_own(name) for name in LAYERS[2:]):
+        both = self.block.layers[2:]
+        if self.float8 is None or self.block.gate != "swiglu":
+            return False
+        if layer not in both or not all(self.is_own(name) for name in both):
             return False
         is_split = self.tensor_parallel > 1
         return (self.fused or not is_split) and joins_feed_forward(self.float8, is_split)
-
-
-def weight_shapes(sizes: ModelRecipe, ranks: int) -> dict[str, tuple[int, int]]:
-    """Give the shapes [N, K] of a block's weights on one of so many tensor-parallel ranks."""
-    H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
-    D, F = sizes.dim, sizes.ffn_dim
-    shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (2 * F // ranks, D), (D, F // ranks)
-    return dict(zip(LAYERS, shapes, strict=True))
 
 
 def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -> Layout:
@@ -119,10 +122,12 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         float8: its recipe, or None.
     """
     tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
+    known = architecture(config.model)
+    block = known.block if known else Block()
     # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
     converted = tuple(
         name
-        for name, shape in weight_shapes(sizes, t).items()
+        for name, shape in block.weights(sizes, t).items()
         if float8 and left_alone(f"layers.0.{name}", shape, tokens, float8, config.float8.filter_fqns) is None
     )
     head = sizes.vocab_size // t, sizes.dim
@@ -137,6 +142,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         fused=config.parallelism.async_tensor_parallel,
         float8=float8,
         converted=converted,
+        block=block,
         unpriced=unpriced(config.model),
     )
 
@@ -194,31 +200,64 @@ class BlockPrice:
     again: tuple[Activation, ...]
 
 
-def activations(sizes: ModelRecipe, layout: Layout) -> list[Activation]:
+def activations(sizes: ModelRecipe, layout: Layout, window: int = 0) -> list[Activation]:
     """List what a block computes besides elementwise results, in the order in which it runs.
 
     Args:
         sizes: the model's dimensions.
         layout: the rank's.
+        window: tokens that its attention sees; 0: all.
     """
-    M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
+    M, t, D = layout.tokens, layout.tensor_parallel, sizes.dim
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
-    wqkv, wo, w13, w2 = LAYERS
-    heads = M * H * E // t
-    attention = Activation(
-        _ATTENTION,
-        "",
-        bytes=e * heads + 4 * M * H // t,
-        flops=2 * heads * layout.seq_len,  # two products, of which the causal half
-        moved=e * (2 * heads + 2 * M * K * E // t) + 4 * M * H // t,
-    )
+    block, (wqkv, wo, w13, w2) = layout.block, layout.block.layers
+    # What runs behind a layer's matmul and is not the layer's own prepares the next, and behind the last the first.
+    qk_norms = [*_norm(wo, M * H // t, E, layout), *_norm(wo, M * K // t, E, layout)] if block.qk_norms else []
+    post_norms = [_norm(layer, M // t, D, layout) if block.post_norms else [] for layer in (w13, wqkv)]
     return [
         *_column_parallel(wqkv, D, (H + 2 * K) * E, layout),
-        attention,
+        *qk_norms,
+        *_attention(sizes, layout, window),
         *_row_parallel(wo, H * E, D, layout),
-        *_column_parallel(w13, D, 2 * F, layout),
+        *post_norms[0],
+        *_column_parallel(w13, D, block.gate_width * F, layout),
         *_row_parallel(w2, F, D, layout),
+        *post_norms[1],
     ]
+
+
+class _Scores(NamedTuple):
+    """An attention operation, of each sequence: queries, keys that it reads, and of these computed for each query."""
+
+    queries: int
+    keys: int
+    each: float
+
+
+def _is_windowed(layout: Layout, window: int) -> bool:
+    """Whether attention is computed in pieces of a window."""
+    return 0 < window < layout.seq_len
+
+
+def _scores(layout: Layout, window: int) -> list[_Scores]:
+    """The operations of `models/layers.py`: causal attention, or pieces of W queries, all but the first of 2·W keys."""
+    S = layout.seq_len
+    if not _is_windowed(layout, window):
+        return [_Scores(S, S, S / 2)]
+    others = math.ceil(S / window) - 1
+    return [_Scores(window, window, window), _Scores(others * window, 2 * others * window, 2 * window)]
+
+
+def _attention(sizes: ModelRecipe, layout: Layout, window: int) -> list[Activation]:
+    """What attention keeps is its output and its softmax statistics; both of its products are computed again."""
+    sequences, t, e = layout.tokens // layout.seq_len, layout.tensor_parallel, layout.itemsize
+    H, KE, HE = sizes.n_heads, sizes.n_kv_heads * sizes.head_width, sizes.n_heads * sizes.head_width
+    found: list[Activation] = []
+    for queries, keys, each in _scores(layout, window):
+        size = sequences * queries * (e * HE + 4 * H) // t
+        moved = size + e * sequences * (queries * HE + 2 * keys * KE) // t
+        found.append(Activation(_ATTENTION, "", size, int(4 * sequences * queries * each * HE) // t, moved))
+    return found
 
 
 def block_input(sizes: ModelRecipe, layout: Layout) -> int:
@@ -226,7 +265,9 @@ def block_input(sizes: ModelRecipe, layout: Layout) -> int:
     return layout.itemsize * layout.tokens // layout.tensor_parallel * sizes.dim
 
 
-def price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int]) -> list[Priced]:
+def price(
+    sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int], window: int = 0
+) -> list[Priced]:
     """Apply a save-list to one block.
 
     Args:
@@ -234,11 +275,12 @@ def price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: froze
         layout: the rank's.
         save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
         active: numbers of the rules that are for this block.
+        window: tokens that its attention sees; 0: all.
 
     Raises:
         RecipeError: attention is kept without the matmuls that its q, k and v come from.
     """
-    rules, listed = BlockRules(save_list, active, LAYERS), activations(sizes, layout)
+    rules, listed = BlockRules(save_list, active, layout.block.layers), activations(sizes, layout, window)
     decided = [(a, rules.decide(a.op, to_float8=a.op == _CAST)) for a in listed]
     kept = {(a.op, a.layer) for a, decision in decided if decision.action == "save"}
     priced: list[Priced] = []
@@ -246,7 +288,7 @@ def price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: froze
         saved = decision.action == "save"
         if layout.compiled:
             used = _is_used(activation, kept, layout)
-            unused = 0 if _product_runs_again(activation.layer, kept) else activation.for_product
+            unused = 0 if _product_runs_again(activation.layer, kept, layout) else activation.for_product
             held = (activation.bytes - unused) * (saved and used)
             priced.append(Priced(activation, decision, held, used and not saved))
         else:
@@ -267,8 +309,8 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
         One for each block, in the order in which they run.
 
     Raises:
-        RecipeError: the list keeps what it does not name, or attention without its q, k and v; or nothing is known of
-            the model's blocks.
+        RecipeError: the list keeps what it does not name, or attention without its q, k and v; it names a layer that
+            blocks do not have; or nothing is known of the model's blocks.
     """
     if layout.unpriced:
         raise RecipeError(describe("config", [layout.unpriced]))
@@ -276,51 +318,79 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
         problem = Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep')
         raise RecipeError(describe("save-list", [problem]))
-    priced: dict[frozenset[int], BlockPrice] = {}
+    rules = enumerate(save_list.rules)
+    if problems := [p for i, rule in rules for p in unknown_modules(i, rule, layout.block.layers)]:
+        raise RecipeError(describe("save-list", problems))
+    priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []
-    for active in save_list.active(sizes.n_layers):
-        if active not in priced:
-            priced[active] = _block_price(sizes, layout, save_list, active)
-        out.append(priced[active])
+    for active, window in zip(save_list.active(sizes.n_layers), sizes.windows, strict=True):
+        if (active, window) not in priced:
+            priced[active, window] = _block_price(sizes, layout, save_list, active, window)
+        out.append(priced[active, window])
     return out
 
 
-def _block_price(sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int]) -> BlockPrice:
+def _block_price(
+    sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int], window: int
+) -> BlockPrice:
     if is_whole(save_list, active):
-        return BlockPrice(True, held_without_checkpointing(sizes, layout), ())
-    parts = price(sizes, layout, save_list, active)
+        return BlockPrice(True, held_without_checkpointing(sizes, layout, window), ())
+    parts = price(sizes, layout, save_list, active, window)
     held = block_input(sizes, layout) + sum(p.held for p in parts)
     return BlockPrice(False, held, tuple(p.activation for p in parts if p.again))
 
 
-def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
+def held_without_checkpointing(sizes: ModelRecipe, layout: Layout, window: int = 0) -> int:
     """Bytes that a block without rules holds for backward, its input included where it is kept.
 
     Eager mode holds what the gradient of each operation uses; the compiler computes elementwise results again.
+
+    Args:
+        sizes: the model's dimensions.
+        layout: the rank's.
+        window: tokens that its attention sees; 0: all.
     """
     M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
-    rows, stream = M // t, block_input(sizes, layout)
-    qkv = e * M * (H + 2 * K) * E // t + e * M * (H + K) * E // t  # for the sake of v, and q and k once rotated
-    attention = e * M * H * E // t + 4 * M * H // t
-    gate_up = e * M * 2 * F // t
-    inputs = sum(_kept_input(*of, layout) for of in zip(LAYERS, (D, H * E // t, D, F // t), strict=True))
+    block, rows, rotated = layout.block, M // t, M * (H + K) * E // t
+    attention = _attention_inside(sizes, layout, window) + sum(a.bytes for a in _attention(sizes, layout, window))
+    gate = e * M * block.gate_width * F // t  # its input
+    inputs = sum(_kept_input(*of, layout, window) for of in zip(block.layers, (D, H * E // t, D, F // t), strict=True))
+    root_mean_squares = 4 * (block.norms * rows + (M * (H + K) // t if block.qk_norms else 0))
     if layout.compiled:
-        return 2 * stream + 2 * 4 * rows + qkv + attention + gate_up + inputs  # the stream, also with attention added
-    norm = 2 * 4 * rows * D + 4 * rows
-    swiglu = gate_up if layout.is_joined(LAYERS[-1]) else 3 * 4 * M * F // t
-    return 2 * norm + qkv + attention + swiglu + inputs
+        # The stream, and what each sublayer adds to it where backward has a use for that.
+        streams = block_input(sizes, layout) * (3 if block.post_norms else 2)
+        means = 4 * block.norms * rows if block.layer_norms else 0
+        return streams + root_mean_squares + means + attention + gate + inputs
+    norms = root_mean_squares + 2 * 4 * (block.norms * rows * D + (rotated if block.qk_norms else 0))
+    if block.gate != "gelu" and not layout.is_joined(block.layers[-1]):
+        gate = 3 * 4 * M * F // t
+    return norms + attention + gate + inputs
 
 
-def _kept_input(layer: str, K: int, layout: Layout) -> int:
+def _attention_inside(sizes: ModelRecipe, layout: Layout, window: int) -> int:
+    """Bytes of attention's operands, and of the output of `wqkv` behind them, that a block without rules holds."""
+    M, S, t, e = layout.tokens, layout.seq_len, layout.tensor_parallel, layout.itemsize
+    H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
+    qkv = e * M * (H + 2 * K) * E // t
+    if not _is_windowed(layout, window):  # v is a part of it, and q and k once rotated are not
+        return qkv + (e * M * (H + K) * E // t if layout.block.is_rotary else 0)
+    # Keys and values are copied together for the others, and the first reads a part of that.
+    first, others = _scores(layout, window)
+    operands = M // S * ((first.queries + others.queries) * H + 2 * others.keys * K) * E // t
+    masks = 3 * window * window * H // K  # [R·W, W] and [R·W, 2·W]
+    return e * (operands + masks) + (qkv if layout.compiled else 0)  # for its norms, of which eager mode keeps copies
+
+
+def _kept_input(layer: str, K: int, layout: Layout, window: int) -> int:
     """Bytes of a layer's input [M, K] that a block without rules holds for the gradient of its weight."""
-    wo, w2 = LAYERS[1], LAYERS[3]
+    _, wo, _, w2 = layout.block.layers
     if _is_kept_cast(layer, layout):
         return layout.tokens * K + _units(layout.tokens, layout)
     if layout.float8 is not None and layout.is_by_blocks(layer):
         return _in_blocks(layout.tokens, K, layout.float8.input.grad_weight)
-    if layer == wo or (layer == w2 and layout.is_joined(w2)):
-        return 0  # attention's own output; made anew of what w13 has made
+    if (layer == wo and not _is_windowed(layout, window)) or (layer == w2 and layout.is_joined(w2)):
+        return 0  # attention's own output, if that is in one piece; made anew of what w13 has made
     if layout.compiled and layout.casts_anew(layer):
         return 0  # what it is cast of is elementwise
     return layout.itemsize * layout.tokens * K
@@ -328,9 +398,10 @@ def _kept_input(layer: str, K: int, layout: Layout) -> int:
 
 def _is_kept_cast(layer: str, layout: Layout) -> bool:
     """Whether the gradient of a layer's weight is made of the bytes that forward multiplied."""
-    if layout.float8 is None or not layout.is_own(layer) or (layer == LAYERS[-1] and layout.is_joined(layer)):
+    _, wo, _, w2 = layout.block.layers
+    if layout.float8 is None or not layout.is_own(layer) or (layer == w2 and layout.is_joined(layer)):
         return False
-    scatters = layer in (LAYERS[1], LAYERS[3])
+    scatters = layer in (wo, w2)
     return is_cast_from_bytes(layout.float8, parallel=layout.is_fused(layer) and scatters)
 
 
@@ -351,7 +422,7 @@ def _column_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activat
     """A norm, and a layer [M/t, K] → [M, N/t]."""
     M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
     rows, received = M // t, e * M * K * (t - 1) // t
-    found = [Activation(_MEAN, layer, 4 * rows, 2 * rows * K, e * rows * K)]
+    found = _norm(layer, rows, K, layout)
     matmul = _matmul(layer, K, N // t, layout)
     if layout.is_fused(layer):  # cast before it is gathered
         gathered, received = _gathered(layer, K, layout), received * (1 if layout.is_float8(layer) else e) // e
@@ -360,6 +431,12 @@ def _column_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activat
     if t > 1:
         found.append(Activation(_GATHER, layer, _gathered(layer, K, layout), 0, received))
     return [*found, *_operands(layer, M, K, layout), matmul]
+
+
+def _norm(layer: str, rows: int, width: int, layout: Layout) -> list[Activation]:
+    """A norm's statistics of [rows, width]: mean squares, and before them the means of a LayerNorm."""
+    mean = Activation(_MEAN, layer, 4 * rows, 2 * rows * width, layout.itemsize * rows * width)
+    return [mean] * (2 if layout.block.layer_norms else 1)
 
 
 def _gathered(layer: str, K: int, layout: Layout) -> int:
@@ -395,7 +472,7 @@ def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
     e, float8 = layout.itemsize, layout.float8
     if float8 is None or not layout.is_float8(layer):
         return []
-    if layer == LAYERS[-1] and layout.is_joined(layer):  # gate and cast in one, of [M, 2K]
+    if layer == layout.block.layers[-1] and layout.is_joined(layer):  # gate and cast in one, of [M, 2K]
         return [Activation(_SWIGLU_CAST, layer, M * K + _units(M, layout), M * K, (2 * e + 1) * M * K)]
     of = float8.input.output
     if layout.is_by_blocks(layer):  # along its rows and along those of its transpose, of one reading
@@ -411,28 +488,29 @@ def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
 def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout) -> bool:
     """Whether backward has a use for a result if it has those that are kept."""
     op, layer = activation.op, activation.layer
-    is_last = layer == LAYERS[-1]
-    if is_last and op in (*_PLAIN, _SCATTER, _MATMUL_SCATTER):
+    wqkv, _, w13, _ = layout.block.layers
+    if layout.is_only_added(layer) and op in (*_PLAIN, _SCATTER, _MATMUL_SCATTER):
         return False
     if op in _PLAIN:
         return (_SCATTER, layer) not in kept
     if op == _CAST_BLOCKS:
         return True
     if op in (_AMAX, _MAX, _CAST, _SWIGLU_CAST):
-        is_gathered = layer in (LAYERS[0], LAYERS[2]) and layout.is_fused(layer)  # what is kept is what was gathered
+        is_gathered = layer in (wqkv, w13) and layout.is_fused(layer)  # what is kept is what was gathered
         if _is_kept_cast(layer, layout) and not is_gathered:
             return True
-        return _product_runs_again(layer, kept)
+        return _product_runs_again(layer, kept, layout)
     return True
 
 
-def _product_runs_again(layer: str, kept: set[tuple[str, str]]) -> bool:
-    """Whether the output of a layer is computed once more: nothing of a block's last product is used in backward."""
+def _product_runs_again(layer: str, kept: set[tuple[str, str]], layout: Layout) -> bool:
+    """Whether the output of a layer is computed once more."""
     products = {(product, layer) for product in (_MATMUL, _BLOCK_MATMUL, _SCATTER, _GATHER_MATMUL, _MATMUL_SCATTER)}
-    return not (layer == LAYERS[-1] or kept & products)
+    return not (layout.is_only_added(layer) or kept & products)
 
 
 def _is_tail(activation: Activation, layout: Layout) -> bool:
     """Whether eager mode ends recomputation before it: a matmul of torch's own hands its operands on as it begins."""
     is_plain = activation.layer not in layout.converted
-    return activation.layer == LAYERS[-1] and (activation.op == _SCATTER or (activation.op == _MATMUL and is_plain))
+    ends = activation.op == _SCATTER or (activation.op == _MATMUL and is_plain)
+    return ends and layout.is_only_added(activation.layer)

@@ -21,7 +21,7 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, is_named, is_whole
+from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, is_whole, unknown_modules
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")
 """Elementwise too, though torch does not tag them so."""
@@ -119,7 +119,6 @@ def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
     """Raise for rules that name no operation of torch or no layer of a block, or keep what is cheaper to recompute."""
     spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}
-    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     problems: list[Problem] = []
     for i, rule in enumerate(rules):
         if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
@@ -130,12 +129,7 @@ def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
             want = "no elementwise operation: it costs less to recompute than to store and load"
             problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule"))
-        for module in rule.module:
-            if not rule.optional and not any(is_named(layer, [module]) for layer in layers):
-                near = difflib.get_close_matches(module, last_names, n=1)
-                fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
-                want = f"a linear layer of a block: {', '.join(last_names)}"
-                problems.append(Problem(f"rules[{i}].module", f'"{module}"', want, fix))
+        problems += unknown_modules(i, rule, layers)
     if problems:
         raise RecipeError(describe("save-list", problems))
 

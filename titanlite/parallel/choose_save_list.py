@@ -2,10 +2,10 @@
 
 What can be kept falls into a few groups: attention, each matmul, each collective, or a whole block. A *selection* is a
 set of them; its price is a formula (`activation_bytes.py`) and the time to compute the rest again has been measured on
-this device (`time_activations.py`). The blocks of a model are alike, so a list is two selections, one for the first n
-blocks and one for the others: the second keeps more, for backward begins there. All pairs and all n are tried, and each
-peak is that of `memory.py`: of such lists none is faster by the measured times. Two and not three, because each
-selection is a graph to compile, and a third one could gain no more than part of one block.
+this device (`time_activations.py`). The blocks of a model are alike but for the window of their attention, so a list is
+two selections, one for the first n blocks and one for the others: the second keeps more, for backward begins there. All
+pairs and all n are tried, and each peak is that of `memory.py`: of such lists none is faster by the measured times. Two
+and not three, because each selection is a graph to compile, and a third one could gain no more than part of one block.
 
 Nothing here needs torch.
 """
@@ -29,16 +29,16 @@ class Times:
     """Seconds that it takes to compute parts of a block again.
 
     Attributes:
-        activations: by operation and linear layer, those of `dear`.
+        activations: those of `dear`.
         elementwise: all the rest of a block, which every block that is not whole computes again.
     """
 
-    activations: Mapping[tuple[str, str], float]
+    activations: Mapping[Activation, float]
     elementwise: float
 
     def again(self, block: BlockPrice) -> float:
         """Seconds of what a block computes again."""
-        parts = sum(self.activations.get((a.op, a.layer), 0.0) for a in block.again)
+        parts = sum(self.activations.get(a, 0.0) for a in block.again)
         return parts + (0.0 if block.whole else self.elementwise)
 
 
@@ -59,14 +59,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Selection:
-    """What one kind of block keeps."""
+    """What blocks keep, and the seconds that each computes again."""
 
     rules: tuple[SaveRule, ...]
-    block: BlockPrice
-    seconds: float
+    blocks: list[BlockPrice]
+    seconds: list[float]
+
+    def is_beaten_by(self, other: "_Selection") -> bool:
+        """Whether in no block the other one keeps more or takes longer."""
+        of_both = zip(self.blocks, self.seconds, other.blocks, other.seconds, strict=True)
+        return all(block.held >= less.held and seconds >= faster for block, seconds, less, faster in of_both)
 
 
-def dear(sizes: ModelRecipe, layout: Layout) -> dict[SaveRule, list[Activation]]:
+def dear(sizes: ModelRecipe, layout: Layout, window: int) -> dict[SaveRule, list[Activation]]:
     """List what of a block may be worth keeping, by the rule that keeps it.
 
     Statistics and casts are not: computing them again is part of the elementwise work, or of their matmul.
@@ -74,9 +79,10 @@ def dear(sizes: ModelRecipe, layout: Layout) -> dict[SaveRule, list[Activation]]
     Args:
         sizes: the model's dimensions.
         layout: the rank's.
+        window: tokens that the block's attention sees; 0: all.
     """
     found: dict[SaveRule, list[Activation]] = {}
-    for activation in activations(sizes, layout):
+    for activation in activations(sizes, layout, window):
         name = FUSED[activation.op][0] if activation.op in FUSED else _CLASS_OF[activation.op]
         if name in _DEAR:
             rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
@@ -100,10 +106,10 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
     best: Choice | None = None
     for fewer, more in [(s, s) for s in selections] + list(combinations(selections, 2)):
         for n in range(1 if fewer is not more else n_layers, n_layers + (fewer is more)):
-            seconds = n * fewer.seconds + (n_layers - n) * more.seconds
+            seconds = sum(fewer.seconds[:n]) + sum(more.seconds[n:])
             if best and seconds >= best.seconds:
                 continue
-            peak = model.peak([fewer.block] * n + [more.block] * (n_layers - n)).total
+            peak = model.peak(fewer.blocks[:n] + more.blocks[n:]).total
             if peak <= usable(budget_gib):
                 best = Choice(_save_list(fewer, more, n, n_layers), peak, seconds)
     if best is None:
@@ -118,15 +124,15 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
 
 def _selections(sizes: ModelRecipe, layout: Layout, times: Times) -> list[_Selection]:
     """Selections that keep less than any that is as fast, in the order of what they keep."""
-    rules = dear(sizes, layout)
+    rules = dear(sizes, layout, 0)
     subsets = chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1))
     found = [selection for subset in subsets if (selection := _selection(subset, sizes, layout, times))]
     if whole := _selection((SaveRule(BLOCK, "save"),), sizes, layout, times):
         found.append(whole)
-    found.sort(key=lambda s: (s.block.held, s.seconds, len(s.rules)))
+    found.sort(key=lambda s: (sum(block.held for block in s.blocks), sum(s.seconds), len(s.rules)))
     front: list[_Selection] = []
     for selection in found:
-        if not front or selection.seconds < front[-1].seconds:
+        if not any(selection.is_beaten_by(other) for other in front):
             front.append(selection)
     return front
 
@@ -134,10 +140,10 @@ def _selections(sizes: ModelRecipe, layout: Layout, times: Times) -> list[_Selec
 def _selection(rules: tuple[SaveRule, ...], sizes: ModelRecipe, layout: Layout, times: Times) -> _Selection | None:
     """Price a selection; None if it cannot be: attention without its q, k and v."""
     try:
-        block = block_prices(sizes, layout, SaveList("", "recompute", rules))[0]
+        blocks = block_prices(sizes, layout, SaveList("", "recompute", rules))
     except RecipeError:
         return None
-    return _Selection(rules, block, times.again(block))
+    return _Selection(rules, blocks, [times.again(block) for block in blocks])
 
 
 def _save_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:

@@ -11,8 +11,7 @@ reduced gradients on another, so the peak is the sum of three peaks, whenever th
     gathering   two units of weights, one on its way and one that is being copied out, and a shard
     reducing    the gradients, all of them: they are there when the first activations are not yet free
 
-Weights are counted as `models/llama3.py` has them. Nothing here needs torch. Held against measured runs in
-`tests/parallel/test_memory.py`.
+Nothing here needs torch. Held against measured runs in `tests/parallel/test_memory.py`.
 """
 
 from collections.abc import Sequence
@@ -22,12 +21,10 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.parallel.activation_bytes import (
     HEAD,
-    LAYERS,
     BlockPrice,
     block_prices,
     held_without_checkpointing,
     layout_of,
-    weight_shapes,
 )
 
 GIB = 2**30
@@ -93,8 +90,8 @@ class MemoryModel:
     Attributes:
         shards: ranks that FSDP splits each parameter over; `replicas` hold the same.
         micro_steps: of a step.
-        block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise, the
-            final norm with the head; `parameters` all of them.
+        block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
+            positions with the one and the final norm with the other; `parameters` all of them.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
         blocks_stay: whether gathered blocks are held until backward.
         reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
@@ -102,7 +99,8 @@ class MemoryModel:
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
         self.sizes, self.layout = sizes, layout_of(config, sizes, float8)
-        self._whole_block = held_without_checkpointing(sizes, self.layout)
+        whole = {window: held_without_checkpointing(sizes, self.layout, window) for window in set(sizes.windows)}
+        self._whole_blocks = [whole[window] for window in sizes.windows]
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree
@@ -114,12 +112,12 @@ class MemoryModel:
         reshard = mesh.fsdp_reshard_after_forward
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
 
-        D, V = sizes.dim, sizes.vocab_size
-        e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in weight_shapes(sizes, t).items()}
-        self.block = sum(layers.values()) + 2 * D  # norms are whole
-        self.embedding, self.head = V * D // t, V * D // t + D
+        D, V, block = sizes.dim, sizes.vocab_size, self.layout.block
+        e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(sizes, t).items()}
+        self.block = block.n_parameters(sizes, t)
+        self.embedding, self.head = V * D // t + sizes.max_seq_len * D, V * D // t + block.norm(sizes)
         if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
-            self.embedding = self.head
+            self.head = self.embedding = self.embedding + block.norm(sizes)
         # Layers that FSDP gathers in float8 have a byte an element.
         in_float8 = float8 is not None and float8.fsdp_all_gather == "float8"
         narrow = sum(n for name, n in layers.items() if in_float8 and self.layout.is_own(name))
@@ -155,13 +153,13 @@ class MemoryModel:
         moments = [(stays + head, 0, held, self._loss())]
         rows = self._in_block()
         left = held
-        for priced in reversed(blocks):
+        for priced, whole in zip(reversed(blocks), reversed(self._whole_blocks), strict=False):
             if self.sizes.tied_embeddings:  # its gradient is whole once the embedding's is added
                 after_head = head, head
             else:
                 after_head = 0, self.reduced * self.head
             weights = stays + after_head[0] + (0 if self.blocks_stay else block)
-            again = max(0, self._whole_block - priced.held)
+            again = max(0, whole - priced.held)
             moments.append((weights, after_head[1], left, again + rows))
             left -= priced.held
         gathered, buffers, activations, working_set = max(moments, key=sum)
@@ -209,10 +207,10 @@ class MemoryModel:
         return kept + max(e * logits + max(gradients, casts_logits, in_eager_loss), casts_weight)
 
     def _in_block(self) -> int:
-        """Gradients inside a block at its widest, around SwiGLU, and those of the feed-forward's weights."""
+        """Gradients inside a block at its widest, around the gate, and those of the feed-forward's weights."""
         M, D, F = self.layout.tokens, self.sizes.dim, self.sizes.ffn_dim
-        t, e = self.layout.tensor_parallel, self.layout.itemsize
-        inside = 3 * e * F
-        if self.layout.is_joined(LAYERS[-1]):
+        t, e, block = self.layout.tensor_parallel, self.layout.itemsize, self.layout.block
+        inside = (block.gate_width + 1) * e * F
+        if self.layout.is_joined(block.layers[-1]):
             inside = 2 * 2 * F  # the gradient of what w13 has made, in float8, and turned
-        return e * M // t * D + e * M * D + M * inside // t + e * 3 * F * D // t
+        return e * M // t * D + e * M * D + M * inside // t + e * (block.gate_width + 1) * F * D // t

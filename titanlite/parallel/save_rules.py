@@ -8,13 +8,14 @@ prepares that layer's input, a reduce-scatter ends the layer of the last matmul.
 arithmetic the layer runs in.
 """
 
+import difflib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
 
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -180,3 +181,22 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
         patterns: shell patterns.
     """
     return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
+
+
+def unknown_modules(i: int, rule: SaveRule, layers: Sequence[str]) -> list[Problem]:
+    """Say which modules of a rule are no linear layers of a block, though they must be.
+
+    Args:
+        i: number of the rule in its list.
+        rule: the rule.
+        layers: dotted names of the block's linear layers.
+    """
+    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    problems: list[Problem] = []
+    for module in rule.module:
+        if not rule.optional and not any(is_named(layer, [module]) for layer in layers):
+            near = difflib.get_close_matches(module, last_names, n=1)
+            fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
+            want = f"a linear layer of a block: {', '.join(last_names)}"
+            problems.append(Problem(f"rules[{i}].module", f'"{module}"', want, fix))
+    return problems

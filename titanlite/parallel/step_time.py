@@ -1,7 +1,8 @@
 """How long a step takes, by class of work, from shapes and measured rates (`rates.toml`); no GPU and no torch.
 
     matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
-    attention        forward 2·M·H·E·S, the causal half of two products; backward two and a half times that
+    attention        forward 2·M·H·E·S, the causal half of two products; in pieces of a window all of them, 4·M·H·E·2·W;
+                     backward two and a half times that
     elementwise      bytes of norms, RoPE, SwiGLU, the loss and casts to float8, each read and written once a pass
     recomputation    what the save-list does not keep, once more
     tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
@@ -15,16 +16,18 @@ A dozen rates, no simulation: kernels are as fast in a small shape as in a large
 Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import tomli
 
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
-from titanlite.parallel.activation_bytes import HEAD, LAYERS, BlockPrice, Layout, weight_shapes
-from titanlite.parallel.choose_save_list import Times
+from titanlite.parallel.activation_bytes import HEAD, Activation, BlockPrice, Layout, activations
+from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.save_rules import CLASSES, FUSED
 
@@ -40,13 +43,14 @@ class Rates:
         device: that they were measured on.
         matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
-        attention_forward: TFLOP/s, and `attention_backward`.
+        attention_forward: TFLOP/s, and `attention_backward`; `attention_pieces`, of both, in pieces of a window.
         memory: GB/s of elementwise work.
         optimizer: GB/s.
         tensor_parallel: GB/s that a rank receives of tokens.
         fsdp: GB/s that a rank receives of weights and gradients.
         fused: a collective and its matmul in one operator, against the longer of the two.
         host: GPUs that the rates of collectives hold for.
+        head_width: widest of the heads whose attention was measured.
     """
 
     device: str
@@ -56,12 +60,14 @@ class Rates:
     float8_split: float
     attention_forward: float
     attention_backward: float
+    attention_pieces: float
     memory: float
     optimizer: float
     tensor_parallel: float
     fsdp: float
     fused: float
     host: int
+    head_width: int
 
 
 def measured_rates() -> Rates:
@@ -117,24 +123,30 @@ class StepTimeModel:
         self.memory, self.rates, self.layout = memory, rates, memory.layout
         sizes, t, converted = memory.sizes, self.layout.tensor_parallel, self.layout.converted
         self._block = [
-            _Linear(name, K, N, name in LAYERS[::2], is_float8=name in converted, is_fused=self.layout.is_fused(name))
-            for name, (N, K) in weight_shapes(sizes, t).items()
+            _Linear(name, K, N, n % 2 == 0, is_float8=name in converted, is_fused=self.layout.is_fused(name))
+            for n, (name, (N, K)) in enumerate(self.layout.block.weights(sizes, t).items())
         ]
         V = sizes.vocab_size // t
         self._head = _Linear(HEAD, sizes.dim, V, True, is_float8=HEAD in converted, is_fused=self.layout.is_fused(HEAD))
 
     def times(self) -> Times:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
-        found = {(CLASSES["attention"][0], ""): self._attention() / self.rates.attention_forward / _T}
-        gather, scatter = CLASSES["communication"]
-        gather_matmul, matmul_scatter = FUSED
-        for layer in self._block:
-            product, wire = self._seconds(layer, "output"), self._wire(layer, backward=False)
-            found[CLASSES["matmul"][0], layer.name] = product
-            found[gather if layer.gathers else scatter, layer.name] = wire
-            both = gather_matmul if layer.gathers else matmul_scatter
-            found[both, layer.name] = self.rates.fused * max(product, wire)
+        found: dict[Activation, float] = {}
+        for window in set(self.memory.sizes.windows):
+            listed = [a for rule in dear(self.memory.sizes, self.layout, window).values() for a in rule]
+            found |= {a: self._again(a, window) for a in listed}
         return Times(found, self._elementwise()[0] / self.rates.memory / _G)
+
+    def _again(self, activation: Activation, window: int) -> float:
+        """Seconds to compute a part of a block again."""
+        op = activation.op
+        if op in CLASSES["attention"]:
+            return activation.flops / self._attention_rates(window)[0] / _T
+        layer = next(layer for layer in self._block if layer.name == activation.layer)
+        product, wire = self._seconds(layer, "output"), self._wire(layer, backward=False)
+        if op in FUSED:
+            return self.rates.fused * max(product, wire)
+        return wire if op in CLASSES["communication"] else product
 
     def step(self, blocks: Sequence[BlockPrice]) -> StepTime:
         """Predict the time of a step.
@@ -151,10 +163,9 @@ class StepTimeModel:
         tokens += of_embedding / _G if layout.tensor_parallel > 1 else 0.0
         forward, backward = self._elementwise()
         loss = 3 * layout.itemsize * layout.tokens * memory.sizes.vocab_size // layout.tensor_parallel
-        attention = self._attention() / _T * (1 / rates.attention_forward + 2.5 / rates.attention_backward)
         seconds = {
             "matmul": matmul,
-            "attention": n * attention,
+            "attention": sum(self._attention(window) for window in memory.sizes.windows),
             "elementwise": (n * (forward + backward) + loss) / rates.memory / _G,
             "recomputation": again,
             "tokens": tokens,
@@ -170,9 +181,18 @@ class StepTimeModel:
         tokens = self.layout.tokens * self.memory.micro_steps / self.layout.tensor_parallel
         return tokens / time.total * 1e3
 
-    def _attention(self) -> float:
-        """FLOPs of attention's forward in one block."""
-        return 2 * self.layout.tokens * self.memory.sizes.dim // self.layout.tensor_parallel * self.layout.seq_len
+    def _attention(self, window: int) -> float:
+        """Seconds of attention's forward and backward in a block with that window."""
+        listed = activations(self.memory.sizes, self.layout, window)
+        flops = sum(a.flops for a in listed if a.op in CLASSES["attention"])
+        forward, backward = self._attention_rates(window)
+        return flops / _T * (1 / forward + 2.5 / backward)
+
+    def _attention_rates(self, window: int) -> tuple[float, float]:
+        """TFLOP/s of forward and backward in a block with that window."""
+        if 0 < window < self.layout.seq_len:
+            return self.rates.attention_pieces, self.rates.attention_pieces
+        return self.rates.attention_forward, self.rates.attention_backward
 
     def _seconds(self, layer: _Linear, product: str) -> float:
         """Of one of the three products of a layer, alone."""
@@ -210,12 +230,17 @@ class StepTimeModel:
 
     def _elementwise(self) -> tuple[float, float]:
         """Bytes that a block's forward and backward read and write outside of matmuls and attention."""
-        layout, sizes = self.layout, self.memory.sizes
-        M, t, e, E = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.head_width
-        norms = 2 * 4 * e * M // t * sizes.dim  # residual and branch in, their sum and its norm out, two of them
-        rotary = 2 * e * M * (sizes.n_heads + sizes.n_kv_heads) * E // t
-        gated = e * M * sizes.ffn_dim // t
-        forward, backward = norms + rotary + 3 * gated, norms + rotary + 6 * gated
+        layout, sizes, block = self.layout, self.memory.sizes, self.layout.block
+        M, t, e, E, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.head_width, sizes.dim
+        # Stream and branch in, their sum and its norm out, for each sublayer; a branch in and its norm out behind it.
+        norms = (2 * 4 + (2 * 2 if block.post_norms else 0)) * e * M // t * D
+        rotated, gated = e * M * (sizes.n_heads + sizes.n_kv_heads) * E // t, e * M * sizes.ffn_dim // t
+        rotary = 2 * rotated if block.is_rotary else 0  # norms of heads in the same pass, backward with their input
+        forward = norms + rotary + (block.gate_width + 1) * gated
+        backward = norms + rotary + (rotated if block.qk_norms else 0) + 2 * (block.gate_width + 1) * gated
+        if block.biases:  # added in passes that there are, but for that of attention; the gradient of each is a sum
+            forward += 2 * e * M * self._block[0].N
+            backward += sum(e * M * layer.N // (1 if layer.gathers else t) for layer in self._block)
         for layer in self._block:
             if layer.is_float8:
                 forward += self._casts(layer.K, layer.gathers and layer.is_fused)
@@ -266,11 +291,12 @@ class StepTimeModel:
         return first + last + n * max(0.0, of_block - compute)
 
 
-def unrated(config: Config, layout: Layout) -> Problem | None:
+def unrated(config: Config, sizes: ModelRecipe, layout: Layout) -> Problem | None:
     """Why the rates are not those of a run, or None.
 
     Args:
         config: checked.
+        sizes: the model's dimensions.
         layout: of its ranks.
     """
     if layout.unpriced:
@@ -278,6 +304,11 @@ def unrated(config: Config, layout: Layout) -> Problem | None:
     if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
+    aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
+    if sizes.vocab_size % aligned:
+        want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
+        fix = f"vocab_size = {math.ceil(sizes.vocab_size / 64) * 64}"
+        return Problem("model.vocab_size", str(sizes.vocab_size), want, fix)
     if config.training.mixed_precision_param != "bfloat16":
         want = "bfloat16: there are no rates of another"
         return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")

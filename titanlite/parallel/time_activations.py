@@ -10,29 +10,34 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.float8.weight import local_data
 from titanlite.kernels.collectives import gather_tokens, scatter_tokens
+from titanlite.kernels.geglu import geglu
 from titanlite.kernels.lowering import lowered
 from titanlite.kernels.rope import rope
 from titanlite.kernels.swiglu import swiglu
-from titanlite.models.layers import Linear
-from titanlite.models.llama3 import Block
-from titanlite.parallel.activation_bytes import LAYERS, Layout
+from titanlite.models.layers import CausalAttention, Linear, add_bias
+from titanlite.parallel.activation_bytes import Activation, Layout
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.save_rules import CLASSES, FUSED
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _REPEATS = 5
 _GATHER, _SCATTER = CLASSES["communication"]
+_GATES = {"swiglu": swiglu, "geglu": geglu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
-def time_block(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.device) -> Times:
-    """Time the parts of a block. Every rank calls it: collectives are among its parts.
+def time_block(block: nn.Module, sizes: ModelRecipe, layout: Layout, device: torch.device) -> Times:
+    """Time the parts of a block, and attention with every window that the model has.
+
+    Every rank calls it: collectives are among its parts.
 
     Args:
         block: on the meta device, split and in its arithmetic; it is not changed.
@@ -52,7 +57,9 @@ def time_block(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.d
     return times
 
 
-def _time_parts(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.device, dtype: torch.dtype) -> Times:
+def _time_parts(
+    block: nn.Module, sizes: ModelRecipe, layout: Layout, device: torch.device, dtype: torch.dtype
+) -> Times:
     M, t, S, E = layout.tokens, layout.tensor_parallel, layout.seq_len, sizes.head_width
     H, K = sizes.n_heads // t, sizes.n_kv_heads // t
 
@@ -61,28 +68,41 @@ def _time_parts(block: Block, sizes: ModelRecipe, layout: Layout, device: torch.
 
     q, k, v = random(M // S, S, H, E), random(M // S, S, K, E), random(M // S, S, K, E)
 
-    def attend() -> object:
-        return block.attention.attend(*(heads.transpose(1, 2) for heads in (q, k, v)))
+    def attend(window: int) -> object:
+        return CausalAttention(window)(*(heads.transpose(1, 2) for heads in (q, k, v)))
 
-    found: dict[tuple[str, str], float] = {}
-    for activation in (a for listed in dear(sizes, layout).values() for a in listed):
-        action = attend if not activation.layer else _part(block, activation.op, activation.layer, M, random)
-        found[activation.op, activation.layer] = _seconds(action, device)
+    found: dict[Activation, float] = {}
+    for window in sorted(set(sizes.windows)):
+        listed = [a for rule in dear(sizes, layout, window).values() for a in rule]
+        pieces = [a for a in listed if not a.layer]
+        seconds = _seconds(partial(attend, window), device) / sum(a.flops for a in pieces)
+        found |= {a: seconds * a.flops for a in pieces}
+        parts = [a for a in listed if a.layer and a not in found]
+        found |= {a: _seconds(_part(block, a.op, a.layer, M, random), device) for a in parts}
 
-    angles = torch.randn(S, E // 2, device=device)
-    stream, attended = random(M // t, sizes.dim), random(M // t, sizes.dim)
+    angles, facts = torch.randn(S, E // 2, device=device), layout.block
+    stream, attended, fed = (random(M // t, sizes.dim) for _ in range(3))
+    part, (wqkv, _, w13, w2) = block.get_submodule, facts.layers
     # Backward of a joined feed-forward gates anew even if all is kept; eager mode does so once more.
-    gated = [] if layout.compiled and layout.is_joined(LAYERS[-1]) else [random(M, 2 * sizes.ffn_dim // t)]
+    gated = [] if layout.compiled and layout.is_joined(w2) else [random(M, facts.gate_width * sizes.ffn_dim // t)]
+    biased = [(random(M, len(bias)), bias)] if (bias := _linear(block, wqkv).bias) is not None else []
 
     @torch.no_grad()
     def elementwise() -> object:
-        rotated = [rope(heads.flatten(0, 1), angles, angles) for heads in (q, k)]
-        return block.attention_norm(stream), rotated, block.ffn_norm.add(attended, stream), [swiglu(x) for x in gated]
+        heads = [part("attention.q_norm")(q), part("attention.k_norm")(k)] if facts.qk_norms else [q, k]
+        if facts.is_rotary:
+            heads = [rope(x.flatten(0, 1), angles, angles) for x in heads]
+        total = stream + (part("post_attention_norm")(attended) if facts.post_norms else attended)
+        normed = [part("attention_norm")(stream), total, part("ffn_norm")(total)]
+        if facts.post_norms:
+            normed.append(part("post_ffn_norm")(fed))
+        gates = [_GATES[facts.gate](add_bias(x, _linear(block, w13).bias)) for x in gated]
+        return heads, [add_bias(x, bias) for x, bias in biased], normed, gates
 
     return Times(found, _seconds(torch.compile(elementwise) if layout.compiled else elementwise, device))
 
 
-def _materialised(block: Block, device: torch.device, dtype: torch.dtype) -> Block:
+def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """A copy with weights of its own: plain tensors, as FSDP leaves them for compute."""
     weights: dict[int, object] = {}
     for parameter in block.parameters():
@@ -92,10 +112,9 @@ def _materialised(block: Block, device: torch.device, dtype: torch.dtype) -> Blo
     return copy.deepcopy(block, {**weights, **{id(matmul): matmul for matmul in arithmetic}})
 
 
-def _part(block: Block, op: str, name: str, M: int, random: Callable[..., Tensor]) -> Callable[[], object]:
+def _part(block: nn.Module, op: str, name: str, M: int, random: Callable[..., Tensor]) -> Callable[[], object]:
     """One operation of a linear layer, on random input."""
-    layer = block.get_submodule(name)
-    assert isinstance(layer, Linear)  # noqa: S101
+    layer = _linear(block, name)
     N, K = layer.weight.shape
     if isinstance(layer, ParallelLinear):
         rows = M // layer.group.size
@@ -110,6 +129,12 @@ def _part(block: Block, op: str, name: str, M: int, random: Callable[..., Tensor
             return lambda: scatter_tokens(x, layer.group)
     x = random(M, K)
     return lambda: layer.matmul(x, layer.weight)
+
+
+def _linear(block: nn.Module, name: str) -> Linear:
+    layer = block.get_submodule(name)
+    assert isinstance(layer, Linear)  # noqa: S101
+    return layer
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
