@@ -19,7 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.float8.scope import require_equal_shards
-from titanlite.parallel.activation_bytes import HEAD, layout_of
+from titanlite.parallel.activation_bytes import HEAD, block_prices, layout_of
 from titanlite.parallel.overrides import check_budget
 
 T = TypeVar("T")
@@ -87,6 +87,8 @@ def checked_run(
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
     if float8 and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: _check_gathers(config, dimensions, float8, world_size))
+    if save_list and dimensions is not None and not wrong:
+        attempt(lambda: _check_save_list(config, dimensions, float8, save_list))
     if wrong or dimensions is None:
         raise ConfigError("\n".join(wrong))
     return CheckedRun(config, dimensions, save_list, float8, (*hints, *_unaligned_vocabulary(config, dimensions)))
@@ -102,6 +104,13 @@ def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]
     why = f"is no multiple of {8 * ranks} (16 bytes in bfloat16{each})"
     slow = "the head's three products have no aligned kernel on a GPU and run several times slower"
     return (f"model.vocab_size = {size} {why}: {slow}; --model.vocab_size {larger} costs less than that",)
+
+
+def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
+    """Refuse a list that names layers which blocks do not have, or keeps attention alone, where blocks are known."""
+    layout, has_price = layout_of(config, sizes, float8), save_list.default == "recompute" or not save_list.rules
+    if has_price and not layout.unpriced:
+        block_prices(sizes, layout, save_list)
 
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
