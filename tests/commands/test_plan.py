@@ -173,7 +173,7 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
 
 
-def test_other_architectures_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpt2 = ["--model.name", "gpt2", "--model.flavor", "1.5B", "--training.seq_len", "1024"]
     assert main(["plan", LARGE, "--world", "4", *gpt2]) == 2
     assert 'rules[2].module = "w13"\n      want: a linear layer of a block: wqkv, wo, w1, w2' in capsys.readouterr().err
@@ -186,10 +186,15 @@ def test_other_architectures_are_predicted(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "time of a step" in out
     assert "was not measured" not in out
-    assert main(["plan", LARGE, "--world", "4", "--model.name", "gemma3", "--model.flavor", "1B"]) == 0
-    assert (
-        "heads of 256 are wider than 128, and their attention to all tokens was not measured" in capsys.readouterr().out
-    )
+    gemma3 = ["--model.name", "gemma3", "--model.flavor", "1B"]
+    assert main(["plan", LARGE, "--world", "4", *gemma3]) == 0
+    assert "was not measured" not in capsys.readouterr().out
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/gemma3-wide.toml").write_text('extends = "gemma3-1B"\nhead_dim = 512\n')
+    wide = ["--model.name", "gemma3", "--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)]
+    assert main(["plan", LARGE, "--world", "4", *wide]) == 0
+    said = "heads of 512 are wider than 256, and their attention to all tokens was not measured"
+    assert said in capsys.readouterr().out
 
 
 def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str]) -> None:

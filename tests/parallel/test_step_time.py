@@ -77,11 +77,16 @@ def test_attention_takes_the_scores_that_it_computes() -> None:
     """Two products in forward, and backward two and a half times that. Heads of Qwen3 0.6B are together twice as wide
     as the stream; of Gemma 3 1B's layers 22 attend in 16 pieces of 512, the first of half as many scores, 4 to all."""
     _, qwen3 = model("1b", 1, "none", *QWEN3, "0.6B")
-    all_tokens = 4 * 16_384 * 8192 / 2 * (1 / 507e12 + 2.5 / 428e12) * 1e3
-    assert qwen3.attention == pytest.approx(28 * 2048 * all_tokens)
+
+    def to_all_tokens(forward: float, backward: float) -> float:
+        return 4 * 16_384 * 8192 / 2 * (1 / forward + 2.5 / backward) * 1e-9
+
+    assert qwen3.attention == pytest.approx(28 * 2048 * to_all_tokens(507, 428))
+    _, narrow = model("1b", 1, "none")  # heads of 64
+    assert narrow.attention == pytest.approx(16 * 2048 * to_all_tokens(385, 361))
     _, gemma3 = model("1b", 1, "none", "--model.name", "gemma3", "--model.flavor", "1B")
     pieces = 4 * 16_384 * (15 * 1024 + 512) / 16 * 3.5 / 117e12 * 1e3
-    assert gemma3.attention == pytest.approx(22 * 1024 * pieces + 4 * 1024 * all_tokens)
+    assert gemma3.attention == pytest.approx(22 * 1024 * pieces + 4 * 1024 * to_all_tokens(483, 353))
 
 
 def test_plain_collectives_are_in_the_open_and_fused_ones_hide_behind_their_matmul() -> None:

@@ -87,8 +87,8 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     if time is None:
         return Forecast(save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
-    if sizes.head_width > rates.head_width:
-        heads = f"heads of {sizes.head_width} are wider than {rates.head_width}, and their attention to all tokens"
+    if sizes.head_width > (widest := max(rates.attention)):
+        heads = f"heads of {sizes.head_width} are wider than {widest}, and their attention to all tokens"
         notes.append(f"{heads} was not measured: it counts as if it were as fast")
     if world > rates.host:
         hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"

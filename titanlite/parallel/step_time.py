@@ -17,7 +17,7 @@ Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `mo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -43,14 +43,14 @@ class Rates:
         device: that they were measured on.
         matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
-        attention_forward: TFLOP/s, and `attention_backward`; `attention_pieces`, of both, in pieces of a window.
+        attention: TFLOP/s of forward and backward, by the width of a head.
+        attention_pieces: TFLOP/s of both, in pieces of a window.
         memory: GB/s of elementwise work.
         optimizer: GB/s.
         tensor_parallel: GB/s that a rank receives of tokens.
         fsdp: GB/s that a rank receives of weights and gradients.
         fused: a collective and its matmul in one operator, against the longer of the two.
         host: GPUs that the rates of collectives hold for.
-        head_width: widest of the heads whose attention was measured.
     """
 
     device: str
@@ -58,8 +58,7 @@ class Rates:
     matmul_beside_collectives: float
     float8_fast: float
     float8_split: float
-    attention_forward: float
-    attention_backward: float
+    attention: Mapping[int, tuple[float, float]]
     attention_pieces: float
     memory: float
     optimizer: float
@@ -67,12 +66,18 @@ class Rates:
     fsdp: float
     fused: float
     host: int
-    head_width: int
+
+    def attention_of(self, width: int) -> tuple[float, float]:
+        """Those of the narrowest heads that are as wide, or of the widest."""
+        as_wide = [E for E in self.attention if width <= E]
+        return self.attention[min(as_wide, default=max(self.attention))]
 
 
 def measured_rates() -> Rates:
     """Read the rates that come with titanlite."""
-    return Rates(**tomli.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8")))
+    read = tomli.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
+    read["attention"] = {int(width): tuple(rates) for width, rates in read["attention"].items()}
+    return Rates(**read)
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ class StepTimeModel:
         """TFLOP/s of forward and backward in a block with that window."""
         if 0 < window < self.layout.seq_len:
             return self.rates.attention_pieces, self.rates.attention_pieces
-        return self.rates.attention_forward, self.rates.attention_backward
+        return self.rates.attention_of(self.memory.sizes.head_width)
 
     def _seconds(self, layer: _Linear, product: str) -> float:
         """Of one of the three products of a layer, alone."""
