@@ -242,6 +242,14 @@ def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None
             ['line 2  fsdp_all_gather = "float8"', 'are "tensor"', 'fsdp_all_gather = "high_precision"'],
         ),
         (
+            'extends = "rowwise"\nreduce_amax = true\n',
+            ["line 2  reduce_amax = true", "row would stay a rank's own", "leave reduce_amax out"],
+        ),
+        (
+            'extends = "tensorwise"\nreduce_amax = true\nfsdp_all_gather = "high_precision"\n',
+            ['line 3  fsdp_all_gather = "high_precision"', "reduced at once", 'fsdp_all_gather = "float8"'],
+        ),
+        (
             'extends = "blockwise"\n[weight]\ndtype = "e5m2"\n[grad_output]\ndtype = "e5m2"\n',
             ['line 3  weight.dtype = "e5m2"', "no e5m2 × e5m2", 'weight.dtype = "e4m3"'],
         ),

@@ -263,6 +263,13 @@ def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
             want = 'high_precision, unless scale_rounding is "pow2_floor": backward casts rows again, by column'
             problems.add("fsdp_all_gather", '"float8"', want, fix)
+    if recipe.reduce_amax:
+        if others := sorted(set(recipe.granularities) - {"tensor"}):
+            want = f'false, unless every operand has one scale, "tensor"; {", ".join(others)} would stay a rank\'s own'
+            problems.add("reduce_amax", "true", want, "leave reduce_amax out")
+        elif recipe.fsdp_all_gather != "float8":
+            want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
+            problems.add("fsdp_all_gather", show(recipe.fsdp_all_gather), want, 'fsdp_all_gather = "float8"')
     if not recipe.min_compute_capability > 0:
         given = show(recipe.min_compute_capability)
         problems.add("min_compute_capability", given, "a number above 0", "leave min_compute_capability out")

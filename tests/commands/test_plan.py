@@ -99,6 +99,23 @@ def test_pairs_that_are_fused(capsys: pytest.CaptureFixture[str]) -> None:
     assert pairs([*TWO, "--float8.recipe", "rowwise"], capsys) == expected
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('extends = "tensorwise"\nreduce_amax = true\n')
+    flags = [*TWO, *(ASYNC if fused else ASYNC[1:]), "--float8.recipe", str(recipe)]
+    assert main(["plan", DEBUG, *flags, "--world", "4", "--training.global_batch_size", "12"]) == 0
+    out = capsys.readouterr().out
+    table = out.partition("maximum of")[2].partition("one number each")[0].splitlines()[1:]
+    whole_input = () if fused else ("attention.wqkv", "feed_forward.w13")
+    whole_grad = () if fused else ("attention.wo", "feed_forward.w2")
+    layers = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
+    want = {("input", "forward", f"layers.0-3.{at}", "12") for at in layers if at not in whole_input}
+    want |= {("grad_output", "backward", f"layers.0-3.{at}", "12") for at in layers if at not in whole_grad}
+    assert {tuple(line.split()) for line in table} == want  # 4 blocks, 3 micro-steps
+    assert "no time: float8.recipe" in out
+
+
 def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     wide = ["--model.n_heads", "16", "--model.n_kv_heads", "16", "--model.ffn_dim", "2048"]

@@ -183,11 +183,13 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
     world, flags = LAYOUTS[layout]
     with_float8 = checked(tmp_path, world, [*FLOAT8, "tensorwise", *flags])
     without = checked(tmp_path, world, [*FLOAT8, "none", *flags])
+    (tmp_path / "reduced.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
+    reduced = checked(tmp_path, world, [*FLOAT8, str(tmp_path / "reduced.toml"), *flags])
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_utils import tensor_to_scale
 
     def body() -> None:
-        counts, gathered = [], set[str]()
+        counts, applied, gathered = [], [], set[str]()
 
         def note(block: nn.Module, name: str) -> None:
             for layer in BLOCK:
@@ -195,7 +197,7 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
                 if isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, Float8Weight):
                     gathered.add(f"{name}.{layer}")
 
-        for asked in (without, with_float8):
+        for asked in (without, reduced, with_float8):
             run = assemble(asked)
             for n, block in enumerate(run.model.layers):
                 # Of a part of the block, which runs once FSDP has gathered all of it.
@@ -203,9 +205,15 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
             with CountCollectives() as seen:
                 take_steps(run, 2)
             counts.append(seen.counts)
+            applied.append(run.receipt.entries[0].applied if asked is not without else {})
         # What float8 adds is one reduction of maxima after each of two updates, and none within forward or backward.
-        assert counts[1] - counts[0] == {"allreduce_": 2}
-        assert not counts[0] - counts[1]
+        assert counts[2] - counts[0] == {"allreduce_": 2}
+        assert not counts[0] - counts[2]
+        # `reduce_amax` adds what the receipt declares, one for each layer and step; and one more for all weights.
+        n = len(BLOCK) * run.sizes.n_layers if "TP" in layout else 0
+        assert [said.get("maxima reduced over tensor-parallel ranks") for said in applied] == [None, n or None, None]
+        assert counts[1] - counts[2] == ({"all_reduce": 2 * (n + 1)} if n else {})
+        assert not counts[2] - counts[1]
 
         layers = {f"layers.{n}.{layer}" for n in range(run.sizes.n_layers) for layer in BLOCK}
         assert gathered == layers

@@ -122,7 +122,7 @@ def test_a_scale_that_is_not_of_the_tensor_is_seen(tmp_path, monkeypatch) -> Non
     """Of weights a quarter as large, and of inputs 1e6 times as large."""
     asked = checked(tmp_path, 1, [*FLOAT8, "rowwise"])
 
-    def stale(factor: float, x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
+    def stale(factor: float, x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> Cast:
         unit = emulated.cast(x, of, dtype, rounding).unit / factor
         return Cast(cast_to(x, 1 / unit, emulated.DTYPES[dtype]), unit)
 

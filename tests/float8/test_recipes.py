@@ -206,7 +206,7 @@ def along_the_sum(x: Tensor, *how: Any) -> emulated.Cast:
     return emulated.Cast(turned.bits.t(), turned.unit.t())
 
 
-def of_an_earlier_step(x: Tensor, of: Granularity, dtype: str, rounding: str) -> emulated.Cast:
+def of_an_earlier_step(x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> emulated.Cast:
     """A cast by the scales that it had when numbers were a quarter of what they are."""
     unit = cast(x / 4, of, dtype, rounding).unit
     bits = cast_to(x, 1 / emulated.dequantise(torch.ones_like(x), unit), emulated.DTYPES[dtype])

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.float8.convert import apply_float8
-from titanlite.float8.weight import local_data
+from titanlite.float8.emulated import cast
+from titanlite.float8.weight import Float8Weight, local_data
 from titanlite.kernels.collectives import Group
+from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
@@ -71,6 +73,7 @@ def build(
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, world, mesh.get_local_rank())
         apply_tensor_parallel(model, plan_of(sizes, seq_len, world, architecture), mesh, group, asynchronous=fused)
+    recipe = None
     if float8:  # FSDP, which would gather in float8, is not here
         recipe = replace(recipes.load("float8", float8), fsdp_all_gather="high_precision", min_compute_capability=0)
         apply_float8(model, recipe, ("output",), torch.device("cpu"), tokens, shards=1)
@@ -81,7 +84,11 @@ def build(
     for module in model.layers.modules():  # the compiler would hand the mesh of a DTensor to backward, too
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(local_data(parameter).to(dtype))
+                weight = local_data(parameter).to(dtype)
+                if recipe and recipe.reduce_amax and isinstance(module, Linear):  # always gathered in float8
+                    bits, unit = cast(weight, recipe.weight.output, recipe.weight.dtype, recipe.scale_rounding)
+                    weight = Float8Weight(bits, unit, dtype)
+                module._parameters[name] = nn.Parameter(weight)
     return model
 
 
@@ -89,6 +96,15 @@ def stream(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """A residual stream [M/tp, D] that asks for a gradient."""
     generator = torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return torch.randn(rows, width, generator=generator).to(dtype).requires_grad_()
+
+
+def _plain(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, or what those are made of that are wrappers."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []  # type: ignore[attr-defined]
+        found += [getattr(tensor, name) for name in names] or [tensor]
+    return found
 
 
 class _Storages(TorchDispatchMode):
@@ -102,8 +118,7 @@ class _Storages(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
-                for inner in [getattr(tensor, name) for name in names] or [tensor]:
+                for inner in _plain(tensor):
                     storage = inner.untyped_storage()
                     self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
@@ -154,7 +169,7 @@ def held_eager(model: Any, x: Tensor) -> Held:
         del given
     gc.collect()
     gc.unfreeze()
-    apart = {t.untyped_storage()._cdata for t in (*block.parameters(), *tables(model), out)}
+    apart = {t.untyped_storage()._cdata for t in (*_plain(*block.parameters()), *tables(model), out)}
     alive = {key: size for key, (ref, size) in storages.made.items() if not ref.expired() and key not in apart}
     with _Matmuls() as matmuls:
         out.sum().backward()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from tests.ranks import run_ranks
 from titanlite import recipes
@@ -196,6 +197,25 @@ def test_casts_under_tensor_parallelism(float8, fused, tmp_path):
         for mode in MODES:
             chosen = OWN["casts and what is multiplied"]
             check(mode, *measured(chosen, mode, float8, fused=fused))
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_maxima_of_all_ranks(fused, tmp_path):
+    """Gathered bytes have one scale, which no rank sends; a reduced maximum is kept where maxima are."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "tensorwise"\nreduce_amax = true\n')
+    none = recipes.load("activation_checkpoint", "none")
+
+    def body() -> None:
+        for mode in MODES:
+            check(mode, *measured(none, mode, str(mine), fused=fused))
+        for chosen, again in ((OWN["statistics and casts"], 0), (recipes.load("activation_checkpoint", "full"), 1)):
+            with CountCollectives() as seen:
+                check(again, *measured(chosen, "eager", str(mine), fused=fused))
+            n = len(LAYERS) if fused else len(LAYERS) // 2  # of inputs, and as many of gradients
+            assert seen.counts["all_reduce"] == (2 + again) * n
 
     run_ranks(body, tmp_path)
 

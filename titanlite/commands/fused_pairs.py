@@ -2,7 +2,7 @@
 
 Nothing is decided here. The layers are those that the trainer builds, on the meta device and one rank of a group that
 moves nothing. Each says itself whether its arithmetic can be fused, and runs forward and backward; the kernels are
-asked about every operator that it calls.
+asked about every operator that it calls. The same layers say which maxima of float8 they reduce.
 """
 
 import importlib.util
@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.commands.validate import CheckedRun
-from titanlite.float8.convert import apply_float8
+from titanlite.float8.convert import Maximum, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import model_class
 from titanlite.parallel.sharding.layers import plan_layers
@@ -53,22 +54,9 @@ def fused_pairs(checked: CheckedRun, shards: int) -> list[Pair]:
     Raises:
         ConfigError: the trainer would refuse to build the layers.
     """
-    config, sizes = checked.config, checked.dimensions
-    degree, tokens = (
-        config.parallelism.tensor_parallel_degree,
-        config.training.local_batch_size * config.training.seq_len,
-    )
-    dtype = getattr(torch, config.training.mixed_precision_param)
-    with _ranks_that_move_nothing(degree) as group, torch.device("meta"):
-        model = model_class(config.model)(sizes, config.training.seq_len)
-        for parameter in model.parameters():  # as a step computes with them
-            parameter.data = parameter.data.to(dtype)
-        mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",))
-        apply_tensor_parallel(model, plan_layers(model, tokens, degree), mesh, group, asynchronous=True)
-        if checked.float8 is not None:
-            # Where there is a GPU, it is this one that would emulate.
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            apply_float8(model, checked.float8, config.float8.filter_fqns, device, tokens, shards)
+    training = checked.config.training
+    tokens, dtype = training.local_batch_size * training.seq_len, getattr(torch, training.mixed_precision_param)
+    with _split(checked, shards) as (model, _):
         known: dict[object, list[str | None]] = {}
         pairs: list[Pair] = []
         for name, layer in model.named_modules():
@@ -82,6 +70,42 @@ def fused_pairs(checked: CheckedRun, shards: int) -> list[Pair]:
             pairs.append(Pair("all_gather" if gathers else "reduce_scatter", "forward", name, forward))
             pairs.append(Pair("reduce_scatter" if gathers else "all_gather", "backward", name, backward))
     return pairs
+
+
+def reduced_maxima(checked: CheckedRun, shards: int) -> tuple[Maximum, ...]:
+    """Ask every tensor-parallel linear layer of a run which maxima it reduces in a micro-step.
+
+    Args:
+        checked: the run.
+        shards: ranks over which FSDP splits each weight.
+
+    Returns:
+        Those of forward and backward, without what is computed again.
+
+    Raises:
+        ConfigError: the trainer would refuse to build the layers.
+    """
+    with _split(checked, shards) as (_, maxima):
+        return maxima
+
+
+@contextmanager
+def _split(checked: CheckedRun, shards: int) -> Iterator[tuple[nn.Module, tuple[Maximum, ...]]]:
+    """The model of a run as a rank has it, on the meta device and in its arithmetic; and the maxima that it reduces."""
+    config, degree = checked.config, checked.config.parallelism.tensor_parallel_degree
+    tokens = config.training.local_batch_size * config.training.seq_len
+    with _ranks_that_move_nothing(degree) as group, torch.device("meta"):
+        model = model_class(config.model)(checked.dimensions, config.training.seq_len)
+        for parameter in model.parameters():  # as a step computes with them
+            parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
+        mesh, plan = init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",)), plan_layers(model, tokens, degree)
+        apply_tensor_parallel(model, plan, mesh, group, config.parallelism.async_tensor_parallel)
+        maxima: tuple[Maximum, ...] = ()
+        if checked.float8 is not None:
+            # Where there is a GPU, it is this one that would emulate.
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            maxima = apply_float8(model, checked.float8, config.float8.filter_fqns, device, tokens, shards).maxima
+        yield model, maxima
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from titanlite.errors import ConfigError, Problem, describe
 if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import Pair
     from titanlite.commands.sharding_table import Planned
+    from titanlite.float8.convert import Maximum
 
 _PRICES, _DIFF = "--activation-checkpoint", "--diff"
 _USAGE = (
@@ -38,6 +39,7 @@ class _Planned:
     Attributes:
         sharding: None without tensor parallelism.
         pairs: collectives that are to be fused with matmuls, or not and why.
+        maxima: that are reduced over the tensor-parallel ranks in a micro-step.
         predicted: None if the number of processes is not known.
     """
 
@@ -45,6 +47,7 @@ class _Planned:
     micro_steps: int
     sharding: "Planned | None"
     pairs: "Sequence[Pair]"
+    maxima: "Sequence[Maximum]"
     predicted: Forecast | None
 
 
@@ -92,7 +95,7 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
         ranks = world // mesh.tensor_parallel_degree
     sequences = sequences_per_step(config, world) or config.training.local_batch_size
     micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
-    sharding, pairs = None, ()
+    sharding, pairs, maxima = None, (), ()
     if mesh.tensor_parallel_degree > 1:
         from titanlite.commands.sharding_table import sharding_plan  # imports torch
 
@@ -101,7 +104,11 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
             from titanlite.commands.fused_pairs import fused_pairs
 
             pairs = fused_pairs(checked, ranks // mesh.data_parallel_replicate_degree)
-    return _Planned(checked, micro_steps, sharding, pairs, forecast(checked, world) if world else None)
+        if checked.float8 is not None and checked.float8.reduce_amax:
+            from titanlite.commands.fused_pairs import reduced_maxima
+
+            maxima = reduced_maxima(checked, ranks // mesh.data_parallel_replicate_degree)
+    return _Planned(checked, micro_steps, sharding, pairs, maxima, forecast(checked, world) if world else None)
 
 
 def _tables(planned: _Planned) -> str:
@@ -116,6 +123,10 @@ def _tables(planned: _Planned) -> str:
             text += f"\n{columns(('collective', 'pass', 'at', 'with its matmul'), *rows)}"
         else:
             text += "\nnone is fused with a matmul: parallelism.async_tensor_parallel is off\n"
+        if planned.maxima:
+            header = ("all_reduce of the maximum of", "pass", "at", "times a step")
+            text += f"\n{columns(header, *_maxima_rows(planned))}"
+            text += "one number each; those of forward once more where it is computed again, and one for all weights\n"
     return text + (forecast_table(planned.predicted) if planned.predicted else "")
 
 
@@ -128,6 +139,14 @@ def _pair_rows(planned: _Planned) -> list[list[str]]:
         [pair.kind, pair.direction, name, f"not fused: it {pair.obstacle}" if pair.obstacle else "fused"]
         for name, _, pair in alike(rows)
     ]
+
+
+def _maxima_rows(planned: _Planned) -> list[list[str]]:
+    """Rows of operand, pass, module and count; layers that are alike are one."""
+    from titanlite.commands.sharding_table import alike
+
+    rows = ((m.layer, (m.operand, m.direction), m) for m in planned.maxima)
+    return [[m.operand, m.direction, name, str(count * planned.micro_steps)] for name, count, m in alike(rows)]
 
 
 def _why(planned: _Planned, tensor: str, file: str) -> str:
@@ -146,6 +165,7 @@ def _as_dict(planned: _Planned, world: int | None) -> dict[str, Any]:
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict()
         said["pairs"] = [pair._asdict() for pair in planned.pairs]
+        said["maxima"] = [maximum._asdict() for maximum in planned.maxima]
     return said | (planned.predicted.as_dict() if planned.predicted else {})
 
 
@@ -192,6 +212,8 @@ def _facts(planned: _Planned) -> dict[str, str]:
         facts["each rank sends, MiB a step"] = f"{total:,.1f}"
         for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
             facts[f"{kind} {direction} {name}, with its matmul"] = verdict
+        for operand, direction, name, times in _maxima_rows(planned):
+            facts[f"all_reduce {direction} {name}, maximum of {operand}"] = times
     if planned.predicted is not None:
         facts |= {f"memory, GiB: {name}": value for name, value in memory_rows(planned.predicted)}
         facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}

@@ -184,6 +184,7 @@ class Float8Recipe:
     grad_output: Float8GradOutput
     accumulation: Float8Accumulation
     fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
+    reduce_amax: bool = False  # over tensor-parallel ranks: a tensor has the scale and the bytes of one device
     min_compute_capability: float = 8.9  # of GPUs; below it the recipe is emulated
     dim_multiple: int = 16  # layers with other widths cannot be converted
     status: Literal["stable", "experimental", "emulated"] = "stable"  # "emulated": no device has a lowering for it yet

@@ -6,11 +6,13 @@ a matmul in high precision, is translated field by field for torchao. Where a de
 are multiplied in float32: the same numbers, none of the speed.
 
 Layers work on local tensors, so under tensor parallelism every scale is that of this rank's part: exact for each
-product, and no reduction of maxima is needed. A fused projection is one operand: under tensorwise scaling its parts
-(`wq`, `wk`, `wv`) share a scale.
+product, and no reduction of maxima is needed. A recipe with `reduce_amax` asks for the bits of one device, and reduces
+the maximum of every operand of which a rank has a part. A fused projection is one operand: under tensorwise scaling
+its parts (`wq`, `wk`, `wv`) share a scale.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.recipe_schema import Float8Recipe, Granularity
+from titanlite.config.recipe_schema import MATMULS, Float8Recipe, Granularity
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.blocks import BlockScaledFloat8
-from titanlite.float8.emulated import DTYPES, EmulatedFloat8
+from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8, feed_forward
 from titanlite.float8.scope import is_by_blocks_of_128, joins_feed_forward, left_alone, obstacle, require_equal_shards
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
@@ -77,6 +79,20 @@ def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
     return block_scaled_matmul.obstacle(device)
 
 
+class Maximum(NamedTuple):
+    """A maximum that is reduced over the tensor-parallel ranks: an all-reduce of one number.
+
+    Attributes:
+        operand: "input", "weight" or "grad_output".
+        direction: "forward" or "backward", the pass that casts it.
+        layer: whose product it is for.
+    """
+
+    operand: str
+    direction: str
+    layer: str
+
+
 @dataclass(frozen=True)
 class Conversion:
     """What became of each linear layer."""
@@ -86,6 +102,7 @@ class Conversion:
     skipped: dict[str, str]  # name → why
     joined: tuple[str, ...] = ()  # feed-forwards whose inside exists in float8 alone
     tied: tuple[str, ...] = ()  # converted, but gathered as what else their weight is for needs it
+    maxima: tuple[Maximum, ...] = ()  # reduced in a micro-step, once more where forward is computed again
 
 
 class Float8Matmul:
@@ -94,23 +111,25 @@ class Float8Matmul:
     Args:
         recipe: the arithmetic.
         device: that the operands will be on.
+        over: the ranks that hold the rest of the operands, for a recipe with `reduce_amax`.
 
     Attributes:
         recipe: as given.
+        over: as given.
         lowering: who carries it out.
         fused: the same with a collective in it.
         unfused: why there is no such thing, or None: the lowering is then titanlite's own products.
     """
 
-    def __init__(self, recipe: Float8Recipe, device: torch.device) -> None:
-        self.recipe, self.lowering = recipe, lowering_of(recipe, device)
-        self.unfused, self.fused = obstacle(recipe), FusedFloat8(recipe)
+    def __init__(self, recipe: Float8Recipe, device: torch.device, over: AmaxGroups = ALL_HERE) -> None:
+        self.recipe, self.over, self.lowering = recipe, over, lowering_of(recipe, device)
+        self.unfused, self.fused = obstacle(recipe), FusedFloat8(recipe, over)
         if self.lowering.why is None:
             self.function: Matmul = self.fused
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            self.function = BlockScaledFloat8(recipe) if is_by_blocks_of_128(recipe) else EmulatedFloat8(recipe)
+            self.function = BlockScaledFloat8(recipe) if is_by_blocks_of_128(recipe) else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -217,6 +236,7 @@ def apply_float8(
         )
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied = [], {}, dict[str, int](), []
+    own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks
     for name, module in model.named_modules():
         if not isinstance(module, Linear):
             continue
@@ -224,7 +244,10 @@ def apply_float8(
         if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
             skipped[name] = why
         else:
-            module.matmul = matmul
+            group = getattr(module, "group", None) if recipe.reduce_amax else None
+            operands = getattr(module, "split_operands", ()) if group is not None else ()
+            over = AmaxGroups(**dict.fromkeys(operands, group))
+            module.matmul = own[over] = own.get(over) or Float8Matmul(recipe, device, over)
             converted.append(name)
             if recipe.fsdp_all_gather != "float8" or matmul.unfused is not None:
                 continue
@@ -232,10 +255,26 @@ def apply_float8(
                 tied.append(name)
                 continue
             rows[name] = len(weight)
-            module.weight = _gathered_in_float8(module.weight, recipe)
+            module.weight = _gathered_in_float8(module.weight, recipe, group)
     require_equal_shards(rows, shards)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
-    return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied))
+    maxima = tuple(m for name in converted for m in _maxima(name, model.get_submodule(name), name in rows))
+    return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima)
+
+
+def _maxima(name: str, layer: nn.Module, is_gathered: bool) -> Iterator[Maximum]:
+    """The maxima that a converted layer reduces: with a collective inside its products, those of all their operands."""
+    matmul: Float8Matmul = layer.matmul  # type: ignore[assignment]
+    if not matmul.recipe.reduce_amax or getattr(layer, "group", None) is None:
+        return
+    is_fused, is_emulated = getattr(layer, "fused", None) is not None, matmul.lowering.name == "emulated"
+    again = MATMULS["grad_weight"] if is_emulated else ()  # which the others make of the same bytes
+    for direction, operands in (("forward", MATMULS["output"]), ("backward", (*MATMULS["grad_input"], *again))):
+        for operand in operands:
+            if operand == "weight" and is_gathered:
+                continue  # cast before, by a scale of the whole: `precompute_scales`
+            if is_fused or getattr(matmul.over, operand) is not None:
+                yield Maximum(operand, direction, name)
 
 
 def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:
@@ -252,9 +291,10 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
     return True
 
 
-def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe) -> nn.Parameter:
+def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe, over: Group | None) -> nn.Parameter:
     """Wrap the local tensor of a weight so that FSDP casts it before it gathers it."""
-    how = Casting(DTYPES[recipe.weight.dtype], recipe.weight.output == "row", recipe.scale_rounding == "pow2_floor")
+    by_row, pow2 = recipe.weight.output == "row", recipe.scale_rounding == "pow2_floor"
+    how = Casting(DTYPES[recipe.weight.dtype], by_row, pow2, over)
     return nn.Parameter(as_laid_out(WeightShard(local_data(weight), how), weight))
 
 

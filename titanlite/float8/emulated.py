@@ -20,6 +20,7 @@ from torch import Tensor
 
 from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity
 from titanlite.kernels.block_scaled_matmul import dequantise
+from titanlite.kernels.collectives import Group, maximum
 from titanlite.kernels.float8_cast import cast_to, scale_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -38,7 +39,24 @@ class Cast(NamedTuple):
     unit: Tensor
 
 
-def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
+class AmaxGroups(NamedTuple):
+    """The ranks over which each operand's maximum is reduced, for one scale of the whole; None: what is here is all.
+
+    Attributes:
+        input: of a layer's products.
+        weight: see `input`.
+        grad_output: see `input`.
+    """
+
+    input: Group | None = None
+    weight: Group | None = None
+    grad_output: Group | None = None
+
+
+ALL_HERE = AmaxGroups()
+
+
+def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | None = None) -> Cast:
     """Cast a matrix whose rows are summed over.
 
     Args:
@@ -47,6 +65,7 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
         dtype: "e4m3" or "e5m2".
         rounding: of the scales: "exact" or "pow2_floor", as `scale_of` has them; "e8m0_rceil", the largest power of
             two by which no maximum leaves the range, if E8M0 has it.
+        over: the ranks that hold the other parts, where one scale is for all of them; only with "tensor".
 
     Returns:
         The bytes, laid out as `x`, and their units. NaN makes NaN of all that shares its scale, and so does infinity,
@@ -61,7 +80,8 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scale, unit = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
         return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), unit)
-    scale, unit = _scale_of(x.abs().amax(-1, keepdim=True) if of == "row" else x.abs().amax(), to, rounding)
+    amax = x.abs().amax(-1, keepdim=True) if of == "row" else x.abs().amax()
+    scale, unit = _scale_of(amax if over is None else maximum(amax, over), to, rounding)
     return Cast(cast_to(x, scale, to), unit)
 
 
@@ -84,40 +104,43 @@ class EmulatedFloat8:
 
     Args:
         recipe: the arithmetic.
+        over: the ranks that hold the rest of its operands.
     """
 
-    def __init__(self, recipe: Float8Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
+        self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
-        return _Matmul.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
+        return _Matmul.apply(x, weight, self.recipe, self.over)  # type: ignore[no-any-return]
 
 
 @torch._dynamo.allow_in_graph  # what it is told beside tensors is no business of Dynamo's
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
-        return _product(x, weight, "output", recipe)
+        ctx.recipe, ctx.over = recipe, over
+        return _product(x, weight, "output", recipe, over)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(grad, weight.t(), "grad_input", ctx.recipe)
+            d_x = _product(grad, weight.t(), "grad_input", ctx.recipe, ctx.over)
         if ctx.needs_input_grad[1]:
-            d_weight = _product(grad.t(), x.t(), "grad_weight", ctx.recipe)
-        return d_x, d_weight, None
+            d_weight = _product(grad.t(), x.t(), "grad_weight", ctx.recipe, ctx.over)
+        return d_x, d_weight, None, None
 
 
-def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe) -> Tensor:
+def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
     """`left [R, C] @ right [S, C].T` → [R, S], one of the recipe's three."""
     of = recipe.operands(matmul)
     if of == ("none", "none"):
         return torch.mm(left, right.t())
-    dtypes = (getattr(recipe, name).dtype for name in MATMULS[matmul])
-    a, b = (cast(*given, recipe.scale_rounding) for given in zip((left, right), of, dtypes, strict=True))
+    a, b = (
+        cast(operand, granularity, getattr(recipe, name).dtype, recipe.scale_rounding, getattr(over, name))
+        for name, operand, granularity in zip(MATMULS[matmul], (left, right), of, strict=True)
+    )
     return multiply(a, b, left.dtype)

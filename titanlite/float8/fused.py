@@ -11,7 +11,7 @@ Scales by row are powers of two, so the second cast loses nothing but what is to
 
 Under tensor parallelism a tensor that is gathered is cast first, on the rank that has it: float8 bytes travel, with a
 scale for each row, or one for each rank ("tensor" of a recipe is then this rank's part). No scale is reduced over the
-ranks.
+ranks, unless the recipe says `reduce_amax`: then all ranks' bytes have one unit.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
-from titanlite.float8.emulated import DTYPES, Cast, cast
+from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, Cast, cast
 from titanlite.float8.scope import is_cast_from_bytes
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
@@ -38,46 +38,53 @@ class FusedFloat8:
 
     Args:
         recipe: the arithmetic; see `scope.obstacle`.
+        over: the ranks that hold the rest of the operands of a layer by itself.
     """
 
-    def __init__(self, recipe: Float8Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
+        self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """`x [M, K] @ weight [N, K].T` → [M, N]."""
-        return _Gathered.apply(x, weight, None, self.recipe)  # type: ignore[no-any-return]
+        return _Gathered.apply(x, weight, None, self.recipe, self.over)  # type: ignore[no-any-return]
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         """`all_gather(x [M/tp, K]) @ weight [N, K].T` → [M, N]."""
-        return _Gathered.apply(x, weight, group, self.recipe)  # type: ignore[no-any-return]
+        return _Gathered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         """`reduce_scatter(x [M, K] @ weight [N, K].T)` → [M/tp, N]."""
-        return _Scattered.apply(x, weight, group, self.recipe)  # type: ignore[no-any-return]
+        return _Scattered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
+
+    def _all_over(self, group: Group) -> AmaxGroups:
+        """With a collective inside, what is gathered is cast before, on the rank that has a part of it."""
+        return AmaxGroups(group, group, group) if self.recipe.reduce_amax else ALL_HERE
 
 
-def _cast(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe) -> Cast:
+def _cast(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, over: Group | None) -> Cast:
     """A matrix in float8, contiguous."""
-    bits, unit = cast(x, of, dtype, recipe.scale_rounding)
+    bits, unit = cast(x, of, dtype, recipe.scale_rounding, over)
     return Cast(bits.contiguous(), unit)
 
 
-def _cast_weight(weight: Tensor, of: Granularity, recipe: Float8Recipe, turned: bool, factor: Tensor) -> Cast:
+def _cast_weight(weight: Tensor, how: "_Product", recipe: Float8Recipe, factor: Tensor) -> Cast:
     """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it.
 
     It is turned once there is the `factor` that it will be multiplied with.
     """
-    dtype, pow2 = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor"
-    if not isinstance(weight, Float8Weight):
-        if not turned:
-            return _cast(weight, of, dtype, recipe)
+    dtype, pow2, by_row = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor", how.weight_of == "row"
+    if isinstance(weight, Float8Weight):
+        straight = Cast(weight.bits, weight.unit)
+    elif how.turned and how.weight_over is None:
         ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
-        return Cast(*cast_turned(weight, ones, of == "row", DTYPES[dtype], pow2, factor))
-    if not turned:
-        return Cast(weight.bits, weight.unit)
-    if weight.unit.ndim == 0:
-        return Cast(turn(weight.bits, factor), weight.unit)
-    return Cast(*cast_turned(weight.bits, weight.unit, of == "row", DTYPES[dtype], pow2, factor))
+        return Cast(*cast_turned(weight, ones, by_row, DTYPES[dtype], pow2, factor))
+    else:
+        straight = _cast(weight, how.weight_of, dtype, recipe, how.weight_over)
+    if not how.turned:
+        return straight
+    if straight.unit.ndim == 0:
+        return Cast(turn(straight.bits, factor), straight.unit)
+    return Cast(*cast_turned(*straight, by_row, DTYPES[dtype], pow2, factor))
 
 
 def _columns(unit: Tensor) -> Tensor:
@@ -118,60 +125,64 @@ class _Product(NamedTuple):
 
     Attributes:
         of: what of the tensor has a scale of its own.
+        over: the ranks that hold the rest of what has one scale.
         dtype: that the tensor is cast to.
         weight_of: what of the weight has a scale of its own.
+        weight_over: as `over`.
         turned: whether the weight is transposed.
         fast: whether sums are left to the tensor cores.
     """
 
     of: Granularity
+    over: Group | None
     dtype: str
     weight_of: Granularity
+    weight_over: Group | None
     turned: bool
     fast: bool
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
         """The tensor in float8, contiguous."""
-        return _cast(x, self.of, self.dtype, recipe)
+        return _cast(x, self.of, self.dtype, recipe, self.over)
 
 
-def _output(recipe: Float8Recipe) -> _Product:
-    x, add = recipe.input, recipe.accumulation
-    return _Product(x.output, x.dtype, recipe.weight.output, turned=False, fast=add.output == "fast")
+def _output(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _Product:
+    x, w, fast = recipe.input, recipe.weight, recipe.accumulation.output == "fast"
+    return _Product(x.output, over.input, x.dtype, w.output, over.weight, turned=False, fast=fast)
 
 
-def _grad_input(recipe: Float8Recipe) -> _Product:
-    g, add = recipe.grad_output, recipe.accumulation
-    return _Product(g.grad_input, g.dtype, recipe.weight.grad_input, turned=True, fast=add.grad_input == "fast")
+def _grad_input(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _Product:
+    g, w, fast = recipe.grad_output, recipe.weight, recipe.accumulation.grad_input == "fast"
+    return _Product(g.grad_input, over.grad_output, g.dtype, w.grad_input, over.weight, turned=True, fast=fast)
 
 
 def _gather(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
 ) -> tuple[Cast, Tensor]:
     """Of x [M/tp, K]: all of it [M, K], and its product with the weight."""
-    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned, x.bits)
+    w, w_unit = _cast_weight(weight, how, recipe, x.bits)
     if group is None:
         return x, scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
-    gathered, y, units = all_gather_matmul(
+    gathered, y, *units = all_gather_matmul(
         x.bits,
         [w.t()],
         0,
         len(x.bits) * group.size,
         group.name,
         scale=x.unit,
-        scale_of="row" if x.unit.ndim else "shard",
+        scale_of="row" if x.unit.ndim else "tensor" if how.over else "shard",
         other_scales=[_columns(w_unit)],
         out_dtype=dtype,
         fast_accum=how.fast,
     )
-    return Cast(gathered, units), y
+    return Cast(gathered, units[0] if units else x.unit), y
 
 
 def _scatter(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
 ) -> Tensor:
     """Of x [M, K]: this rank's part [M/tp, N] of its product with the weight."""
-    w, w_unit = _cast_weight(weight, how.weight_of, recipe, how.turned, x.bits)
+    w, w_unit = _cast_weight(weight, how, recipe, x.bits)
     if group is None:
         return scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
     return matmul_reduce_scatter(
@@ -205,46 +216,48 @@ def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe
 @torch._dynamo.allow_in_graph  # weights may be in float8, whose insides Dynamo does not see
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
-        how = _output(recipe)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe, over: AmaxGroups
+    ) -> Tensor:
+        how = _output(recipe, over)
         gathered, y = _gather(how.cast(x, recipe), weight, group, recipe, how, x.dtype)
         ctx.save_for_backward(*gathered, weight)
-        ctx.group, ctx.recipe = group, recipe
+        ctx.group, ctx.recipe, ctx.over = group, recipe, over
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits, unit, weight), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         d_x = d_weight = None
-        how = _grad_input(recipe)
+        how = _grad_input(recipe, ctx.over)
         g = how.cast(grad, recipe)
         if ctx.needs_input_grad[0]:
             d_x = _scatter(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
             source = g if is_cast_from_bytes(recipe, group is not None) else grad
             d_weight = _weight_gradient(source, Cast(bits, unit), recipe, weight.dtype)
-        return d_x, d_weight, None, None
+        return d_x, d_weight, None, None, None
 
 
 @torch._dynamo.allow_in_graph
 class _Scattered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe) -> Tensor:
-        how = _output(recipe)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
+        how = _output(recipe, over)
         c = how.cast(x, recipe)
         ctx.save_for_backward(*(c if is_cast_from_bytes(recipe, group is not None) else (x,)), weight)
-        ctx.group, ctx.recipe = group, recipe
+        ctx.group, ctx.recipe, ctx.over = group, recipe, over
         return _scatter(c, weight, group, recipe, how, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
-        how = _grad_input(recipe)
+        how = _grad_input(recipe, ctx.over)
         gathered, d_x = _gather(how.cast(grad, recipe), weight, ctx.group, recipe, how, grad.dtype)
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = _weight_gradient(gathered, x[0] if len(x) == 1 else Cast(*x), recipe, weight.dtype)
-        return d_x, d_weight, None, None
+        return d_x, d_weight, None, None, None
 
 
 @torch._dynamo.allow_in_graph

@@ -51,20 +51,21 @@ class _Look:
         y, recipe = self.matmul(x, weight), self.matmul.recipe
         exact = _gather(self.parameter, self.mesh) if isinstance(weight, Float8Weight) else weight
         truth = F.linear(x, exact.to(x.dtype)).float()
-        operands = ((x, x, recipe.input), (exact, weight, recipe.weight))
+        over = self.matmul.over
+        operands = ((x, x, recipe.input, over.input), (exact, weight, recipe.weight, over.weight))
         counts = [
             n
-            for given, used, how in operands
-            for n in _count(given, _operand(used, how.output, how.dtype, recipe.scale_rounding))
+            for given, used, how, ranks in operands
+            for n in _count(given, _operand(used, how.output, how.dtype, recipe.scale_rounding, ranks))
         ]
         power = [torch.linalg.vector_norm(part).double().square() for part in (truth, truth - y)]
         self.sums = torch.stack([n.double() for n in (*counts, *power)])
         return y
 
 
-def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str) -> Cast:
+def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | None) -> Cast:
     """`cast`, unless FSDP has gathered a weight in float8."""
-    return Cast(x.bits, x.unit) if isinstance(x, Float8Weight) else cast(x, of, dtype, rounding)
+    return Cast(x.bits, x.unit) if isinstance(x, Float8Weight) else cast(x, of, dtype, rounding, over)
 
 
 def _count(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:

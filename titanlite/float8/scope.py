@@ -34,13 +34,13 @@ def is_by_blocks_of_128(recipe: Float8Recipe) -> bool:
 
 
 def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor differ.
+    """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor may differ.
 
     Args:
         recipe: the arithmetic; see `obstacle`.
         parallel: whether a collective is part of the product.
     """
-    return not parallel or recipe.scale_rounding == "pow2_floor"
+    return not parallel or recipe.scale_rounding == "pow2_floor" or recipe.reduce_amax
 
 
 def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
@@ -50,6 +50,8 @@ def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
         recipe: the arithmetic; see `obstacle`.
         parallel: whether collectives are part of its products.
     """
+    if recipe.reduce_amax:  # what gates and casts in one pass has the maximum of its rank alone; one device is to
+        return False  # have the same bits
     return is_cast_from_bytes(recipe, parallel) and recipe.input.output == recipe.grad_output.grad_input
 
 

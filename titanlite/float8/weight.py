@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from titanlite.kernels.collectives import Group, maximum
 from titanlite.kernels.float8_cast import cast_by, cast_rows, scale_of
 
 _aten = torch.ops.aten
@@ -82,11 +83,13 @@ class Casting(NamedTuple):
         dtype: float8.
         by_row: whether each row has a scale of its own; one for the whole weight otherwise.
         pow2: whether scales are powers of two; those of rows always are.
+        over: the tensor-parallel ranks, if the scale of the whole is for the parts of all of them.
     """
 
     dtype: torch.dtype
     by_row: bool
     pow2: bool
+    over: Group | None = None
 
 
 class WeightShard(Tensor):
@@ -193,15 +196,17 @@ def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
-    """Scale weights as a whole, with one reduction for all.
+    """Scale weights as a whole, with one reduction for all; one more if they are split over tensor-parallel ranks too.
 
     Args:
-        shards: those of different weights, cast to one dtype.
+        shards: those of different weights, cast alike.
         mesh: its last axis is the one that weights are sharded over.
     """
     amax = torch.stack(torch._foreach_norm([shard.master for shard in shards], ord=float("inf")))
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     how = shards[0].how
+    if how.over is not None:
+        amax = maximum(amax, how.over)
     scales, units = scale_of(amax, how.dtype, how.pow2)
     units = units[:, None].repeat(1, 4)[:, 0]  # cuBLAS wants a scale at a multiple of 16 bytes
     for shard, scale, unit in zip(shards, scales.unbind(), units.unbind(), strict=True):

@@ -52,6 +52,19 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
+def maximum(x: Tensor, group: Group) -> Tensor:
+    """The largest of the ranks' numbers, element by element, without a gradient.
+
+    Args:
+        x: any shape, equal on all ranks.
+        group: the ranks.
+
+    Returns:
+        As `x`.
+    """
+    return _ops.wait_tensor(_ops.all_reduce(x, "max", group.name))
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, *group: str | int) -> Tensor:

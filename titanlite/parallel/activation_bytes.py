@@ -35,7 +35,7 @@ _SCALED_MATMUL = "titanlite.scaled_matmul.default"
 _BLOCK_MATMUL = "titanlite.block_scaled_matmul.default"
 _PLAIN = (_MATMUL, _SCALED_MATMUL, _BLOCK_MATMUL)  # with no collective in it
 _GATHER, _SCATTER = CLASSES["communication"]
-_MEAN, _AMAX, _MAX = CLASSES["statistics"]
+_MEAN, _AMAX, _MAX, _MAX_OF_RANKS = CLASSES["statistics"]
 _CAST, _SWIGLU_CAST, _CAST_BLOCKS = CLASSES["cast"]
 _GATHER_MATMUL, _MATMUL_SCATTER = "titanlite.all_gather_matmul.default", "titanlite.matmul_reduce_scatter.default"
 
@@ -97,6 +97,12 @@ class Layout:
     def is_fused(self, layer: str) -> bool:
         """Whether the collective of a layer and its matmul are one operation."""
         return self.fused and (layer not in self.converted or self.is_own(layer))
+
+    def reduces_amax(self, layer: str) -> bool:
+        """Whether the maximum of a layer's input is reduced over the tensor-parallel ranks."""
+        if self.float8 is None or not self.float8.reduce_amax or self.tensor_parallel == 1 or layer == HEAD:
+            return False
+        return self.is_float8(layer) and (self.is_fused(layer) or layer in self.block.layers[1::2])
 
     def is_only_added(self, layer: str) -> bool:
         """Whether a layer's output is a last one that is only added to the stream: backward has no use for it."""
@@ -440,9 +446,11 @@ def _norm(layer: str, rows: int, width: int, layout: Layout) -> list[Activation]
 
 
 def _gathered(layer: str, K: int, layout: Layout) -> int:
-    """Bytes of the gathered tokens; what a matmul gathers in float8 comes with a scale for each."""
+    """Bytes of the gathered tokens; what a matmul gathers in float8 has a scale for each with it, or one for all."""
     M, e = layout.tokens, layout.itemsize
-    return M * K + 4 * M if layout.is_fused(layer) and layout.is_float8(layer) else e * M * K
+    if layout.is_fused(layer) and layout.is_float8(layer):
+        return M * K + (0 if layout.reduces_amax(layer) else 4 * M)
+    return e * M * K
 
 
 def _row_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:
@@ -481,8 +489,10 @@ def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
         return [Activation(_CAST_BLOCKS, layer, both, M * K, both + e * M * K, for_product=straight)]
     op = _MAX if of == "tensor" and not layout.is_own(layer) else _AMAX
     rows, columns = (M, K) if of == "tensor" else BLOCKS.get(of, (1, K))
-    maxima = Activation(op, layer, e * (M // rows) * (K // columns), M * K, e * M * K)
-    return [maxima, Activation(_CAST, layer, M * K, M * K, (e + 1) * M * K)]
+    maxima = [Activation(op, layer, e * (M // rows) * (K // columns), M * K, e * M * K)]
+    if layout.reduces_amax(layer):
+        maxima.append(Activation(_MAX_OF_RANKS, layer, e, 0, e))
+    return [*maxima, Activation(_CAST, layer, M * K, M * K, (e + 1) * M * K)]
 
 
 def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout) -> bool:
@@ -495,7 +505,7 @@ def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout)
         return (_SCATTER, layer) not in kept
     if op == _CAST_BLOCKS:
         return True
-    if op in (_AMAX, _MAX, _CAST, _SWIGLU_CAST):
+    if op in (_AMAX, _MAX, _MAX_OF_RANKS, _CAST, _SWIGLU_CAST):
         is_gathered = layer in (wqkv, w13) and layout.is_fused(layer)  # what is kept is what was gathered
         if _is_kept_cast(layer, layout) and not is_gathered:
             return True

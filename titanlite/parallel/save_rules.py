@@ -39,11 +39,17 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "_c10d_functional.all_gather_into_tensor.default",
         "_c10d_functional.reduce_scatter_tensor.default",
     ),
-    "statistics": ("aten.mean.dim", "aten.amax.default", "aten.max.default"),
+    "statistics": (
+        "aten.mean.dim",
+        "aten.amax.default",
+        "aten.max.default",
+        "_c10d_functional.all_reduce.default",
+    ),
     "cast": ("aten._to_copy.default", "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"),
 }
 """The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
-float8 scales, a cast is one to float8. What is not listed here is recomputed unless it is named itself."""
+float8 scales, those of all ranks too; a cast is one to float8. What is not listed here is recomputed unless it is named
+itself."""
 
 FUSED = {
     "titanlite.all_gather_matmul.default": ("communication", "matmul"),
@@ -53,6 +59,7 @@ FUSED = {
 
 _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 _MAXIMA = ("aten.amax.default", "aten.max.default")
+_REDUCED = "_c10d_functional.all_reduce.default"  # the maximum before it
 _SCALED_INSIDE = ("titanlite.swiglu_cast.default", "titanlite.cast_blocks.default")
 _AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
 
@@ -129,6 +136,8 @@ class BlockRules:
         if name == "cast" or op in _MAXIMA:
             self._operands.update(["statistics", "cast"] if op in _SCALED_INSIDE else [name])
             return name if self._operands[name] == 1 else None
+        if op == _REDUCED:
+            return name if self._operands["statistics"] == 1 else None
         return name
 
     def _layer(self, matmul: int) -> str:

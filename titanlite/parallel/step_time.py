@@ -309,6 +309,9 @@ def unrated(config: Config, sizes: ModelRecipe, layout: Layout) -> Problem | Non
     if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
+    if layout.float8 is not None and layout.float8.reduce_amax and layout.tensor_parallel > 1:
+        want = "a recipe without reduce_amax: there are no rates of reductions of one number"
+        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")
     aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
     if sizes.vocab_size % aligned:
         want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"

@@ -16,7 +16,7 @@ Nothing is ever computed on a DTensor inside a block: its implicit redistributio
 
 import hashlib
 from collections.abc import Mapping
-from typing import overload
+from typing import ClassVar, overload
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,12 @@ class ParallelLinear(Linear):
 
     Attributes:
         group: the ranks.
+        split_operands: of its matmul, where it stands beside its collective: this rank has a part of each.
         asynchronous: whether its collectives are to be fused into its matmuls.
     """
 
     group: Group
+    split_operands: ClassVar[tuple[str, ...]]
     asynchronous: bool
 
     @property
@@ -72,6 +74,8 @@ class ParallelLinear(Linear):
 class ColumnParallelLinear(ParallelLinear):
     """Holds some of the output features: gathers tokens, then multiplies."""
 
+    split_operands = ("weight", "grad_output")
+
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M, N/tp]."""
         y = linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
@@ -80,6 +84,8 @@ class ColumnParallelLinear(ParallelLinear):
 
 class RowParallelLinear(ParallelLinear):
     """Holds some of the input features: multiplies, then sums over ranks and scatters tokens."""
+
+    split_operands = ("input", "weight")
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, K/tp] → [M/tp, N]."""
@@ -133,6 +139,9 @@ class VocabParallelEmbedding(Embedding):
 
 class ReplicatedLinear(Linear):
     """A `Linear` that every rank holds whole and multiplies its own tokens by."""
+
+    group: Group
+    split_operands: ClassVar[tuple[str, ...]] = ("input", "grad_output")
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M/tp, N], or [M, K/tp] → [M, N/tp] of heads: whatever this rank has."""

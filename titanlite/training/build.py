@@ -176,6 +176,8 @@ def _float8(
         applied["fused with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
     if done.joined:
         applied["feed-forwards in float8 throughout"] = len(done.joined)
+    if done.maxima:
+        applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
     gathered = recipe.fsdp_all_gather
     if gathered == "float8" and done.lowering.why is not None:
         gathered = f"high_precision: {done.lowering.name} products take no weights in float8"
