@@ -202,16 +202,21 @@ def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.Captur
     assert main(["plan", LARGE, "--world", "4", "--model.name", "qwen3"]) == 0
     out = capsys.readouterr().out
     assert "time of a step" in out
-    assert "was not measured" not in out
+    assert "of those measured" not in out
     gemma3 = ["--model.name", "gemma3", "--model.flavor", "1B"]
     assert main(["plan", LARGE, "--world", "4", *gemma3]) == 0
-    assert "was not measured" not in capsys.readouterr().out
+    assert "measured" not in capsys.readouterr().out
     (tmp_path / "model").mkdir()
     (tmp_path / "model/gemma3-wide.toml").write_text('extends = "gemma3-1B"\nhead_dim = 512\n')
     wide = ["--model.name", "gemma3", "--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", LARGE, "--world", "4", *wide]) == 0
-    said = "heads of 512 are wider than 256, and their attention to all tokens was not measured"
-    assert said in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "attention of heads of 512 counts as the nearest of those measured, 64, 128, 256" in out
+    assert "attention to windows" not in out
+    narrow = tmp_path / "model/gemma3-narrow.toml"
+    narrow.write_text('extends = "gemma3-1B"\nwindow = 256\n')
+    assert main(["plan", LARGE, "--world", "4", *wide, "--model.flavor", "narrow"]) == 0
+    assert "attention to windows was measured in one of 512 tokens" in capsys.readouterr().out
 
 
 def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Float8
 from titanlite.errors import RecipeError, StrictError
+from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, Lowering, apply_float8
 from titanlite.float8.weight import Float8Weight, WeightShard, local_data
 from titanlite.models.llama3 import Llama3
@@ -115,6 +116,8 @@ def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeyp
     assert done.joined == (("layers.0.feed_forward",) if own else ())
     assert isinstance(model.output.weight.data, WeightShard) == own
     assert (model.output.matmul.unfused is None) == own
+    by_blocks = lowering == "block scaled" or (capability is None and name == "blockwise")  # there by definition
+    assert isinstance(model.output.matmul.function, BlockScaledFloat8) == by_blocks
 
 
 @pytest.mark.parametrize(("name", "is_error"), [("rowwise", True), ("mxfp8", False)])

@@ -85,6 +85,8 @@ def test_gemmas_window_runs_in_a_fused_kernel_forward_and_backward() -> None:
 
     square = functools.partial(masked, W)
     with sdpa_kernel(FUSED):
-        got = run(CausalAttention(W), torch.bfloat16)
-    for ours, theirs, truth in zip(got, run(square, torch.bfloat16), run(square, torch.float64), strict=True):
-        assert (ours - truth).norm() <= 2 * (theirs - truth).norm()
+        got, other = (run(CausalAttention(window), torch.bfloat16) for window in (W, W - 1))
+    theirs, truths = run(square, torch.bfloat16), run(square, torch.float64)
+    for ours, wrong, rounded, truth in zip(got, other, theirs, truths, strict=True):
+        bound = 2 * (rounded - truth).norm()
+        assert (ours - truth).norm() <= bound < (wrong - truth).norm()

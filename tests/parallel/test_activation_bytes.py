@@ -120,6 +120,7 @@ OTHERS = {
     "qwen3": ("qwen3", replace(SIZES, head_dim=24)),
     "gpt2": ("gpt2", replace(SIZES, n_kv_heads=H, rope_theta=0.0, max_seq_len=S)),
     "gemma3 local": ("gemma3", _GEMMA),
+    "gemma3 local, a head each": ("gemma3", replace(_GEMMA, n_kv_heads=H)),
     "gemma3 global": ("gemma3", replace(_GEMMA, global_every=1)),
 }
 SOME = {name: recipes.load("activation_checkpoint", name) for name in ("none", "every_second_matmul")}
@@ -188,6 +189,16 @@ OWN = {
 @pytest.mark.parametrize("own", OWN)
 def test_lists_of_ones_own(own, float8, mode):
     check(own, *measured(OWN[own], mode, float8, **(OF_BLOCKS if float8 == "blockwise" else {})))
+
+
+@pytest.mark.parametrize("matmul", ["output", "grad_weight"])
+def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
+    of = {"output": ("input", "weight"), "grad_weight": ("input", "grad_output")}[matmul]
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "blockwise"\n' + "".join(f'[{name}]\n{matmul} = "none"\n' for name in of))
+    for mode in MODES:
+        for own in (SOME["none"], OWN["statistics and casts"], OWN["one op of blocks"], OWN["one op"]):
+            check((mode, own), *measured(own, mode, str(mine), **OF_BLOCKS))
 
 
 @pytest.mark.parametrize("fused", [False, True])

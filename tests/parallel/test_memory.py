@@ -30,10 +30,16 @@ MEASURED = {
     ("8b", 4, "full"): 42.6,
     ("8b", 4, "balanced"): 80.6,
     ("8b", 4, "balanced", "--float8.recipe", "rowwise"): 80.5,
+    ("8b", 4, "none", "--float8.recipe", "rowwise"): 95.5,
+    ("8b", 4, "none", "--float8.recipe", "tensorwise"): 95.5,
+    ("8b", 4, "none", "--float8.recipe", "blockwise"): 103.8,
     ("8b", 4, "none"): 111.6,
     ("8b", 4, "none", TP, "4"): 60.0,
     ("8b", 4, "none", TP, "2"): 75.3,
+    ("8b", 4, "none", TP, "2", "--float8.recipe", "rowwise", "--parallelism.async_tensor_parallel"): 65.1,
     ("1b", 1, "none"): 45.5,
+    ("1b", 1, "none", "--float8.recipe", "rowwise"): 40.1,
+    ("1b", 1, "none", "--model.name", "gemma3"): 51.2,
 }
 
 
@@ -52,7 +58,7 @@ def peak(model: str, world: int, name: str, *flags: str) -> Memory:
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """All are within 0.4 %."""
+    """All are within 0.8 %."""
     assert peak(*case).total / GIB == pytest.approx(MEASURED[case], rel=0.015)
 
 
@@ -150,6 +156,7 @@ def by_row(function: Callable) -> Callable:
     [
         *((recipe, False, 256, compiled) for recipe in ("none", "rowwise", "tensorwise") for compiled in (True, False)),
         *((recipe, tied, 16, True) for recipe in ("none", "rowwise", "tensorwise") for tied in (False, True)),
+        *(("blockwise", tied, tokens, True) for tied, tokens in ((False, 256), (False, 128), (True, 128))),
     ],
 )
 def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, compiled: bool) -> None:

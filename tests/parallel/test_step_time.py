@@ -22,13 +22,15 @@ MEASURED = {
     ("8b", 4, "none", TP, "4", ASYNC): 9_290,
     ("8b", 4, "none", TP, "2"): 9_681,
     ("8b", 4, "none", TP, "2", ASYNC): 9_890,
-    ("8b", 4, "balanced", FLOAT8, "rowwise"): 14_528,
-    ("8b", 4, "none", FLOAT8, "rowwise"): 14_555,
-    ("8b", 4, "none", FLOAT8, "tensorwise"): 14_598,
-    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 12_448,
+    ("8b", 4, "balanced", FLOAT8, "rowwise"): 14_340,
+    ("8b", 4, "none", FLOAT8, "rowwise"): 14_581,
+    ("8b", 4, "none", FLOAT8, "tensorwise"): 14_435,
+    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 12_528,
     ("8b", 4, "none", FLOAT8, "tensorwise", TP, "2", ASYNC): 12_439,
     ("8b", 4, "none", FLOAT8, "rowwise", TP, "4", ASYNC): 11_471,
     ("1b", 1, "none"): 55_896,
+    ("1b", 1, "none", FLOAT8, "rowwise"): 65_780,
+    ("1b", 1, "none", FLOAT8, "tensorwise"): 64_573,
     ("1b", 1, "none", *QWEN3, "0.6B"): 70_887,
     ("1b", 1, "none", *QWEN3, "1.7B"): 38_897,
 }
@@ -47,10 +49,10 @@ def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeM
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """FSDP and plain TP; async TP is 1 to 12 % too fast, one GPU 6 %: nothing here waits, and kernels of a small
-    shape are as fast as of a large one. Rates were taken from three of these runs, docs/sharding_plan.md says which."""
+    """Async TP is 1 to 12 % too fast: nothing here waits. Narrower models than these are faster here than measured.
+    Rates were taken from four of the runs in docs/sharding_plan.md, which says which."""
     predicted, step = model(*case)
-    bound = 0.125 if ASYNC in case else 0.07 if case[1] == 1 else 0.031
+    bound = 0.125 if ASYNC in case else 0.04
     assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=bound)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def columns(*rows: Sequence[str]) -> str:
-    """Align rows: a column that has a number in it to the right, with whatever else it has, others to the left.
+    """Align rows: the first column to the left, others to the right if there is a number in them.
 
     Args:
         rows: of equal length; headings, if there are any, are the first.
@@ -13,7 +13,7 @@ def columns(*rows: Sequence[str]) -> str:
         A line for each.
     """
     aligned = []
-    for column in zip(*rows, strict=True):
-        width, has_number = max(map(len, column)), any(cell[:1].isdigit() for cell in column)
+    for i, column in enumerate(zip(*rows, strict=True)):
+        width, has_number = max(map(len, column)), i > 0 and any(cell[:1].isdigit() for cell in column)
         aligned.append([cell.rjust(width) if has_number else cell.ljust(width) for cell in column])
     return "".join(f"  {'  '.join(row)}".rstrip() + "\n" for row in zip(*aligned, strict=True))

@@ -9,7 +9,7 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.activation_bytes import block_prices, is_windowed
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit
@@ -87,9 +87,14 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     if time is None:
         return Forecast(save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
-    if sizes.head_width > (widest := max(rates.attention)):
-        heads = f"heads of {sizes.head_width} are wider than {widest}, and their attention to all tokens"
-        notes.append(f"{heads} was not measured: it counts as if it were as fast")
+    if sizes.head_width not in rates.attention:
+        measured = ", ".join(map(str, rates.attention))
+        notes.append(f"attention of heads of {sizes.head_width} counts as the nearest of those measured, {measured}")
+    windows = {window for window in sizes.windows if is_windowed(memory.layout, window)}
+    if windows - {rates.window}:
+        notes.append(
+            f"attention to windows was measured in one of {rates.window} tokens, of heads of 256, and counts so"
+        )
     if world > rates.host:
         hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"
         notes.append(f"{hosts}: FSDP's are counted as if inside one, so the step is the least that it can be")

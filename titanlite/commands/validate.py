@@ -21,6 +21,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.float8.scope import require_equal_shards
 from titanlite.parallel.activation_bytes import HEAD, block_prices, layout_of
 from titanlite.parallel.overrides import check_budget
+from titanlite.parallel.save_rules import require_layers
 
 T = TypeVar("T")
 
@@ -108,8 +109,11 @@ def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
     """Refuse a list that names layers which blocks do not have, or keeps attention alone, where blocks are known."""
-    layout, has_price = layout_of(config, sizes, float8), save_list.default == "recompute" or not save_list.rules
-    if has_price and not layout.unpriced:
+    layout = layout_of(config, sizes, float8)
+    if layout.unpriced:
+        return
+    require_layers(save_list, layout.block.layers)
+    if save_list.default == "recompute" or not save_list.rules:
         block_prices(sizes, layout, save_list)
 
 

@@ -69,11 +69,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
         of, of_weight = recipe.grad_output, recipe.weight
-        left, turned = _cast(grad, of.grad_input, of.grad_weight, of.dtype, recipe)
+        for_x, for_weight = ctx.needs_input_grad[:2]
+        wanted = of.grad_input if for_x else "none", of.grad_weight if for_weight else "none"
+        left, turned = _cast(grad, *wanted, of.dtype, recipe)
         d_x = d_weight = None
-        if ctx.needs_input_grad[0]:
+        if for_x:
             _, right = _cast(weight, "none", of_weight.grad_input, of_weight.dtype, recipe, grad)
             d_x = _multiply(left, right, grad.dtype)
-        if ctx.needs_input_grad[1]:
+        if for_weight:
             d_weight = _multiply(turned, x[0].t() if len(x) == 1 else Cast(*x), weight.dtype)
         return d_x, d_weight, None

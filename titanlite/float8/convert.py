@@ -129,7 +129,9 @@ class Float8Matmul:
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            self.function = BlockScaledFloat8(recipe) if is_by_blocks_of_128(recipe) else EmulatedFloat8(recipe, over)
+            multiplies = self.lowering.name == "block scaled" or device.type == "cpu"  # there by definition
+            by_blocks = multiplies and is_by_blocks_of_128(recipe)
+            self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -80,9 +80,15 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scale, unit = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
         return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), unit)
-    amax = x.abs().amax(-1, keepdim=True) if of == "row" else x.abs().amax()
-    scale, unit = _scale_of(amax if over is None else maximum(amax, over), to, rounding)
+    scale, unit = _scale_of(_amax(x, of, over), to, rounding)
     return Cast(cast_to(x, scale, to), unit)
+
+
+def _amax(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
+    """The greatest size of each row, [R, 1], or of all there is, [], here or on all ranks."""
+    if of == "row":
+        return x.abs().amax(-1, keepdim=True)
+    return x.abs().amax() if over is None else maximum(x.abs().amax(), over)
 
 
 def _scale_of(amax: Tensor, dtype: torch.dtype, rounding: str) -> tuple[Tensor, Tensor]:

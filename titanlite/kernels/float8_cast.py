@@ -192,6 +192,8 @@ def _cast_blocks_on_gpus(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from titanlite.kernels.device import float8_cast as device
 
+    if x.shape[0] % BLOCK or x.shape[1] % BLOCK:
+        raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")
     out = *_blocks_like(x, rows, dtype), *_blocks_like(x.t(), rows_turned, dtype)
     device.cast_blocks(x if x.stride(1) == 1 else x.contiguous(), *out, rows, rows_turned, pow2)
     return out

@@ -90,7 +90,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
     """Attention to a window of W < S tokens: pieces of W queries, each against itself and the piece before it.
 
     That is 2·S·W scores in the place of S². Pieces are heads, and the R = H / K heads that share keys and values are
-    rows of one, because with a mask not every fused kernel shares them. With K = 1 none of it moves a query.
+    rows of one, because with a mask not every fused kernel shares them. With K = 1, where W divides S, no query moves.
     """
     S, K, R = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
     if S % W:  # no token sees what comes after the last one

@@ -25,7 +25,7 @@ from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, Mo
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
-from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole, unknown_modules
+from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole, require_layers
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -83,10 +83,8 @@ class Layout:
         return self.float8.input.grad_weight != "none"
 
     def is_by_blocks(self, layer: str) -> bool:
-        """Whether a layer keeps its input cast by blocks, for the gradient of its weight."""
-        if self.float8 is None or layer not in self.converted or self.float8.input.grad_weight == "none":
-            return False
-        return is_by_blocks_of_128(self.float8)
+        """Whether a layer's operands are cast by blocks; GPUs without such products keep more."""
+        return self.float8 is not None and layer in self.converted and is_by_blocks_of_128(self.float8)
 
     def is_emulated(self, layer: str) -> bool:
         """Whether a layer's products are emulated on every device, in float32."""
@@ -240,7 +238,7 @@ class _Scores(NamedTuple):
     each: float
 
 
-def _is_windowed(layout: Layout, window: int) -> bool:
+def is_windowed(layout: Layout, window: int) -> bool:
     """Whether attention is computed in pieces of a window."""
     return 0 < window < layout.seq_len
 
@@ -248,7 +246,7 @@ def _is_windowed(layout: Layout, window: int) -> bool:
 def _scores(layout: Layout, window: int) -> list[_Scores]:
     """The operations of `models/layers.py`: causal attention, or pieces of W queries, all but the first of 2·W keys."""
     S = layout.seq_len
-    if not _is_windowed(layout, window):
+    if not is_windowed(layout, window):
         return [_Scores(S, S, S / 2)]
     others = math.ceil(S / window) - 1
     return [_Scores(window, window, window), _Scores(others * window, 2 * others * window, 2 * window)]
@@ -324,9 +322,7 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
         problem = Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep')
         raise RecipeError(describe("save-list", [problem]))
-    rules = enumerate(save_list.rules)
-    if problems := [p for i, rule in rules for p in unknown_modules(i, rule, layout.block.layers)]:
-        raise RecipeError(describe("save-list", problems))
+    require_layers(save_list, layout.block.layers)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []
     for active, window in zip(save_list.active(sizes.n_layers), sizes.windows, strict=True):
@@ -379,11 +375,12 @@ def _attention_inside(sizes: ModelRecipe, layout: Layout, window: int) -> int:
     M, S, t, e = layout.tokens, layout.seq_len, layout.tensor_parallel, layout.itemsize
     H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
     qkv = e * M * (H + 2 * K) * E // t
-    if not _is_windowed(layout, window):  # v is a part of it, and q and k once rotated are not
+    if not is_windowed(layout, window):  # v is a part of it, and q and k once rotated are not
         return qkv + (e * M * (H + K) * E // t if layout.block.is_rotary else 0)
     # Keys and values are copied together for the others, and the first reads a part of that.
     first, others = _scores(layout, window)
-    operands = M // S * ((first.queries + others.queries) * H + 2 * others.keys * K) * E // t
+    queries = first.queries + others.queries * (2 if H == K else 1)  # the first piece is then a view of all of them
+    operands = M // S * (queries * H + 2 * others.keys * K) * E // t
     masks = 3 * window * window * H // K  # [R·W, W] and [R·W, 2·W]
     return e * (operands + masks) + (qkv if layout.compiled else 0)  # for its norms, of which eager mode keeps copies
 
@@ -393,10 +390,12 @@ def _kept_input(layer: str, K: int, layout: Layout, window: int) -> int:
     _, wo, _, w2 = layout.block.layers
     if _is_kept_cast(layer, layout):
         return layout.tokens * K + _units(layout.tokens, layout)
-    if layout.float8 is not None and layout.is_by_blocks(layer):
-        return _in_blocks(layout.tokens, K, layout.float8.input.grad_weight)
-    if (layer == wo and not _is_windowed(layout, window)) or (layer == w2 and layout.is_joined(w2)):
-        return 0  # attention's own output, if that is in one piece; made anew of what w13 has made
+    is_attentions = layer == wo and not is_windowed(layout, window)  # output, and in one piece
+    if layout.float8 is not None and layout.is_by_blocks(layer) and layout.float8.input.grad_weight != "none":
+        is_cast_later = layout.compiled and is_attentions and not layout.is_float8(layer)  # forward has no use for it
+        return 0 if is_cast_later else in_blocks(layout.tokens, K, layout.float8.input.grad_weight)
+    if is_attentions or (layer == w2 and layout.is_joined(w2)):
+        return 0  # kept anyway; made anew of what w13 has made
     if layout.compiled and layout.casts_anew(layer):
         return 0  # what it is cast of is elementwise
     return layout.itemsize * layout.tokens * K
@@ -411,7 +410,7 @@ def _is_kept_cast(layer: str, layout: Layout) -> bool:
     return is_cast_from_bytes(layout.float8, parallel=layout.is_fused(layer) and scatters)
 
 
-def _in_blocks(R: int, C: int, of: Granularity) -> int:
+def in_blocks(R: int, C: int, of: Granularity) -> int:
     """Bytes of a matrix [R, C] in float8 by blocks, and of their units."""
     if of == "none":
         return 0
@@ -469,8 +468,8 @@ def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
     """[M, K] @ [K, N]; operands in float8 have a byte an element."""
     M, e = layout.tokens, layout.itemsize
     operand = 1 if layout.is_float8(layer) else e
-    own = _BLOCK_MATMUL if layout.is_by_blocks(layer) else _SCALED_MATMUL
-    op = own if layout.is_own(layer) or layout.is_by_blocks(layer) else _MATMUL
+    own = _BLOCK_MATMUL if layout.is_by_blocks(layer) and layout.is_float8(layer) else _MATMUL
+    op = _SCALED_MATMUL if layout.is_own(layer) else own
     result = 4 if layout.is_emulated(layer) else e
     return Activation(op, layer, result * M * N, 2 * M * K * N, operand * (M * K + K * N) + e * M * N)
 
@@ -478,15 +477,16 @@ def _matmul(layer: str, K: int, N: int, layout: Layout) -> Activation:
 def _operands(layer: str, M: int, K: int, layout: Layout) -> list[Activation]:
     """Of a layer's input [M, K] in float8: its maxima and its cast."""
     e, float8 = layout.itemsize, layout.float8
+    if float8 is not None and layout.is_by_blocks(layer):  # along its rows and those of its transpose, of one reading
+        straight, turned = in_blocks(M, K, float8.input.output), in_blocks(M, K, float8.input.grad_weight)
+        both = straight + turned
+        cast = Activation(_CAST_BLOCKS, layer, both, M * K, both + e * M * K, for_product=straight)
+        return [cast] if both else []
     if float8 is None or not layout.is_float8(layer):
         return []
     if layer == layout.block.layers[-1] and layout.is_joined(layer):  # gate and cast in one, of [M, 2K]
         return [Activation(_SWIGLU_CAST, layer, M * K + _units(M, layout), M * K, (2 * e + 1) * M * K)]
     of = float8.input.output
-    if layout.is_by_blocks(layer):  # along its rows and along those of its transpose, of one reading
-        straight, turned = _in_blocks(M, K, of), _in_blocks(M, K, float8.input.grad_weight)
-        both = straight + turned
-        return [Activation(_CAST_BLOCKS, layer, both, M * K, both + e * M * K, for_product=straight)]
     op = _MAX if of == "tensor" and not layout.is_own(layer) else _AMAX
     rows, columns = (M, K) if of == "tensor" else BLOCKS.get(of, (1, K))
     maxima = [Activation(op, layer, e * (M // rows) * (K // columns), M * K, e * M * K)]
@@ -503,9 +503,11 @@ def _is_used(activation: Activation, kept: set[tuple[str, str]], layout: Layout)
         return False
     if op in _PLAIN:
         return (_SCATTER, layer) not in kept
-    if op == _CAST_BLOCKS:
+    if op == _CAST_BLOCKS and not layout.is_float8(layer):
+        return False  # forward has no use for it, so that a compiler casts in backward
+    if op == _CAST_BLOCKS and activation.bytes > activation.for_product:
         return True
-    if op in (_AMAX, _MAX, _MAX_OF_RANKS, _CAST, _SWIGLU_CAST):
+    if op in (_AMAX, _MAX, _MAX_OF_RANKS, _CAST, _CAST_BLOCKS, _SWIGLU_CAST):
         is_gathered = layer in (wqkv, w13) and layout.is_fused(layer)  # what is kept is what was gathered
         if _is_kept_cast(layer, layout) and not is_gathered:
             return True

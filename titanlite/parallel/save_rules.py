@@ -192,6 +192,21 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
 
 
+def require_layers(save_list: SaveList, layers: Sequence[str]) -> None:
+    """Refuse a list that names modules which are no linear layers of a block.
+
+    Args:
+        save_list: the list.
+        layers: dotted names of the block's linear layers.
+
+    Raises:
+        RecipeError: it does.
+    """
+    rules = enumerate(save_list.rules)
+    if problems := [problem for i, rule in rules for problem in unknown_modules(i, rule, layers)]:
+        raise RecipeError(describe("save-list", problems))
+
+
 def unknown_modules(i: int, rule: SaveRule, layers: Sequence[str]) -> list[Problem]:
     """Say which modules of a rule are no linear layers of a block, though they must be.
 

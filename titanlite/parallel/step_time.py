@@ -12,11 +12,10 @@
                      than its compute
     optimizer        AdamW with clipping, once a step
 
-A dozen rates, no simulation: kernels are as fast in a small shape as in a large one, and nothing waits for the host.
+Rates, no simulation: kernels are as fast in a small shape as in a large one, and nothing waits for the host.
 Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ import tomli
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
-from titanlite.parallel.activation_bytes import HEAD, Activation, BlockPrice, Layout, activations
+from titanlite.parallel.activation_bytes import HEAD, Activation, BlockPrice, Layout, activations, is_windowed
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.save_rules import CLASSES, FUSED
@@ -45,6 +44,7 @@ class Rates:
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
         attention: TFLOP/s of forward and backward, by the width of a head.
         attention_pieces: TFLOP/s of both, in pieces of a window.
+        window: tokens of that.
         memory: GB/s of elementwise work.
         optimizer: GB/s.
         tensor_parallel: GB/s that a rank receives of tokens.
@@ -60,6 +60,7 @@ class Rates:
     float8_split: float
     attention: Mapping[int, tuple[float, float]]
     attention_pieces: float
+    window: int
     memory: float
     optimizer: float
     tensor_parallel: float
@@ -195,7 +196,7 @@ class StepTimeModel:
 
     def _attention_rates(self, window: int) -> tuple[float, float]:
         """TFLOP/s of forward and backward in a block with that window."""
-        if 0 < window < self.layout.seq_len:
+        if is_windowed(self.layout, window):
             return self.rates.attention_pieces, self.rates.attention_pieces
         return self.rates.attention_of(self.memory.sizes.head_width)
 
@@ -315,8 +316,7 @@ def unrated(config: Config, sizes: ModelRecipe, layout: Layout) -> Problem | Non
     aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
     if sizes.vocab_size % aligned:
         want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
-        fix = f"vocab_size = {math.ceil(sizes.vocab_size / 64) * 64}"
-        return Problem("model.vocab_size", str(sizes.vocab_size), want, fix)
+        return Problem("model.vocab_size", str(sizes.vocab_size), want, "titanlite validate names one")
     if config.training.mixed_precision_param != "bfloat16":
         want = "bfloat16: there are no rates of another"
         return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")
