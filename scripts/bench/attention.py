@@ -1,4 +1,4 @@
-"""Speed of torch's attention kernels at the shapes of Llama-3 8B and 1B: python scripts/bench/attention.py
+"""Speed of torch's attention kernels at the shapes of Llama-3 8B and 1B and Gemma 3: python scripts/bench/attention.py
 
 Forward and backward of one layer, causal, bf16, grouped-query; TFLOP/s count causal work only. Decides the order in
 `titanlite/training/build.py::fastest_attention`.
@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-SHAPES = {"8B": (2, 8192, 32, 8, 128), "8B, tensor parallel 4": (2, 8192, 8, 2, 128), "1B": (2, 8192, 32, 8, 64)}
+SHAPES = {
+    "8B": (2, 8192, 32, 8, 128),
+    "8B, tensor parallel 4": (2, 8192, 8, 2, 128),
+    "1B": (2, 8192, 32, 8, 64),
+    "Gemma 3 1B": (2, 8192, 4, 1, 256),
+}
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
