@@ -7,4 +7,4 @@ cd "$(dirname "$0")/.."
 
 python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py dev)
 # A test has up to four processes, and most wait for each other; the tests of one file may share what one has made.
-exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n 2 --dist loadfile "$@"

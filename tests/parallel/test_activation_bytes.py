@@ -126,13 +126,14 @@ OTHERS = {
 SOME = {name: recipes.load("activation_checkpoint", name) for name in ("none", "every_second_matmul")}
 
 
-@pytest.mark.parametrize("own", [*SOME, "statistics and casts"])
-@pytest.mark.parametrize("float8", [None, "rowwise"])
+@pytest.mark.parametrize(
+    ("own", "float8"), [*((own, None) for own in (*SOME, "statistics and casts")), ("none", "rowwise")]
+)
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_architectures(other, float8, own):
-    """Compiled in float8 only without a list, where that differs most."""
+    """In float8 only without a list, where that differs most."""
     name, sizes = OTHERS[other]
-    for mode in MODES if float8 is None or own == "none" else ["eager"]:
+    for mode in MODES:
         check(mode, *measured((SOME | OWN)[own], mode, float8, sizes=sizes, architecture=name))
 
 
@@ -184,9 +185,19 @@ OWN = {
 }
 
 
+BY_TORCHAO, BY_BLOCKS = "rowwise_with_gw_hp", "blockwise"
+ONE_OP = ("one op", "one op of float8", "one op of blocks")
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("float8", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
-@pytest.mark.parametrize("own", OWN)
+@pytest.mark.parametrize(
+    ("own", "float8"),
+    [
+        *((own, float8) for own in OWN if own not in ONE_OP for float8 in (*FLOAT8[1:], BY_TORCHAO, BY_BLOCKS)),
+        *((own, float8) for own in ("one op", "one op of float8") for float8 in (*FLOAT8[1:], BY_TORCHAO)),
+        ("one op of blocks", BY_BLOCKS),
+    ],
+)
 def test_lists_of_ones_own(own, float8, mode):
     check(own, *measured(OWN[own], mode, float8, **(OF_BLOCKS if float8 == "blockwise" else {})))
 
@@ -197,7 +208,7 @@ def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "blockwise"\n' + "".join(f'[{name}]\n{matmul} = "none"\n' for name in of))
     for mode in MODES:
-        for own in (SOME["none"], OWN["statistics and casts"], OWN["one op of blocks"], OWN["one op"]):
+        for own in (SOME["none"], OWN["statistics and casts"], OWN["one op of blocks"]):
             check((mode, own), *measured(own, mode, str(mine), **OF_BLOCKS))
 
 

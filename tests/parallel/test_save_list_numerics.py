@@ -74,15 +74,16 @@ def run(
     return [out, *(t.grad for t in (x, *block.parameters()) if t.grad is not None)], seen
 
 
-@cache
-def kept(float8: str | None, device: str) -> list[Tensor]:
-    return run("none", float8, device=device)[0]
+@pytest.fixture(scope="module")
+def kept() -> Callable[[str | None, str], list[Tensor]]:
+    """What is computed where everything is kept."""
+    return cache(lambda float8, device: run("none", float8, device=device)[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("float8", [None, "tensorwise", "rowwise"])
 @pytest.mark.parametrize("name", [name for name in LISTS if name != "none"])
-def test_eager_is_bitwise_equal(name, float8, device):
+def test_eager_is_bitwise_equal(name, float8, device, kept):
     for got, truth in zip(run(name, float8, device=device)[0], kept(float8, device), strict=True):
         assert torch.equal(got, truth)
 
@@ -114,7 +115,7 @@ def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_pat
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["none", "full", "attention", "matmuls", "every_second_matmul"])
-def test_compiled_rounds_no_more_than_each_operation_once(name, device):
+def test_compiled_rounds_no_more_than_each_operation_once(name, device, kept):
     got, seen = run(name, None, partial(nn.Module.compile, fullgraph=True, dynamic=False), device=device)
     for mine, truth in zip(got, kept(None, device), strict=True):
         difference = (mine.float() - truth.float()).norm()
