@@ -1,9 +1,16 @@
 """One thread per process: ranks are forked after `import torch`, and a thread pool does not survive a fork."""
 
+import gc
+
 import pytest
 import torch
+import torch.fx
 
 torch.set_num_threads(1)
+# Half of a test's time would go to these two, where graphs are traced: who called, and what of torch's may be collected.
+torch.fx.config.do_not_emit_stack_traces = True  # type: ignore[attr-defined]
+gc.freeze()
+gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

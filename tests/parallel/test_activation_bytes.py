@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
-from tests.ranks import run_ranks
+from tests.ranks import alone_of
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
@@ -92,24 +92,14 @@ def test_shipped_lists_with_scales_by_block(name, float8, mode):
     check(name, *measured(recipes.load("activation_checkpoint", name), mode, float8, **OF_BLOCKS))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("float8", FLOAT8)
-def test_shipped_lists_under_tensor_parallelism(float8, tmp_path):
-    def body() -> None:
+def test_shipped_lists_under_tensor_parallelism(float8, fused):
+    with alone_of(2):
         for name in LISTS:
             for mode in MODES if float8 is None or name in FEW else ["eager"]:
-                check((name, mode), *measured(recipes.load("activation_checkpoint", name), mode, float8))
-
-    run_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize("float8", FLOAT8)
-def test_shipped_lists_with_fused_collectives(float8, tmp_path):
-    def body() -> None:
-        for name in LISTS:
-            for mode in MODES if float8 is None or name in FEW else ["eager"]:
-                check((name, mode), *measured(recipes.load("activation_checkpoint", name), mode, float8, fused=True))
-
-    run_ranks(body, tmp_path)
+                chosen = recipes.load("activation_checkpoint", name)
+                check((name, mode), *measured(chosen, mode, float8, fused=fused))
 
 
 # Heads are wider than D / H, or have no groups; the window does not divide the sequence.
@@ -136,16 +126,13 @@ def test_other_architectures(other, float8, own):
 
 
 @pytest.mark.parametrize("other", ["qwen3", "gpt2", "gemma3 local"])
-def test_other_architectures_under_tensor_parallelism(other, tmp_path):
+def test_other_architectures_under_tensor_parallelism(other):
     name, sizes = OTHERS[other]
-
-    def body() -> None:
+    with alone_of(2):
         for own, fused in (("none", False), ("none", True), ("every_second_matmul", False)):
             for mode in MODES if own == "none" else ["eager"]:
                 found = measured(SOME[own], mode, fused=fused, sizes=sizes, architecture=name)
                 check((own, mode, fused), *found)
-
-    run_ranks(body, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -212,13 +199,10 @@ def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
-def test_casts_under_tensor_parallelism(float8, fused, tmp_path):
-    def body() -> None:
+def test_casts_under_tensor_parallelism(float8, fused):
+    with alone_of(2):
         for mode in MODES:
-            chosen = OWN["casts and what is multiplied"]
-            check(mode, *measured(chosen, mode, float8, fused=fused))
-
-    run_ranks(body, tmp_path)
+            check(mode, *measured(OWN["casts and what is multiplied"], mode, float8, fused=fused))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -227,8 +211,7 @@ def test_maxima_of_all_ranks(fused, tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "tensorwise"\nreduce_amax = true\n')
     none = recipes.load("activation_checkpoint", "none")
-
-    def body() -> None:
+    with alone_of(2):
         for mode in MODES:
             check(mode, *measured(none, mode, str(mine), fused=fused))
         for chosen, again in ((OWN["statistics and casts"], 0), (recipes.load("activation_checkpoint", "full"), 1)):
@@ -236,8 +219,6 @@ def test_maxima_of_all_ranks(fused, tmp_path):
                 check(again, *measured(chosen, "eager", str(mine), fused=fused))
             n = len(LAYERS) if fused else len(LAYERS) // 2  # of inputs, and as many of gradients
             assert seen.counts["all_reduce"] == (2 + again) * n
-
-    run_ranks(body, tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)

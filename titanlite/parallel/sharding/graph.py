@@ -4,8 +4,9 @@ Two rewrites make every later step simpler: a linear layer with a bias becomes a
 only be added once partial sums are reduced; and tied parameters become one tensor.
 """
 
+import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,8 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     Returns:
         Its graph.
     """
-    program = torch.export.export(model, tuple(inputs), strict=False)
+    with _without_stack_traces():
+        program = torch.export.export(model, tuple(inputs), strict=False)
     graph, signature = program.graph_module.graph, program.graph_signature
     constants = signature.inputs_to_lifted_tensor_constants
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **constants}
@@ -115,6 +117,18 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     return Graph(
         graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
     )
+
+
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Nobody reads where each node came from, and finding out is a third of an export; torch 2.11 still does."""
+    config: Any = torch.fx.config
+    before = getattr(config, "do_not_emit_stack_traces", False)
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def value(node: Node) -> Tensor:
