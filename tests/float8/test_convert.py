@@ -151,7 +151,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def in_bfloat16(tmp_path_factory):
     world, flags = LAYOUTS["one process"]
-    return train(tmp_path_factory.mktemp("bfloat16"), world, [*FLOAT8, "none", *flags], steps=8)
+    return train(tmp_path_factory.mktemp("bfloat16"), world, [*FLOAT8, "none", *flags], steps=5)
 
 
 def all_converted(run: Run) -> None:
@@ -171,7 +171,7 @@ def test_trains_as_bfloat16_does(layout, recipe, in_bfloat16, tmp_path):
     (tmp_path / "float8").mkdir()
     (tmp_path / "float8" / "ones_own.toml").write_text('extends = "blockwise"\nscale_rounding = "pow2_floor"\n')
     flags = [*FLOAT8, recipe, *flags, "--job.recipe_dirs", str(tmp_path)]
-    got = train(tmp_path, world, flags, steps=8, change=all_converted)
+    got = train(tmp_path, world, flags, steps=5, change=all_converted)
     difference = (got.losses - in_bfloat16.losses).abs() / in_bfloat16.losses
     assert difference.max() <= 5e-3
     assert difference.max() > 1e-6  # else it was not float8

@@ -456,7 +456,8 @@ def rolled(x: Tensor, dim: int) -> Tensor:
 
 def check_cases(cases: Sequence[Case], world: int) -> None:
     """Check cases on CPUs, in every group of a world of so many; by each of its ranks."""
-    runs = [(case, name, group) for case in cases for name, group in groups(world).items()]
+    own = groups(world)
+    runs = [(case, name, group) for case in cases for name, group in own.items()]
     problems = [f"{c.id}, {name}: {text}" for c, name, group in runs for text in check_case(c, "cpu", group)]
     assert not problems, "\n".join(problems)
 

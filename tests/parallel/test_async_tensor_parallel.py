@@ -61,6 +61,7 @@ SIZES = {
     ),
 }
 S = {"cpu": 16, "cuda": 256}
+LAYERS, MICRO_BATCHES = 3, 2
 BACKEND = "aot_eager_decomp_partition"  # inductor's graphs, without its code generation
 
 GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
@@ -145,6 +146,13 @@ class Ran(NamedTuple):
 def plan_of(device: str, sizes: ModelRecipe, ranks: int) -> dict[str, LayerPlan]:
     with torch.device("meta"):
         return plan_layers(Llama3(sizes, S[device]), 2 * S[device], ranks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _planned() -> None:
+    """Before the fork, once for all ranks."""
+    for n_layers in (1, LAYERS):
+        plan_of("cpu", dataclasses.replace(SIZES["cpu"], n_layers=n_layers), 2)
 
 
 def assembled(mesh: DeviceMesh, fused: bool, sizes: ModelRecipe, save_list: SaveList, biased: bool = False) -> Llama3:
@@ -298,9 +306,6 @@ def test_block_compiled_to_machine_code(tmp_path):
         check_block(tensor_parallel_mesh(), case, FORWARD[1:3], allowed(case.dtype, pairs=8))
 
     run_ranks(body, tmp_path, timeout_s=120)
-
-
-LAYERS, MICRO_BATCHES = 3, 2
 
 
 def accumulate(mesh: DeviceMesh, fused: bool, dtype: torch.dtype, save_list: SaveList, between: Callable) -> Ran:

@@ -44,6 +44,7 @@ SMALL = {
     "model.ffn_dim": 256,
     "training.steps": 20,
     "training.seq_len": 64,
+    "training.local_batch_size": 2,
     "training.global_batch_size": 4,
     "training.mixed_precision_param": "float32",
     "optimizer.lr": 2e-3,

@@ -43,6 +43,7 @@ def everything(desk: Desk) -> Ended:
         "--float8.recipe=rowwise",
         "--activation_checkpoint.recipe=balanced",
         "--training.mixed_precision_param=bfloat16",
+        "--training.local_batch_size=1",
         "--training.steps=2",
         "--lr_scheduler.warmup_steps=1",
     )
