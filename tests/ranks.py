@@ -31,9 +31,7 @@ def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_
     folder = folder / f"ranks-{time.monotonic_ns()}"
     folder.mkdir(parents=True)
     logs = [folder / f"rank{r}.log" for r in range(world)]
-    gc.freeze()  # ranks do not collect, and so do not copy, what there was before them
     pids = [_fork(body, r, world, folder / "store", logs[r]) for r in range(world)]
-    gc.unfreeze()
     deadline, left = time.monotonic() + timeout_s, dict(enumerate(pids))
     ended: dict[int, str] = {}
     while left:
@@ -61,6 +59,7 @@ def _fork(body: Callable[[], object], rank: int, world: int, store: Path, log: P
         pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # what there was before is not looked through, and so not copied
     try:
         fd = os.open(log, os.O_CREAT | os.O_WRONLY)
         os.dup2(fd, 1)

@@ -162,13 +162,11 @@ def tables(model: Any) -> tuple[Tensor, ...]:
 def held_eager(model: Any, x: Tensor) -> Held:
     """Run forward and backward of the first block."""
     block = model.layers[0]
-    gc.freeze()  # what there was before is not collected, which would take longer than the block
     with _Storages() as storages:
         given = x * 1
         out = block(given, *tables(model))
         del given
     gc.collect()
-    gc.unfreeze()
     apart = {t.untyped_storage()._cdata for t in (*_plain(*block.parameters()), *tables(model), out)}
     alive = {key: size for key, (ref, size) in storages.made.items() if not ref.expired() and key not in apart}
     with _Matmuls() as matmuls:

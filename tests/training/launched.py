@@ -5,6 +5,7 @@ What depends on the launcher itself uses `torchrun`.
 """
 
 import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -239,6 +240,7 @@ def _fork(rank: int, world: int, port: int, argv: list[str], log: Path, plant: C
         pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # what there was before is not looked through, and so not copied
     try:
         fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(fd, 1)

@@ -17,7 +17,7 @@ LAYOUTS = {
     "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
     "local batch 2": (2, ("--training.local_batch_size=2",)),
 }
-FLAGS = ("--validation.enable=true", "--validation.freq=4", "--job.stop_after=4")
+FLAGS = ("--training.local_batch_size=1", "--validation.enable=true", "--validation.freq=4", "--job.stop_after=4")
 
 
 @pytest.fixture(scope="module")
