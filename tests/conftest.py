@@ -4,11 +4,11 @@ import gc
 
 import pytest
 import torch
-import torch.fx
+import torch.fx.config
 
 torch.set_num_threads(1)
 # Where graphs are traced, a third of the time would go to who called, and to what of torch's may be collected.
-torch.fx.config.do_not_emit_stack_traces = True  # type: ignore[attr-defined]
+torch.fx.config.do_not_emit_stack_traces = True
 gc.set_threshold(50_000, 20, 100)
 
 

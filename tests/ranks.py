@@ -4,7 +4,6 @@ Forking costs a tenth of a second where a fresh interpreter costs six. It is saf
 which conftest.py ensures.
 """
 
-import contextlib
 import datetime
 import faulthandler
 import gc
@@ -14,12 +13,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 import torch.distributed.tensor  # noqa: F401  # every rank would import it, and sympy, for itself: two seconds
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_s: float = 60) -> list[str]:
@@ -80,16 +78,3 @@ def _fork(body: Callable[[], object], rank: int, world: int, store: Path, log: P
     except BaseException:
         os.write(2, traceback.format_exc().encode())
         os._exit(1)
-
-
-@contextlib.contextmanager
-def alone_of(world: int) -> Iterator[None]:
-    """This process as rank 0 of `world` whose others are not there: collectives return, and have moved nothing.
-
-    For what depends on shapes alone, at the price of one process.
-    """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()

@@ -116,6 +116,16 @@ def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, capsys: pytest.Cap
     assert "no time: float8.recipe" in out
 
 
+def test_blocks_that_do_not_compute_alike_have_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", LARGE, "--world", "4", "--float8.recipe", "rowwise", "--float8.filter_fqns"]
+    assert main([*flags, "output"]) == 0
+    assert "no memory" not in capsys.readouterr().out
+    for filtered in ("layers.0.", "layers.31.attention"):
+        assert main([*flags, filtered]) == 0
+        assert f'no memory and no time: float8.filter_fqns = ["{filtered}"]' in capsys.readouterr().out
+    assert main([*flags, "layers.0.", "--device-gib", "100"]) == 2
+
+
 def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     wide = ["--model.n_heads", "16", "--model.n_kv_heads", "16", "--model.ffn_dim", "2048"]

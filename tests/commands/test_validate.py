@@ -251,6 +251,8 @@ def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[
     assert main([*argv, "rowwise"]) == 2
     assert "the 6 shards of FSDP; attention.wo has 4096, and so for 3 layers" in capsys.readouterr().err
     assert main([*argv, "rowwise_with_gw_hp"]) == 0
+    assert main([*argv, "rowwise", "--float8.filter_fqns", "output", "layers.0."]) == 2  # others are gathered
+    assert "attention.wo has 4096" in capsys.readouterr().err
     argv[3] = "512"  # which divide the rows of blocks
     assert main([*argv, "rowwise"]) == 0
     assert main([*argv, "rowwise", "--float8.filter_fqns"]) == 2

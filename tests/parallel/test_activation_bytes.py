@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
-from tests.ranks import alone_of
 from titanlite import recipes
+from titanlite.commands.fused_pairs import ranks_that_move_nothing
 from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Model
@@ -95,7 +95,7 @@ def test_shipped_lists_with_scales_by_block(name, float8, mode):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("float8", FLOAT8)
 def test_shipped_lists_under_tensor_parallelism(float8, fused):
-    with alone_of(2):
+    with ranks_that_move_nothing(2):
         for name in LISTS:
             for mode in MODES if not fused or name in FEW else ["eager"]:
                 chosen = recipes.load("activation_checkpoint", name)
@@ -128,7 +128,7 @@ def test_other_architectures(other, float8, own):
 @pytest.mark.parametrize("other", ["qwen3", "gpt2", "gemma3 local"])
 def test_other_architectures_under_tensor_parallelism(other):
     name, sizes = OTHERS[other]
-    with alone_of(2):
+    with ranks_that_move_nothing(2):
         for own, fused in (("none", False), ("none", True), ("every_second_matmul", False)):
             for mode in MODES if own == "none" else ["eager"]:
                 found = measured(SOME[own], mode, fused=fused, sizes=sizes, architecture=name)
@@ -200,7 +200,7 @@ def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
 def test_casts_under_tensor_parallelism(float8, fused):
-    with alone_of(2):
+    with ranks_that_move_nothing(2):
         for mode in MODES:
             check(mode, *measured(OWN["casts and what is multiplied"], mode, float8, fused=fused))
 
@@ -211,7 +211,7 @@ def test_maxima_of_all_ranks(fused, tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "tensorwise"\nreduce_amax = true\n')
     none = recipes.load("activation_checkpoint", "none")
-    with alone_of(2):
+    with ranks_that_move_nothing(2):
         for mode in MODES:
             check(mode, *measured(none, mode, str(mine), fused=fused))
         for chosen, again in ((OWN["statistics and casts"], 0), (recipes.load("activation_checkpoint", "full"), 1)):

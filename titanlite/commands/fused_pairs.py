@@ -94,7 +94,7 @@ def _split(checked: CheckedRun, shards: int) -> Iterator[tuple[nn.Module, tuple[
     """The model of a run as a rank has it, on the meta device and in its arithmetic; and the maxima that it reduces."""
     config, degree = checked.config, checked.config.parallelism.tensor_parallel_degree
     tokens = config.training.local_batch_size * config.training.seq_len
-    with _ranks_that_move_nothing(degree) as group, torch.device("meta"):
+    with ranks_that_move_nothing(degree) as group, torch.device("meta"):
         model = model_class(config.model)(checked.dimensions, config.training.seq_len)
         for parameter in model.parameters():  # as a step computes with them
             parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
@@ -109,8 +109,12 @@ def _split(checked: CheckedRun, shards: int) -> Iterator[tuple[nn.Module, tuple[
 
 
 @contextmanager
-def _ranks_that_move_nothing(size: int) -> Iterator[Group]:
-    """A process group of torch's own, of which this process is rank 0 and the only one."""
+def ranks_that_move_nothing(size: int) -> Iterator[Group]:
+    """A process group of torch's own, of which this process is rank 0 and the only one.
+
+    Args:
+        size: ranks. Collectives return at once, with the shapes that they should have.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)

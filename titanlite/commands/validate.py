@@ -120,7 +120,7 @@ def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
     """Refuse shards that FSDP cannot gather in float8, where the weights of blocks are known."""
     layout = layout_of(config, sizes, float8)
-    if layout.unpriced or float8.fsdp_all_gather != "float8":
+    if architecture(config.model) is None or float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
     rows = {name: shape[0] for name, shape in layout.block.weights(sizes, t).items() if layout.is_own(name)}

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titanlite.config.architectures import Block, architecture, unpriced
+from titanlite.config.build import show
 from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
@@ -52,9 +53,9 @@ class Layout:
         compiled: whether blocks are compiled.
         fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
         float8: the arithmetic of the layers in `converted`.
-        converted: linear layers of a block that compute in float8, and `HEAD` if it does.
+        converted: linear layers that compute in float8, of one block at least, and `HEAD` if it does.
         block: what blocks are made of.
-        unpriced: why they have no price, or None; then `block` is not theirs.
+        unpriced: why blocks have no price, or None: `block` is not theirs, or they do not compute alike.
     """
 
     tokens: int
@@ -128,14 +129,23 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
     tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
     known = architecture(config.model)
     block = known.block if known else Block()
-    # A filter that names single blocks, as "layers.3.", is not seen: all blocks are priced alike.
-    converted = tuple(
-        name
-        for name, shape in block.weights(sizes, t).items()
-        if float8 and left_alone(f"layers.0.{name}", shape, tokens, float8, config.float8.filter_fqns) is None
-    )
+    filtered = config.float8.filter_fqns
+    by_block = {
+        tuple(
+            name
+            for name, shape in block.weights(sizes, t).items()
+            if float8 and left_alone(f"layers.{n}.{name}", shape, tokens, float8, filtered) is None
+        )
+        for n in range(sizes.n_layers)
+    }
+    converted = tuple(name for name in block.layers if any(name in names for names in by_block))
+    no_price = unpriced(config.model)
+    if len(by_block) > 1:
+        want = "the same layers of every block, for a prediction: formulas are of blocks that compute alike"
+        fix = "train a few steps and read memory_gib"
+        no_price = no_price or Problem("float8.filter_fqns", show(filtered), want, fix)
     head = sizes.vocab_size // t, sizes.dim
-    if float8 and left_alone(HEAD, head, tokens, float8, config.float8.filter_fqns) is None:
+    if float8 and left_alone(HEAD, head, tokens, float8, filtered) is None:
         converted += (HEAD,)
     return Layout(
         tokens=tokens,
@@ -147,7 +157,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         float8=float8,
         converted=converted,
         block=block,
-        unpriced=unpriced(config.model),
+        unpriced=no_price,
     )
 
 

@@ -104,7 +104,7 @@ def explanation(
     except RecipeError:
         reason, fix = "for what the save-list keeps without naming it has no price", "a save-list with one"
         if unpriced := model.layout.unpriced:
-            reason = f"for its formulas are not those of {unpriced.saw}"
+            reason = f"with {unpriced.where} = {unpriced.saw}"
             fix = "--training.local_batch_size 1, or a save-list that keeps less"
         lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
         return "\n".join(lines)

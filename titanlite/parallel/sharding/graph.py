@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.fx.config
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
