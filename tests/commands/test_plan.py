@@ -186,6 +186,10 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "memory of a rank" in out
     assert "time of a step" not in out
     assert "no time: training.mixed_precision_param = float32" in out
+    odd = tmp_path / "odd.toml"
+    odd.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.cat.default"\naction = "save"\n')
+    assert main(["plan", DEBUG, "--world", "2", "--activation_checkpoint.recipe", str(odd)]) == 0
+    assert "no price is known of aten.cat.default" in capsys.readouterr().out
     file, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
     file.write_text(inspect.getsource(llama3))
     sizes.parent.mkdir()

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices, is_windowed
+from titanlite.parallel.activation_bytes import Layout, block_prices, is_windowed, price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit
+from titanlite.parallel.save_rules import BLOCK, CLASSES, is_whole
 from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
 
 
@@ -84,6 +85,8 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         )
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
+    if ops := _unpriced_ops(sizes, memory.layout, save_list):
+        notes.append(f"no price is known of {', '.join(ops)}: what the save-list keeps of them is not counted")
     if time is None:
         return Forecast(save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
@@ -99,6 +102,19 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"
         notes.append(f"{hosts}: FSDP's are counted as if inside one, so the step is the least that it can be")
     return Forecast(save_list, peak, step, time.tokens_per_second(step), rates.device, tuple(notes))
+
+
+def _unpriced_ops(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[str]:
+    """Operations that a save-list keeps by name, and that no formula is about."""
+    seen = {
+        i
+        for active, window in set(zip(save_list.active(sizes.n_layers), sizes.windows, strict=True))
+        if not is_whole(save_list, active)
+        for priced in price(sizes, layout, save_list, active, window)
+        for i in priced.decision.rules
+    }
+    rules = enumerate(save_list.rules)
+    return [r.op for i, r in rules if i not in seen and r.action == "save" and r.op not in (BLOCK, *CLASSES)]
 
 
 def _line(problem: Problem) -> str:
