@@ -130,6 +130,24 @@ def test_a_damaged_config_is_named(tmp_path):
         run([folder])
 
 
+@pytest.mark.parametrize("text", ["", '{"state"', "[]"])
+def test_a_damaged_status_is_named(tmp_path, text):
+    folder = make_run(tmp_path / "a", [5.0])
+    (tmp_path / "a/status.json").write_text(text)
+    with pytest.raises(RunError, match=r"a/status\.json: 1 problem(.|\n)*want: a JSON object"):
+        run([folder])
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    folder = make_run(tmp_path / "a", [5.0])
+    for name in ("x.xyz", "x"):  # without an ending it would get another name than is said
+        with pytest.raises(RunError, match=rf"--out = .*{name}\n.*want: .*, png, "):
+            run([folder, "--out", str(tmp_path / name)])
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"--out = .*/file/x\.png \((.|\n)*want: a file that can be written"):
+        run([folder, "--out", str(tmp_path / "file/x.png")])
+
+
 def test_a_long_noisy_run_is_drawn_within_a_moment_and_keeps_its_colour(tmp_path):
     steps = [
         {"step": i, "tokens": i * 1e6, "loss": None if i == 500 else 2 + (i * 7919 % 13) / 10} for i in range(1, 20_001)

@@ -83,19 +83,20 @@ def test_layers_that_gain_nothing_are_to_be_filtered() -> None:
     ]
     assert slower(timed, "rowwise") == ["output"]
     assert slower(timed, "tensorwise") == ["attention.wo"]
-    said = report(timed, "H200", {"mxfp8": "it needs compute capability 10.0, this GPU has 9.0"}).splitlines()
-    assert said[0].startswith("H200; each layer's three matmuls with their casts")
-    assert said[2].split() == ["layer", "M", "N", "K", "bf16", "rowwise", "tensorwise"]
+    why = "it needs compute capability 10.0, this GPU has 9.0"
+    said = report(timed, "H200", "float32", {"mxfp8": why}).splitlines()
+    assert said[0] == "H200; each layer's three matmuls with their casts, milliseconds and gain over float32:"
+    assert said[2].split() == ["layer", "M", "N", "K", "float32", "rowwise", "tensorwise"]
     assert said[3].split() == ["attention.wo", "16,384", "4,096", "4,096", "2.000", "1.000", "2.00x", "2.500", "0.80x"]
     assert said[4].split() == ["output", "16,384", "8", "4,096", "0.500", "0.500", "1.00x", "not", "convertible"]
     assert '  rowwise     float8.filter_fqns = ["output"]' in said
     assert '  tensorwise  float8.filter_fqns = ["attention.wo"]' in said
-    assert said[-1] == "not timed: mxfp8 is emulated here; it needs compute capability 10.0, this GPU has 9.0"
+    assert said[-1] == f"not timed: mxfp8 is emulated here; {why}"
 
 
 def test_recipes_that_are_all_emulated(capsys: pytest.CaptureFixture[str]) -> None:
     timed = time_all([Layer("a", 16, 16, 16)], {}, torch.bfloat16, CPU, compile=False, milliseconds=lambda step: 1.0)
-    said = report(timed, "A100", {"rowwise": "it needs compute capability 9.0, this GPU has 8.0"})
+    said = report(timed, "A100", "bfloat16", {"rowwise": "it needs compute capability 9.0, this GPU has 8.0"})
     assert "filter_fqns" not in said
     assert "not timed: rowwise" in said
 

@@ -216,7 +216,7 @@ def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.Captur
     assert main(["plan", LARGE, "--world", "4", "--model.name", "qwen3"]) == 0
     out = capsys.readouterr().out
     assert "time of a step" in out
-    assert "of those measured" not in out
+    assert "that was measured" not in out
     gemma3 = ["--model.name", "gemma3", "--model.flavor", "1B"]
     assert main(["plan", LARGE, "--world", "4", *gemma3]) == 0
     assert "measured" not in capsys.readouterr().out
@@ -225,7 +225,7 @@ def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.Captur
     wide = ["--model.name", "gemma3", "--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", LARGE, "--world", "4", *wide]) == 0
     out = capsys.readouterr().out
-    assert "attention of heads of 512 counts as the nearest of those measured, 64, 128, 256" in out
+    assert "attention of heads of 512 counts as the next wider that was measured, or the widest: 64, 128, 256" in out
     assert "attention to windows" not in out
     narrow = tmp_path / "model/gemma3-narrow.toml"
     narrow.write_text('extends = "gemma3-1B"\nwindow = 256\n')
@@ -274,8 +274,19 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
         ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why beside --diff"),
         ([DEBUG, *TWO, "--why", "layers.1.attention.w0.weight"], "--why layers.1.attention.wo.weight"),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
+        ([DEBUG, "--world", "2", "--json", "/no/such/plan.json"], "--json = /no/such/plan.json (No such file"),
     ],
 )
 def test_mistakes(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *argv]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help", "--diff", "--compile.enable", "false"], ["--diff", "--help"], [DEBUG, "--diff", "-h"]]
+)
+def test_help_beside_diff(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *argv])
+    assert caught.value.code == 0
+    assert "usage: titanlite plan FILE" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.commands import main
 from titanlite.commands.prepare import run
 from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
@@ -57,4 +58,20 @@ def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.Capt
 def test_nothing_is_prepared_if_something_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(TitanliteError, match=r"model.vocab_size = 100\n"):
         run(write_run(tmp_path, vocab_size=100))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("titanlite.commands.prepare.prepare", interrupt)
+    assert main(["prepare", *write_run(tmp_path)]) == 130
+
+
+def test_numbers_out_of_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prepare", *write_run(tmp_path, max_bad_records=-1), "--training.seq_len", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "data.max_bad_records = -1\n" in said
+    assert "training.seq_len = 0\n" in said
     assert not (tmp_path / "cache").exists()

@@ -203,6 +203,15 @@ def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ["save", "block", "16", "of", "32", f"{whole.held / 2**20:,.1f}", "0.0", "0.0"] in rows
 
 
+@pytest.mark.parametrize("text", ['help = "mine"\n', "help = "])
+def test_a_broken_list_beside_others(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "activation_checkpoint").mkdir()
+    (tmp_path / "activation_checkpoint/mine.toml").write_text(text)
+    rows = said(capsys, "--job.recipe_dirs", str(tmp_path)).splitlines()[-len(LISTS) - 1 :]
+    assert [line.split() for line in rows if "mine" in line] == [["mine", "no", "price"]]
+    assert sum("no price" not in line for line in rows) == len(LISTS)
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [

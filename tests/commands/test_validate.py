@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
 from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
@@ -106,6 +108,38 @@ def test_a_save_list_that_names_a_layer_which_blocks_lack(
         assert "want: a linear layer of a block: wqkv, wo, w1, w2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (
+            'default = "save"\n[[rules]]\nop = "matmul"\nmodule = ["wqkv"]\naction = "recompute"\n',
+            "wqkv would be recomp",
+        ),
+        ('default = "save"\n[[rules]]\nop = "matmul"\nmodule = ["wo"]\naction = "recompute"\n', ""),
+        (
+            'default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "100:"\n',
+            "some of the model's 4 blo",
+        ),
+        ('default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "3:"\n', ""),
+        ('default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "4:"\noptional = true\n', ""),
+        (  # what passes in a fused operation is not what a run looks at first
+            'default = "recompute"\n[[rules]]\nop = "communication"\naction = "save"\n'
+            '[[rules]]\nop = "attention"\naction = "save"\n',
+            "wqkv would be recomputed",
+        ),
+    ],
+)
+def test_a_save_list_that_a_run_would_refuse(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, want: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(f'help = ""\n{text}')
+    flags = ["--activation_checkpoint.recipe", str(tmp_path / "mine.toml"), "--parallelism.tensor_parallel_degree", "2"]
+    assert main(["validate", file, *flags, "--parallelism.async_tensor_parallel"]) == (2 if want else 0)
+    assert want in capsys.readouterr().err
+    if "100:" in text:
+        assert main(["validate", file, *flags, "--job.strict", "false"]) == 0
+
+
 def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
     assert main(["validate", file, *auto, "8", "--world", "2"]) == 0
@@ -134,6 +168,8 @@ def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixtur
         (["{file}", "--world", "none"], ["--world = none"]),
         (["{file}", "--world"], ["--world"]),
         (["--world", "8"], ["FILE"]),
+        (["{file}", "--config", "{missing}"], ["--config", "no --config: the config is FILE"]),
+        (["{file}", "--world", "2", "--config={file}"], ["--config", "no --config: the config is FILE"]),
         ([], ["FILE"]),
     ],
 )
@@ -257,3 +293,35 @@ def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[
     assert main([*argv, "rowwise"]) == 0
     assert main([*argv, "rowwise", "--float8.filter_fqns"]) == 2
     assert "the 512 shards of FSDP; output has 128256, and so for 1 layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        (["rowwise", "--float8.filter_fqns", "outptu"], 'float8.filter_fqns = "outptu"\n'),
+        (["rowwise", "--float8.filter_fqns", "layers.4."], "linear layer: wqkv, wo, w13, w2, output, …"),
+        (["blockwise", "--training.seq_len", "100"], "layers.0.attention.wqkv is left alone (sizes (512, 256), "),
+        (["rowwise", "--float8.filter_fqns", "layers,output"], "is left alone (float8.filter_fqns has 'layers')"),
+        (["blockwise", "--training.seq_len", "100", "--job.strict", "false"], ""),
+        (["rowwise", "--float8.filter_fqns", "layers.3."], ""),
+        (["rowwise", "--float8.filter_fqns", "layers"], ""),  # the head is left
+    ],
+)
+def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixture[str]) -> None:
+    debug = str(shipped_folder("configs") / "debug.toml")
+    assert main(["validate", debug, "--float8.recipe", *flags]) == (2 if want else 0)
+    assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_are_known_by_the_names_that_the_model_gives_them(name: str) -> None:
+    import torch
+
+    from titanlite.models.find import model_class
+    from titanlite.models.layers import Linear
+
+    sizes = load("model", f"{name}-debug")
+    with torch.device("meta"):
+        model = model_class(replace(Model(), name=name))(sizes, 16)
+    found = {at: tuple(m.weight.shape) for at, m in model.named_modules() if isinstance(m, Linear)}
+    assert ARCHITECTURES[name].linear_layers(sizes) == found

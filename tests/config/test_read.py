@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.config.problems import Place
 from titanlite.config.read import read_config, schema_keys
-from titanlite.config.renamed import _REPLACEMENT
+from titanlite.config.renamed import _REPLACEMENT, replacement
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 
@@ -190,3 +190,14 @@ def test_no_key_of_the_schema_is_called_renamed() -> None:
     for fix in _REPLACEMENT.values():  # and what the table recommends exists
         if fix.startswith("use "):
             assert any(key in fix for key in schema_keys()), fix
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("activation_checkpoint.memory_budget", 'recipe = "auto" with budget_gib'),
+        ("memory_estimation.enable", "titanlite plan FILE --world N"),
+    ],
+)
+def test_what_memory_is_asked_with_now(key: str, fix: str) -> None:
+    assert fix in (replacement(key) or "")

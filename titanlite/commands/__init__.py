@@ -7,6 +7,7 @@ help. It is imported when it is called, and its help is read without importing i
 import ast
 import difflib
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program; those of this process if not given.
 
     Returns:
-        0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr.
+        0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr, or 130 if
+        interrupted.
     """
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--help", "-h"):
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TitanliteError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _overview() -> str:

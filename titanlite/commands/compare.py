@@ -50,12 +50,18 @@ def run(argv: Sequence[str]) -> int:
         The exit code, 0.
 
     Raises:
-        RunError: a path is not a run's folder, or no run has logged anything; all problems at once.
+        RunError: a path is not a run's folder, or no run has logged anything, all problems at once; a file of a run is
+            damaged; or `out` names no kind of picture or cannot be written.
     """
     arguments = tyro.cli(Arguments, args=argv, prog="titanlite compare")
     records = read_runs(arguments.runs)
     out = arguments.out or (arguments.runs[0] / "loss.png" if len(records) == 1 else Path("compare.png"))
-    draw_losses([(record.name, record.steps, record.validations) for record in records], out)
+    try:
+        draw_losses([(record.name, record.steps, record.validations) for record in records], out)
+    except OSError as error:
+        saw, want = f"{out} ({error.strerror or error})", "a file that can be written"
+        problem = Problem("--out", saw, want, "--out with a path in a folder of yours")
+        raise RunError(describe("titanlite compare", [problem])) from None
     _print(records, out)
     return 0
 
@@ -112,14 +118,26 @@ def _read(folder: Path, name: str) -> RunRecord:
     except tomli.TOMLDecodeError as error:
         problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
         raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
-    status = folder / "status.json"
     return RunRecord(
         name=name,
         steps=[row for row in rows if "loss" in row],
         validations=[row for row in rows if "validation_loss" in row],
         config=_flat(config),
-        state=json.loads(status.read_text()).get("state", "") if status.is_file() else "",
+        state=_state(folder / "status.json"),
     )
+
+
+def _state(status: Path) -> str:
+    if not status.is_file():
+        return ""
+    try:
+        said = json.loads(status.read_text())
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        problem = Problem("status.json", "", "a JSON object, as the run wrote it", "delete the file")
+        raise RunError(describe(str(status), [problem]))
+    return said.get("state", "")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -92,7 +92,8 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     step = time.step(blocks)
     if sizes.head_width not in rates.attention:
         measured = ", ".join(map(str, rates.attention))
-        notes.append(f"attention of heads of {sizes.head_width} counts as the nearest of those measured, {measured}")
+        wider = f"the next wider that was measured, or the widest: {measured}"
+        notes.append(f"attention of heads of {sizes.head_width} counts as {wider}")
     windows = {window for window in sizes.windows if is_windowed(memory.layout, window)}
     if windows - {rates.window}:
         notes.append(

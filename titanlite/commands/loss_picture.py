@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.errors import Problem, describe
+from titanlite.observe.metrics import RunError
+
 # Okabe and Ito's colours, which the colour-blind can tell apart; yellow is left out, it is lost on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LONG = 200  # points from which on a curve is smoothed
@@ -21,15 +24,24 @@ Rows = Sequence[dict[str, Any]]
 
 
 def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
-    """Draw the runs into one PNG.
+    """Draw the runs into one picture.
 
     Args:
         runs: name, rows of steps and rows of validations of each run, as `read_metrics` gives them.
-        path: the picture; its folder is created, a file is replaced.
+        path: the picture, whose ending says its kind; its folder is created, a file is replaced.
+
+    Raises:
+        RunError: there is no kind of picture with that ending.
+        OSError: the picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
+        problem = Problem("--out", str(path), want, "--out losses.png")
+        raise RunError(describe("titanlite compare", [problem]))
     differences = [less_the_first(steps, runs[0][1]) for _, steps, _ in runs]
     has_differences = any(points for points in differences[1:])
     figure = Figure(figsize=(9, 7.5 if has_differences else 5.5), dpi=150, layout="constrained")

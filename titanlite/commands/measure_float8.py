@@ -2,7 +2,8 @@
 
 A layer is its three matmuls, forward and backward, with all casts, compiled if the config compiles. Collectives are not
 part of it, and weights are cast in the layer, also where FSDP would gather them in float8. A layer on which a recipe
-gains nothing over bf16 is better left alone: which those are is printed as `float8.filter_fqns` of each recipe.
+gains nothing over the compute dtype is better left alone: which those are is printed as `float8.filter_fqns` of each
+recipe.
 """
 
 import statistics
@@ -45,7 +46,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Timed:
-    """Milliseconds of one layer, forward and backward: in bf16, and by each recipe that can convert it."""
+    """Milliseconds of one layer, forward and backward: in the compute dtype, and by each recipe that can convert it."""
 
     layer: Layer
     plain: float
@@ -79,7 +80,7 @@ def measured(checked: CheckedRun) -> str:
         device,
         config.compile.enable,
     )
-    return report(timed, torch.cuda.get_device_name(device), emulated)
+    return report(timed, torch.cuda.get_device_name(device), config.training.mixed_precision_param, emulated)
 
 
 def layers(checked: CheckedRun) -> list[Layer]:
@@ -176,16 +177,17 @@ def median_milliseconds(step: Callable[[], object]) -> float:
 
 
 def slower(timed: list[Timed], recipe: str) -> list[str]:
-    """The layers on which a recipe takes as long as bf16, or longer."""
+    """The layers on which a recipe takes as long as the compute dtype, or longer."""
     return [t.layer.name for t in timed if recipe in t.float8 and t.float8[recipe] >= t.plain]
 
 
-def report(timed: list[Timed], device: str, emulated: Mapping[str, str]) -> str:
+def report(timed: list[Timed], device: str, dtype: str, emulated: Mapping[str, str]) -> str:
     """Format times and what follows from them.
 
     Args:
         timed: the layers.
         device: its name.
+        dtype: what `Timed.plain` was measured in.
         emulated: recipes that were not timed, and why.
     """
     names = list(dict.fromkeys(name for t in timed for name in t.float8))
@@ -197,8 +199,8 @@ def report(timed: list[Timed], device: str, emulated: Mapping[str, str]) -> str:
         ]
         sizes = (t.layer.M, t.layer.N, t.layer.K)
         rows.append((t.layer.name, *(f"{n:,}" for n in sizes), f"{t.plain:.3f}", *cells))
-    out = [f"{device}; each layer's three matmuls with their casts, milliseconds and gain over bf16:\n\n"]
-    out.append(columns(("layer", "M", "N", "K", "bf16", *names), *rows))
+    out = [f"{device}; each layer's three matmuls with their casts, milliseconds and gain over {dtype}:\n\n"]
+    out.append(columns(("layer", "M", "N", "K", dtype, *names), *rows))
     out += ["\nlayers on which a recipe gains nothing:\n\n"]
     out += [f"  {name:{max(map(len, names))}}  float8.filter_fqns = {show(slower(timed, name))}\n" for name in names]
     out += [f"\nnot timed: {name} is emulated here; {why}" for name, why in emulated.items()]

@@ -69,12 +69,12 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
     planned = _plan(checked, flags[1], world, every_block=bool({"--why", "--json"} & set(given)))
+    if "--json" in given:
+        _write(json.dumps(_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
         sys.stdout.write(_why(planned, given["--why"], flags[1]))
     else:
         sys.stdout.write(_tables(planned))
-    if "--json" in given:
-        Path(given["--json"]).write_text(json.dumps(_as_dict(planned, world), indent=1) + "\n", encoding="utf-8")
     if device_gib is not None and world is not None and planned.predicted is not None:
         check_device(checked, world, planned.predicted, device_gib)
     return 0
@@ -169,10 +169,23 @@ def _as_dict(planned: _Planned, world: int | None) -> dict[str, Any]:
     return said | (planned.predicted.as_dict() if planned.predicted else {})
 
 
+def _write(text: str, file: str) -> None:
+    """Write the file of --json."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        want = "a file that can be written, in a folder that exists"
+        problem = Problem("--json", f"{file} ({error.strerror or error})", want, "--json plan.json")
+        raise ConfigError(describe("command line", [problem])) from None
+
+
 def _diff(argv: list[str]) -> int:
     """Print what differs between the run in front of --diff and the one behind it."""
     at = argv.index(_DIFF)
     before, after = argv[:at], argv[at + 1 :]
+    for words in (before, after):
+        if {"-h", "--help"} & set(words):
+            checked_run(words, _USAGE)  # answers, and exits
     if odd := [word for word in argv if word.partition("=")[0] in ("--why", "--json", "--device-gib", _PRICES)]:
         problem = Problem(odd[0], "", f"no {odd[0]} beside {_DIFF}", "remove one")
         raise ConfigError(describe("command line", [problem]))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from titanlite.config.check import check
 from titanlite.config.command_line import parse
 from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.shards import TokenShards
@@ -27,7 +28,9 @@ def run(argv: Sequence[str]) -> int:
         TitanliteError: config, source or tokenizer cannot be used.
     """
     config = parse(argv, "titanlite prepare")
-    vocab_size = model_dimensions(config).vocab_size
+    dimensions = model_dimensions(config)
+    check(config, dimensions, None)
+    vocab_size = dimensions.vocab_size
     check_inputs(config, vocab_size)
     sources = [config.data.source] + [config.validation.source] * config.validation.enable
     console = Console(highlight=False, markup=False, soft_wrap=True)

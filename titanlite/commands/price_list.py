@@ -13,7 +13,7 @@ from titanlite import recipes
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import Problem, RecipeError, describe
+from titanlite.errors import ConfigError, Problem, RecipeError, describe
 from titanlite.parallel import activation_bytes
 from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, held_without_checkpointing, price
 from titanlite.parallel.memory import MemoryModel
@@ -173,10 +173,10 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
     rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
-        other = replace(checked, save_list=recipes.load("activation_checkpoint", name, config.job.recipe_dirs))
         try:
+            other = replace(checked, save_list=recipes.load("activation_checkpoint", name, config.job.recipe_dirs))
             sums = totals(other, layout)
-        except RecipeError:  # of another list than the config's
+        except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
             rows.append((name, "no price", "", "", *([""] if model else [])))
             continue
         peak = [f"{model.peak_under(_named(other)).total / _GIB:,.1f}"] if model else []

@@ -1,7 +1,9 @@
 """Check a config, its recipes and its data, and say what would run; nothing is started.
 
 What `train.py` checks before it imports torch is `checked_run`, and this command is nothing but that and a summary. A
-file that passes here with `--world N` passes there on N processes of this machine.
+file that passes with `--world N` passes there on N processes of this machine, but for what needs torch to be known:
+whether torch has the single operations that a save-list names, whether a rule of it matches no operation that runs, and
+the layers of an architecture of the user's own (`model.file`).
 """
 
 import os
@@ -17,11 +19,11 @@ from titanlite.config.command_line import parse_with_origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.data.prepare import check_inputs
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe
-from titanlite.float8.scope import require_equal_shards
-from titanlite.parallel.activation_bytes import HEAD, block_prices, layout_of
+from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, describe
+from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
+from titanlite.parallel.activation_bytes import HEAD, layout_of, price
 from titanlite.parallel.overrides import check_budget
-from titanlite.parallel.save_rules import require_layers
+from titanlite.parallel.save_rules import CLASSES, BlockRules, is_whole, require_layers
 
 T = TypeVar("T")
 
@@ -86,6 +88,8 @@ def checked_run(
     attempt(lambda: check_inputs(config, vocab_size, sequences))
     if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
+    if float8 and dimensions is not None and not wrong:
+        attempt(lambda: _check_layers(config, dimensions, float8))
     if float8 and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: _check_gathers(config, dimensions, float8, world_size))
     if save_list and dimensions is not None and not wrong:
@@ -108,13 +112,40 @@ def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]
 
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
-    """Refuse a list that names layers which blocks do not have, or keeps attention alone, where blocks are known."""
-    layout = layout_of(config, sizes, float8)
+    """Refuse a list that names layers or blocks which do not exist, or keeps attention alone, if blocks are known."""
+    layout, n_layers = layout_of(config, sizes, float8), sizes.n_layers
     if layout.unpriced:
         return
     require_layers(save_list, layout.block.layers)
-    if save_list.default == "recompute" or not save_list.rules:
-        block_prices(sizes, layout, save_list)
+    problems = [
+        Problem(f"rules[{i}].layers", f'"{rule.layers}"', f"some of the model's {n_layers} blocks", "remove the rule")
+        for i, rule in enumerate(save_list.rules)
+        if config.job.strict and not rule.optional and not rule.blocks(n_layers)
+    ]
+    if problems:
+        raise RecipeError(describe("save-list", problems))
+    for active, window in dict.fromkeys(zip(save_list.active(n_layers), sizes.windows, strict=True)):
+        if not is_whole(save_list, active):
+            rules = BlockRules(save_list, active, layout.block.layers)
+            for op in ("matmul", "attention"):  # as a run looks at its blocks, before any is run
+                rules.decide(CLASSES[op][0])
+            price(sizes, layout, save_list, active, window)
+
+
+def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> None:
+    """Refuse filters that match no layer, and a recipe that converts none, where the layers are known."""
+    known, t, filters = architecture(config.model), config.parallelism.tensor_parallel_degree, config.float8.filter_fqns
+    if known is None:
+        return
+    layers = known.linear_layers(sizes, t)
+    require_matches(filters, list(layers))
+    tokens = config.training.local_batch_size * config.training.seq_len
+    whys = {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
+    if config.job.strict and None not in whys.values():
+        first, why = next(iter(whys.items()))
+        want = f"a linear layer that it can convert; {first} is left alone ({why}), and so are all others"
+        fix = "change float8.recipe, or what stands in its way; job.strict = false trains without it"
+        raise RecipeError(describe("config", [Problem("float8.recipe", f'"{config.float8.recipe}"', want, fix)]))
 
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
@@ -206,7 +237,7 @@ def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | 
         The arguments as train.py has them, and the number of processes or None.
 
     Raises:
-        ConfigError: there is no file, or no number.
+        ConfigError: there is no file, a second one behind `--config`, or no number.
     """
     rest, world = list(argv), None
     for n, arg in enumerate(argv):
@@ -217,8 +248,11 @@ def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | 
                 problem = Problem("--world", value, "a number of processes, at least 1", "--world 8")
                 raise ConfigError(describe("command line", [problem]))
             world, rest = int(value), [*argv[:n], *argv[n + (1 if has_value else 2) :]]
-    if rest and not rest[0].startswith("-"):
-        return ["--config", *rest], world
     if {"-h", "--help"} & set(rest):
         return rest, world
+    if others := [word for word in rest if word.partition("=")[0] == "--config"]:
+        problem = Problem(others[0], "", "no --config: the config is FILE, the first argument", example)
+        raise ConfigError(describe("command line", [problem]))
+    if rest and not rest[0].startswith("-"):
+        return ["--config", *rest], world
     raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", example)]))

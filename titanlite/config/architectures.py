@@ -97,6 +97,17 @@ class Architecture:
     may_have: tuple[str, ...]
     block: Block
 
+    def linear_layers(self, sizes: ModelRecipe, ranks: int = 1) -> dict[str, tuple[int, int]]:
+        """Give the shapes [N, K] of all linear layers' weights on one of so many tensor-parallel ranks.
+
+        Args:
+            sizes: the model's dimensions.
+            ranks: a divisor of n_kv_heads and vocab_size.
+        """
+        of_a_block = self.block.weights(sizes, ranks).items()
+        layers = {f"layers.{n}.{name}": shape for n in range(sizes.n_layers) for name, shape in of_a_block}
+        return {**layers, "output": (sizes.vocab_size // ranks, sizes.dim)}
+
     def n_parameters(self, sizes: ModelRecipe) -> int:
         """Count the parameters, embeddings included; tied ones once.
 

@@ -50,7 +50,7 @@ _REPLACEMENT: dict[str, str] = {
     "activation_checkpoint.mode": 'use activation_checkpoint.recipe ("none", "full" or the name of a save-list)',
     "activation_checkpoint.selective_ac_option": 'use activation_checkpoint.recipe (for "op": "every_second_matmul")',
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "write a save-list whose rules name modules",
-    "activation_checkpoint.memory_budget": "use activation_checkpoint.recipe",
+    "activation_checkpoint.memory_budget": 'use activation_checkpoint.recipe = "auto" with budget_gib (in GiB)',
     "activation_checkpoint.early_stop": "remove it; recomputation always stops early",
     "activation_checkpoint.preserve_rng_state": "remove it; nothing recomputed is random",
     "float8.recipe_name": "use float8.recipe",
@@ -98,7 +98,7 @@ _REPLACEMENT: dict[str, str] = {
     "comm.trace_buf_size": "set the environment variable TORCH_FR_BUFFER_SIZE",
     "experimental": f"{_NEVER} section for experiments",
     "fault_tolerance": f"{_NEVER} torchft; restart with torchrun --max-restarts",
-    "memory_estimation": f"{_NEVER} memory estimation",
+    "memory_estimation": "remove it; titanlite plan FILE --world N prints the memory of a run",
 }
 
 

@@ -22,11 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe, Granularity
-from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8, feed_forward
-from titanlite.float8.scope import is_by_blocks_of_128, joins_feed_forward, left_alone, obstacle, require_equal_shards
+from titanlite.float8.scope import (
+    is_by_blocks_of_128,
+    joins_feed_forward,
+    left_alone,
+    obstacle,
+    require_equal_shards,
+    require_matches,
+)
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
@@ -231,11 +237,7 @@ def apply_float8(
     """
     matmul = Float8Matmul(recipe, device)
     linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    if unused := [f for f in filter_fqns if not any(f in name for name in linears)]:
-        want = f"part of the name of a linear layer: {', '.join(dict.fromkeys(n.split('.')[-1] for n in linears))}, …"
-        raise RecipeError(
-            describe("config", [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused])
-        )
+    require_matches(filter_fqns, linears)
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied = [], {}, dict[str, int](), []
     own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks

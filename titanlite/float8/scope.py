@@ -71,6 +71,23 @@ def require_equal_shards(rows: Mapping[str, int], shards: int) -> None:
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
 
 
+def require_matches(filter_fqns: Sequence[str], layers: Sequence[str]) -> None:
+    """Refuse filters that leave no layer alone: what they were meant for would be converted.
+
+    Args:
+        filter_fqns: `float8.filter_fqns`.
+        layers: names of all linear layers of the model.
+
+    Raises:
+        RecipeError: a filter is part of no name.
+    """
+    if unused := [f for f in filter_fqns if not any(f in name for name in layers)]:
+        last_names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in layers))
+        want = f"part of the name of a linear layer: {last_names}, …"
+        problems = [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused]
+        raise RecipeError(describe("config", problems))
+
+
 def left_alone(
     name: str, shape: Sequence[int], tokens: int, recipe: Float8Recipe, filter_fqns: Sequence[str]
 ) -> str | None:

@@ -24,7 +24,7 @@ def initialise(model: nn.Module, seed: int) -> None:
         seed: `training.seed`.
 
     Raises:
-        ValueError: a parameter belongs to a layer that has no rule here.
+        ConfigError: a parameter belongs to a layer that has no rule here.
     """
     done: set[int] = set()  # tied weights are drawn once
     for name, module in model.named_modules():

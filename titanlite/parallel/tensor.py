@@ -214,7 +214,9 @@ def _require_one_plan(plan: Mapping[str, LayerPlan], mesh: DeviceMesh) -> None:
     dist.all_gather_object(plans, mine, group=mesh.get_group())
     different = [rank for rank, other in enumerate(plans) if other != plans[0]]
     if different:
-        raise ValueError(f"tensor-parallel rank {different[0]} has another sharding plan than rank 0: another version?")
+        where, want = f"tensor-parallel rank {different[0]}", "the sharding plan of rank 0; this rank has another"
+        problem = Problem(where, "", want, "run the same version, config and model file on every host")
+        raise ShardingError(describe("tensor parallelism", [problem]))
 
 
 def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:
