@@ -17,7 +17,7 @@ ROWS = (
     {"models"},
     {"data"},
     {"kernels"},
-    {"recipes", "run_folder", "exit_code"},
+    {"recipes", "run_folder", "exit_code", "redact"},
     {"config"},
     {"errors"},
 )

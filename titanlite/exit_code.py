@@ -1,12 +1,17 @@
 """How a process ends: one message for a mistake, the traceback for a bug, once for all ranks."""
 
+import json
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from titanlite.errors import TitanliteError
+from titanlite.redact import redact
 
 _RANK_0_SPEAKS_S = 5.0
 _TORCHRUN_CLOCK_S = 1.0  # it dates failures to the second
@@ -23,10 +28,8 @@ def exit_code(action: Callable[[], object]) -> int:
         action: what to do; until this process ends it leaves the connections to other ranks open.
 
     Returns:
-        0, 2 for a mistake that the user can mend, which is then on stderr, or 130 if interrupted before training.
-
-    Raises:
-        Exception: anything that is not a `TitanliteError`.
+        0, 2 for a mistake that the user can mend, 1 for a bug, or 130 if interrupted before training. The message of
+        the mistake, or the bug's traceback, is then on stderr, without secrets.
     """
     try:
         action()
@@ -36,13 +39,14 @@ def exit_code(action: Callable[[], object]) -> int:
             # Local rank 0 goes before the others, so that a further host says it once.
             time.sleep(_RANK_0_SPEAKS_S + (os.environ.get("LOCAL_RANK", "0") != "0"))
             _record(error)
-        sys.stderr.write(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
+        sys.stderr.write(redact(f"[rank {rank}] {error}\n" if rank else f"{error}\n"))
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as bug:
         _record(bug)
-        raise
+        sys.stderr.write(redact(traceback.format_exc()))
+        return 1
     return 0
 
 
@@ -50,7 +54,14 @@ def _record(error: Exception) -> None:
     """Tell torchrun, early enough to be dated before the failures that follow from this one."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
+    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
+    path.write_text(json.dumps(json.loads(path.read_text(), object_hook=_redacted)))
     time.sleep(_TORCHRUN_CLOCK_S)
+
+
+def _redacted(part: dict[str, Any]) -> dict[str, Any]:
+    """One object of the error file, whose message and traceback torchrun shows."""
+    return {key: redact(value) if isinstance(value, str) else value for key, value in part.items()}

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from tests.checkpoint.layouts import check, plain, sharded
 from tests.ranks import run_ranks
+from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.checkpoint.publish import MANIFEST, complete_steps, remove_stale, step_folder, verify
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, DataError
 
 STATE = {"data": {"epoch": 1, "sample": 640}, "tokens": 10**12, "note": "ü", "lr": 0.1}
 
@@ -129,6 +130,16 @@ def test_all_ranks_choose_alike(tmp_path: Path) -> None:
     run_ranks(body, tmp_path)
 
 
+def test_a_rank_that_does_not_see_the_folder_is_named_and_no_checkpoint_blamed(tmp_path: Path) -> None:
+    def body() -> None:
+        root = tmp_path / "c" if dist.get_rank() == 0 else tmp_path / "disk of another host"
+        run = Checkpoints(root, keep=0)
+        raises_everywhere(lambda: run.load(20, {"w": torch.zeros(4)}), "1 problem\n  rank 1 on", "does not see it")
+
+    save(tmp_path / "c", 10, 20)
+    run_ranks(body, tmp_path)
+
+
 def test_retention_spares_the_step_resumed_from(tmp_path: Path) -> None:
     root = tmp_path / "c"
     save(root, 1, 2, 3)
@@ -217,6 +228,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, bad_rank: int)
         assert complete_steps(root) == [1]
         run.save(2, state, {})  # the leftovers of the failed attempt are no obstacle
         assert complete_steps(root) == [2]
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("error", [DataError, OSError])
+def test_a_failure_of_one_rank_keeps_its_class_on_all_if_it_is_ours(tmp_path: Path, error: type[Exception]) -> None:
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            raise error("on rank 1")
+
+    def body() -> None:
+        with pytest.raises(DataError if error is DataError else CheckpointError, match="on rank 1"):
+            on_all_ranks(fails)
 
     run_ranks(body, tmp_path)
 

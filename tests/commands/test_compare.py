@@ -54,7 +54,7 @@ def test_one_run(tmp_path, capsys):
 def test_several_runs_and_what_differs(tmp_path, capsys):
     runs = [
         make_run(tmp_path / "a", [5.0, 4.0], tokens_per_second_per_gpu=1234.0),
-        make_run(tmp_path / "b", [5.0, 3.5, float("nan")], lr=0.001, batch=2, mfu=None, state="stopped"),
+        make_run(tmp_path / "b", [5.0, 3.5, float("nan")], lr=0.001, batch=2, mfu=float("nan"), state="stopped"),
     ]
     assert run([*runs, "--out", str(tmp_path / "new/picture.png")]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

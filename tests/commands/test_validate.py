@@ -282,6 +282,14 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "did you mean titanlite validate?" in capsys.readouterr().err
 
 
+def test_a_secret_in_a_message_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    assert main(["hf_abcdefgh"]) == 2
+    assert "command line: 1 problem\n  ***\n" in capsys.readouterr().err
+
+
 def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["validate", str(shipped_folder("configs") / "llama3_8b.toml"), "--world", "6", "--float8.recipe"]
     assert main([*argv, "rowwise"]) == 2

@@ -113,7 +113,7 @@ os.kill(os.getpid(), 9)
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
-    file.write(replace(ROW, loss=math.nan, grad_norm=math.inf, mfu=None))
+    file.write(replace(ROW, loss=math.nan, grad_norm=math.inf, mfu=math.nan))
     file.close()
 
     def refuse(constant):

@@ -5,8 +5,8 @@ import threading
 
 from titanlite.errors import StepError
 from titanlite.observe import status as module
-from titanlite.observe.redact import redact
 from titanlite.observe.status import Status
+from titanlite.redact import redact
 
 
 def read(path):

@@ -25,7 +25,7 @@ folder, mode, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), in
 config = Config(job=Job(name="mine"), metrics=Metrics(wandb=mode, wandb_group="sweep", wandb_project="proj"))
 run = module.WandbRun(config, folder, lambda text: print("WARN", text))
 for step in range(first, last + 1):
-    run.log(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, None, 1.0, 1.0, 1.0, 0.0))
+    run.log(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
 run.log(ValidationRow(last, 1000 * last, 2.25))
 run.finish()
 """

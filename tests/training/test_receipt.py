@@ -1,5 +1,6 @@
 """What the receipt of a real run says, and that a run which does less than it was asked to ends before step 2."""
 
+import json
 import os
 import warnings
 from collections import Counter
@@ -65,6 +66,20 @@ def test_layout_and_dtypes_are_those_of_the_run(everything: Ended) -> None:
         "applied": {"blocks": 0, "graphs": 0},
         "skipped": [],
     }
+
+
+def test_bad_records_are_counted_and_the_first_ones_named(desk: Desk) -> None:
+    source = desk.folder / "records.jsonl"
+    source.write_text(json.dumps({"text": "words " * 400}) + "\n" + "no JSON\n" * 12)
+    run = desk.run("bad", 2, f"--data.source={source}", "--data.max_bad_records=12", "--job.stop_after=1")
+    assert run.output.count(f"warning: data.source = {source}: 12 bad records skipped") == 1
+    assert run.output.count("not JSON: ") == 10
+    assert "and 2 more\n" in run.output
+    entry = run.receipt["data.source"]
+    assert entry["requested"] == str(source)
+    assert entry["applied"] == {"tokens": 2401, "bad_records": 12, "skipped_files": 0, "documents": 1}
+    assert entry["skipped"][0]["what"].startswith(f"{source}:2: not JSON")
+    assert entry["skipped"][10:] == [{"what": "and 2 more", "why": "a bad record"}]
 
 
 def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkeypatch: pytest.MonkeyPatch) -> None:

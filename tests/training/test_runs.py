@@ -1,5 +1,6 @@
 """Runs that end and go on: the same samples, losses and weights as without the interruption, or a clear refusal."""
 
+import json
 import os
 import random
 import resource
@@ -14,11 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.training.launched import REPOSITORY, Desk, Ended, wait_for_step
+from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
 from titanlite.observe.metrics import MetricsFile, StepRow
 from titanlite.observe.profiler import Profiler
 from titanlite.training import loop, train
 from titanlite.training.report import Outcome, Report
+from titanlite.training.state import check_batch
 
 LAYOUTS = {
     "1": (1, ()),
@@ -77,6 +81,27 @@ def test_a_run_goes_on_under_another_layout(desk: Desk, undisturbed: tuple[str, 
     rest = desk.run(name, world, *flags)
     assert [row["tokens"] for row in rest.steps] == [row["tokens"] for row in whole.steps]  # the same samples,
     assert rest.losses() == pytest.approx(whole.losses(), rel=1e-6)  # or the losses would differ in the first digit
+
+
+def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(SMALL, "training.global_batch_size")
+    assert desk.run("batch", 1, "--job.stop_after=2").steps[-1]["tokens"] == 2 * 2 * 64
+    refused = desk.run("batch", 2, ends=2)
+    assert refused.output.count("local_batch_size × data-parallel ranks make 4 sequences per step") == 2
+    assert "want: 2 sequences per step, with which the checkpoint was trained" in refused.output
+    assert "fix:  --training.global_batch_size 2" in refused.output
+    assert refused.status["error"]["type"] == "ConfigError"
+    asked = desk.run("batch", 2, "--training.global_batch_size=8", "--job.stop_after=3")
+    assert "training.global_batch_size: not given → 8" in asked.output
+    assert asked.steps[-1]["tokens"] == (2 * 2 + 8) * 64
+    state = asked.folder / "checkpoints" / "step-00000003" / "state.json"
+    assert json.loads(state.read_text())["state"]["sequences_per_step"] == 8
+
+
+def test_a_checkpoint_that_does_not_say_its_batch_is_taken_up() -> None:
+    check_batch(Path("step-00000002"), None, Config(), 4)
+    with pytest.raises(ConfigError, match=r"step-00000002: 1 problem\n  training\.global_batch_size = not given"):
+        check_batch(Path("step-00000002"), 2, Config(), 4)
 
 
 def test_the_written_config_gives_the_same_run(desk: Desk) -> None:
@@ -211,6 +236,7 @@ def test_damaged_metrics_end_every_rank(desk: Desk) -> None:
     for said in again.output.split("--- rank ")[1:]:
         assert "delete this line" in said
         assert "Traceback" not in said
+    assert again.status["error"]["type"] == "RunError"
 
 
 def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
@@ -237,6 +263,18 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
     ended = Ended(desk.folder / "runs" / "full", "")
     assert ended.status["state"] == "failed"
     assert ended.status["error"]["type"] == "OSError"
+
+
+def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk) -> None:
+    def plant() -> None:
+        def full(self: MetricsFile) -> None:
+            raise OSError("no space left")
+
+        MetricsFile.sync = full
+
+    run = desk.run("not durable", 2, "--job.stop_after=1", plant=plant, ends=2)
+    assert run.output.count("rank 0: OSError: no space left") == 2
+    assert run.checkpoints() == []
 
 
 def test_every_group_has_the_limit_of_its_phase(desk: Desk) -> None:

@@ -76,12 +76,21 @@ def test_a_validation_that_was_due_is_logged_once_however_often_the_run_goes_on(
     assert [row["step"] for row in run.rows if "validation_loss" in row] == [4]
 
 
+def test_a_signal_in_the_last_steps_does_not_skip_the_last_validation(desk: Desk) -> None:
+    steps = ("--training.steps=6", "--checkpoint.enable=false")
+    run = desk.run("last", 1, *VALIDATE, *steps, plant=at_step(5, kill(signal.SIGTERM)))
+    assert run.status["state"] == "finished"
+    assert [row["step"] for row in run.rows if "validation_loss" in row] == [4, 6]
+    assert "SIGTERM: stopping, and nothing is saved (checkpoint.enable = false), after this step" in run.output
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
     run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))
     assert run.status["state"] == "stopped"
     assert run.status["by"] == number.name
     assert f"stopped by {number.name} after step 4" in run.output
+    assert f"{number.name}: saving and stopping after this step" in run.output
     assert run.checkpoints() == [4]
 
 

@@ -38,8 +38,9 @@ def on_all_ranks(action: Callable[[], T]) -> list[T]:
         The results, by rank.
 
     Raises:
-        CheckpointError: it failed on some rank; the message is that rank's, on all ranks. Only what looks like a bug
-            there, neither an error of ours nor of the operating system, keeps its type and traceback on that rank.
+        TitanliteError: it failed on some rank; message and class are that rank's, on all ranks. What is not an error of
+            ours becomes a CheckpointError; only what looks like a bug, not an error of the operating system either,
+            keeps its type and traceback on the rank where it is.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -47,14 +48,15 @@ def on_all_ranks(action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as e:
         failure = e
-    everywhere: list[tuple[T, str | None]] = [(cast(T, result), _message(failure))]
+    everywhere: list[tuple[T, tuple[type[TitanliteError], str] | None]] = [(cast(T, result), _told(failure))]
     if dist.is_initialized():
         everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, (result, _message(failure)))
-    if messages := list(dict.fromkeys(m for _, m in everywhere if m is not None)):
+        dist.all_gather_object(everywhere, (result, _told(failure)))
+    if told := [failed for _, failed in everywhere if failed is not None]:
         if failure and not isinstance(failure, TitanliteError | OSError):
             raise failure
-        raise CheckpointError("\n".join(messages)) from failure
+        kind = told[0][0]
+        raise kind("\n".join(dict.fromkeys(message for _, message in told))) from failure
     return [r for r, _ in everywhere]
 
 
@@ -63,8 +65,10 @@ def on_rank_0(action: Callable[[], T]) -> T:
     return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None)[0])
 
 
-def _message(failure: Exception | None) -> str | None:
+def _told(failure: Exception | None) -> tuple[type[TitanliteError], str] | None:
     """What the other ranks are told: our own errors say where they are, any other gets its rank and type."""
-    if failure is None or isinstance(failure, TitanliteError):
-        return str(failure) if failure else None
-    return f"rank {rank()}: {type(failure).__name__}: {failure}"
+    if failure is None:
+        return None
+    if isinstance(failure, TitanliteError):
+        return type(failure), str(failure)
+    return CheckpointError, f"rank {rank()}: {type(failure).__name__}: {failure}"

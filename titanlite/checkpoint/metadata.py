@@ -101,5 +101,5 @@ def _first_fault(content: Any) -> str | None:
 
 def _refused(folder: Path, saw: str) -> CheckpointError:
     want = "a description of tensors as titanlite writes it; nothing else is read, because a pickle can run code"
-    fix = "move this checkpoint's folder away; if it is not from titanlite, import its weights with `titanlite import`"
+    fix = "move this checkpoint's folder away; a run goes on from its own checkpoints only"
     return CheckpointError(describe(str(folder), [Problem(".metadata", saw, want, fix)]))

@@ -100,9 +100,11 @@ class Checkpoints:
             The `state` given to `save`, and notices for the user (random state not restored, other versions).
 
         Raises:
-            CheckpointError: damaged (the next older good one is named), or of another model or optimizer.
+            CheckpointError: damaged (the next older good one is named), not seen by a rank, or of another model or
+                optimizer.
         """
         folder = publish.step_folder(self.root, step)
+        on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost
         self._verify(step)
         saved = on_rank_0(lambda: _read_state(folder, step))
         notices = [

@@ -86,6 +86,20 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
     return set(wanted)
 
 
+def check_seen(folder: Path) -> None:
+    """Raise if this rank does not see a folder that it shares with all ranks: elsewhere, files would seem to be lost.
+
+    Raises:
+        CheckpointError: it is not there; the rank and its host are named.
+    """
+    if not folder.is_dir():
+        fix = "set job.dump_folder to a folder on a file system that all hosts share"
+        place = f"rank {rank()} on {socket.gethostname()}"
+        raise CheckpointError(
+            describe(str(folder), [Problem(place, "does not see it", "one folder for all ranks", fix)])
+        )
+
+
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer, without the absolute path in `.metadata`, and with the operating system's reason for a failure."""
 
@@ -144,12 +158,7 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Compare free space with what all ranks will write, and plain tensors of one name with each other."""
 
     def survey() -> tuple[float, dict[str, tuple[str, int]], int]:
-        if not folder.is_dir():
-            fix = "set job.dump_folder to a folder on a file system that all hosts share"
-            problem = Problem(
-                f"rank {rank()} on {socket.gethostname()}", "does not see it", "one folder for all ranks", fix
-            )
-            raise CheckpointError(describe(str(folder), [problem]))
+        check_seen(folder)
         sharded, plain = 0.0, dict[str, tuple[str, int]]()
         for name, t in tensors.items():
             if isinstance(t, DTensor):

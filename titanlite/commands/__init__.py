@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.redact import redact
 
 _COMMANDS = {
     "validate": "titanlite.commands.validate",
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
         return importlib.import_module(_COMMANDS[name]).run(rest)
     except TitanliteError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(redact(f"{error}\n"))
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -64,7 +64,7 @@ class Data:
     text_key: str = "text"
     """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
     max_bad_records: int = 0
-    """Records that may be skipped because they cannot be decoded; each is named, and one more is an error."""
+    """Records that may be skipped because they cannot be decoded; the first ten are named, and one more is an error."""
     cache_dir: str = "~/.cache/titanlite/data"
     """Folder for token shards. Every host must be able to read its own."""
 

@@ -5,8 +5,8 @@
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
 `resolve` looks at names only; `documents` reads. A record that cannot be decoded is never dropped in silence: the
-`Tally` names it, and one more than `data.max_bad_records` ends the reading. The trade-off: a source is always read from
-its beginning, by one process; what makes that cheap is that it happens once (see prepare.py).
+`Tally` counts it and names the first ones, and one more than `data.max_bad_records` ends the reading. The trade-off: a
+source is always read from its beginning, by one process; what makes that cheap is that it happens once (prepare.py).
 
 No torch here: a source that matches nothing is reported before torch is imported.
 """

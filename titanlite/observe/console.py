@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from titanlite.errors import TitanliteError
 from titanlite.observe.metrics import Float8Row, StepRow, ValidationRow
-from titanlite.observe.redact import redact
+from titanlite.redact import redact
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -167,7 +167,6 @@ def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
     Returns:
         The line, in ASCII, without a newline.
     """
-    mfu = "  n/a" if row.mfu is None else f"{100 * row.mfu:4.1f}%"
     wait = 100 * row.data_wait_seconds / row.seconds if row.seconds > 0 else 0.0
     return "  ".join(
         (
@@ -176,7 +175,7 @@ def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
             f"grad {row.grad_norm:7.3f}",
             f"lr {row.lr:.2e}",
             f"{row.tokens_per_second_per_gpu:7,.0f} tok/s/gpu",
-            f"mfu {mfu}",
+            f"mfu {100 * row.mfu:4.1f}%",
             f"mem {row.memory_gib:5.1f} GiB",
             f"wait {wait:4.1f}%",
             f"eta {duration(seconds_left)}",

@@ -3,7 +3,7 @@
 Three kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation and
 `Float8Row` a look at float8's numerics after that step, in rows of their own because each has an interval of its own.
 
-A number that is NaN, infinite or unknown is `null`, so that each line is strict JSON and a column stays numeric for
+A number that is NaN or infinite is `null`, so that each line is strict JSON and a column stays numeric for
 whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in the log line of that step.
 
 The file continues across restarts. Rows after the step that training resumes from are dropped, because those steps are
@@ -42,7 +42,7 @@ class StepRow:
     tokens: int  # trained on since step 1, all ranks
     tokens_per_second_per_gpu: float
     tflops_per_gpu: float  # model FLOPs, without recomputation
-    mfu: float | None  # share of the device's dense bf16 peak, 0 to 1; None: peak unknown
+    mfu: float  # share of the device's dense bf16 peak, or of the measured one where that is not known, 0 to 1
     memory_gib: float  # peak reserved on this device
     memory_allocated_gib: float  # peak allocated
     seconds: float  # wall time per step
@@ -117,7 +117,7 @@ def json_row(row: Row) -> dict[str, int | float | None]:
     """Give a row as a dict whose numbers are finite or None."""
     given = asdict(row)
     given |= given.pop("layers", {})
-    return {key: value if value is not None and math.isfinite(value) else None for key, value in given.items()}
+    return {key: value if math.isfinite(value) else None for key, value in given.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         path: the file. It may be growing: a last line without its newline is left out.
 
     Returns:
-        One dict per row, each with an integer "step"; None stands for a number that was not finite or not known.
+        One dict per row, each with an integer "step"; None stands for a number that was not finite.
 
     Raises:
         RunError: a complete line is not a JSON object with a step.

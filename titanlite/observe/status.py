@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from titanlite.observe.redact import redact
+from titanlite.redact import redact
 
 _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.schema import Config
 from titanlite.observe.metrics import Row, json_row
-from titanlite.observe.redact import redact
+from titanlite.redact import redact
 
 if TYPE_CHECKING:
     import wandb

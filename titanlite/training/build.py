@@ -3,7 +3,8 @@
     model on the meta device → sharding plan and tensor-parallel layers → float8 → activation checkpointing → compile →
     FSDP → materialise and initialise → optimizer
 
-Each feature says in the receipt what it did. Restoring a checkpoint is the loop's first act.
+Each feature says in the receipt what it did. The weights are fresh; `train.py` then restores a
+checkpoint if there is one.
 """
 
 import os

@@ -90,10 +90,11 @@ class Loop:
                 complete_receipt(run, self.folder, report.console)
             if look:
                 self.float8_numerics(step, micro_batches[0].tokens)
-            if validate and not stopping:
+            postpone = validate and stopping and step < config.training.steps  # nothing goes on after the last one
+            if validate and not postpone:
                 self.validate(step)
             if save or (stopping and config.checkpoint.enable):
-                self._save(step, validation_due=validate and stopping)
+                self._save(step, validation_due=postpone)
             if trace == "begin":  # after what is not of a step
                 self._profile(step)
             if pause or step == start + 1:
@@ -136,9 +137,10 @@ class Loop:
         """Publish a checkpoint; `validation_due` if a signal came between this step and its validation."""
         self.watchdog.progress(step, "checkpoint")
         self._limit(self.run.config.comm.init_timeout_seconds)
-        self.report.sync()
+        on_rank_0(self.report.sync)  # it alone has the file, and may find the disk full
         state = {"samples": self.batches.position, "corpus": self.corpus, "validation_due": validation_due}
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
+        state["sequences_per_step"] = self.batches.global_batch_size
         state["model"] = dimensions_of(self.run.sizes)
         path = self.checkpoints.save(step, tensors_of(self.run), state)
         self.report.console.notice(f"saved {path}")

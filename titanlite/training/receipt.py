@@ -1,4 +1,4 @@
-"""The receipt's last entries: what can only be known once the first step has run.
+"""The receipt's entries that no feature adds by itself: of the data, and what the first step shows.
 
 Everything is read off the run itself: dtypes off real tensors, the attention back end off torch's own choice for this
 run's shapes, the rules of the save-list off their matches.
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
+from titanlite.data.shards import Meta
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.kernels.lowering import lowered
@@ -25,6 +26,31 @@ from titanlite.parallel.memory import GIB
 from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
+
+
+def add_data(receipt: Receipt, key: str, meta: Meta) -> str | None:
+    """Add what a source gave, and what of it is not trained on.
+
+    Args:
+        receipt: of the run.
+        key: "data.source" or "validation.source".
+        meta: of its shards.
+
+    Returns:
+        A warning that names the bad records which were skipped, as many as there are places kept of; None without any.
+    """
+    applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records, "skipped_files": len(meta.skipped)}
+    if meta.tokenizer:  # token files do not say where a document ends
+        applied["documents"] = meta.documents
+    unnamed = meta.n_bad_records - len(meta.bad_records)
+    more = [f"and {unnamed:,} more"] * (unnamed > 0)
+    left_out = [Skipped(record, "a bad record") for record in (*meta.bad_records, *more)]
+    left_out += [Skipped(file, "left out by rule") for file in meta.skipped]
+    receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
+    if not meta.n_bad_records:
+        return None
+    count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
+    return "\n      ".join([f"{key} = {meta.source}: {count}", *meta.bad_records, *more])
 
 
 def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:

@@ -11,7 +11,8 @@ from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import ModelRecipe
-from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.config.schema import Config
+from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.console import Console
@@ -43,19 +44,21 @@ def dimensions_of(sizes: ModelRecipe) -> dict[str, Any]:
     return {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
 
 
-def restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int, dict[str, Any]]:
+def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> tuple[int, dict[str, Any]]:
     """Load the checkpoint that `checkpoint.resume` names.
 
     Args:
         run: with fresh weights.
         checkpoints: of the run's folder.
         console: told what was loaded.
+        per_step: sequences that a step of this run takes.
 
     Returns:
         The last step done, and what was saved beside the tensors; step 0 and no samples for a fresh start.
 
     Raises:
         CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of another model.
+        ConfigError: on every rank, if a step would take another number of sequences, though nobody asked for that.
     """
     fresh = 0, {"samples": 0}
     if not run.config.checkpoint.enable:
@@ -66,6 +69,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console) -> tuple[int, 
     tensors = tensors_of(run)
     state, notices = checkpoints.load(step, tensors)
     _check_dimensions(step_folder(checkpoints.root, step), state.get("model", {}), run.sizes)
+    check_batch(step_folder(checkpoints.root, step), state.get("sequences_per_step"), run.config, per_step)
     restore_rng(tensors)
     precompute_scales(run.parameters, run.mesh.fsdp)
     for notice in (f"resumed from step {step}", *notices):
@@ -82,3 +86,23 @@ def _check_dimensions(folder: Path, saved: dict[str, Any], sizes: ModelRecipe) -
     ]
     if problems:
         raise CheckpointError(describe(str(folder), problems))
+
+
+def check_batch(folder: Path, saved: int | None, config: Config, per_step: int) -> None:
+    """Refuse another batch that only follows from another layout. One that is given may differ, and is told.
+
+    Args:
+        folder: the checkpoint.
+        saved: sequences per step that it was trained with; None if it does not say.
+        config: of this run.
+        per_step: sequences that a step of this run takes.
+
+    Raises:
+        ConfigError: they differ, and `training.global_batch_size` is not given.
+    """
+    if config.training.global_batch_size is not None or saved in (None, per_step):
+        return
+    seen = f"not given: local_batch_size × data-parallel ranks make {per_step} sequences per step"
+    want = f"{saved} sequences per step, with which the checkpoint was trained"
+    fix = f"--training.global_batch_size {saved}, or the number that it is to go on with"
+    raise ConfigError(describe(str(folder), [Problem("training.global_batch_size", seen, want, fix)]))

@@ -16,9 +16,14 @@ _ONE_REQUEST_S = 1.0
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT and SIGUSR1 while it is entered; a second request ends the process at once."""
+    """Notes SIGTERM, SIGINT and SIGUSR1 while it is entered; a second request ends the process at once.
 
-    def __init__(self) -> None:
+    Args:
+        saves: whether a checkpoint is saved before the run stops; that is what the user is told.
+    """
+
+    def __init__(self, saves: bool) -> None:
+        self._does = "saving and stopping" if saves else "stopping, and nothing is saved (checkpoint.enable = false),"
         self.received: str | None = None  # name of the first signal
         self._at = 0.0
         self._before: dict[int, object] = {}
@@ -36,6 +41,6 @@ class StopSignals:
         if self.received is None:
             self.received, self._at = signal.Signals(number).name, time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, f"{self.received}: saving and stopping after this step; again ends at once\n".encode())
+                os.write(2, f"{self.received}: {self._does} after this step; again ends at once\n".encode())
         elif time.monotonic() - self._at > _ONE_REQUEST_S:
             os._exit(128 + number)

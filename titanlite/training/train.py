@@ -8,6 +8,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.config.check import sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
@@ -28,6 +29,7 @@ from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
 from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
 from titanlite.training.out_of_memory import explained
+from titanlite.training.receipt import add_data
 from titanlite.training.report import Report
 from titanlite.training.state import restore
 from titanlite.training.stop import StopSignals
@@ -103,16 +105,22 @@ def _train(
         run = build(config, sizes, save_list, float8, device)
     for text in run.warnings:
         console.warning(text)
+    sources = {"data.source": shards} | ({"validation.source": held_out} if held_out else {})
+    for key, source in sources.items():
+        bad = add_data(run.receipt, key, source.meta)
+        if bad and rank == 0:
+            console.warning(bad)
     if run.chosen is not None:
         chosen = to_toml(run.save_list)
         on_rank_0(lambda: folder.record_save_list(chosen))
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
-    start, state = restore(run, checkpoints, console)
+    per_step = sequences_per_step(config, dist.get_world_size())
+    assert per_step is not None  # noqa: S101  # the config is checked
+    start, state = restore(run, checkpoints, console, per_step)
     samples = int(state["samples"])
     if state.get("corpus", shards.fingerprint) != shards.fingerprint:
         console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
 
-    per_step = config.training.global_batch_size or config.training.local_batch_size * run.mesh.dp_size
     placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
     placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
     seq_len, seed = config.training.seq_len, config.training.seed
@@ -138,7 +146,7 @@ def _train(
     watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
-    stop = cleanup.enter_context(StopSignals())
+    stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
     loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
     with explained(config, sizes, float8, run.save_list, device):
         if validates_first:

@@ -1,4 +1,4 @@
-"""Keep secrets of the environment out of what a run writes.
+"""Keep secrets of the environment out of what a run or a command writes.
 
 The config has no key for a secret, and the environment is never logged. What is left is the text of other people's
 exceptions: an HTTP error may carry the URL with its token. Such text goes through `redact` before it is shown.

@@ -1,0 +1,40 @@
+"""How a process ends: its exit code, and what it leaves on stderr and for torchrun."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import titanlite.exit_code
+from titanlite.errors import DataError
+from titanlite.exit_code import exit_code
+
+
+@pytest.mark.parametrize(("error", "rank", "code"), [(DataError, 0, 2), (DataError, 1, 2), (OSError, 0, 1)])
+def test_secrets_are_kept_out_of_what_is_said(
+    error: type[Exception],
+    rank: int,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = tmp_path / "error.json"
+    for name, value in {"HF_TOKEN": 'hf_abc"defgh', "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(told)}.items():
+        monkeypatch.setenv(name, value)
+    for clock in ("_RANK_0_SPEAKS_S", "_TORCHRUN_CLOCK_S"):
+        monkeypatch.setattr(titanlite.exit_code, clock, 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def fails() -> None:
+        raise error('GET https://user:hf_abc"defgh@host: refused')
+
+    assert exit_code(fails) == code
+    said = capsys.readouterr().err
+    assert said.endswith("GET https://user:***@host: refused\n")
+    assert ("Traceback" in said) == (error is OSError)
+    if error is OSError or rank:
+        message = json.loads(told.read_text())["message"]
+        assert message["message"] == f"{error.__name__}: GET https://user:***@host: refused"
+        assert "@host: refused" in message["extraInfo"]["py_callstack"]
+        assert "defgh" not in told.read_text()
