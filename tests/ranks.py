@@ -17,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401  # every rank would import it, and sympy, for itself: two seconds
+import torch.distributed.tensor  # noqa: F401  # these two, and sympy, every rank would import for itself: seconds
+import torch.export._trace  # noqa: F401
 
 
 def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_s: float = 60) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch._inductor
 import torch.distributed.checkpoint
+import torch.export._trace
 
 import titanlite.exit_code
 import titanlite.training.train
@@ -33,7 +34,8 @@ from titanlite.exit_code import exit_code
 from titanlite.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
-_IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, titanlite.training.train)  # for all forked ranks
+# For all forked ranks.
+_IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, torch.export._trace, titanlite.training.train)
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SMALL = {
