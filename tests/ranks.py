@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401  # these two, and sympy, every rank would import for itself: seconds
+import torch.distributed.tensor  # these two, and sympy, every rank would import for itself: seconds
 import torch.export._trace  # noqa: F401
 
 
