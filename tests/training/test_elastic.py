@@ -32,7 +32,9 @@ def broken(*args):
     return take(*args)
 
 loop.train_step = broken
-sys.exit(exit_code(train.main))
+code = exit_code(train.main)
+sys.stdout.flush()
+os._exit(code)  # a script of one's own; how the interpreter tears threads down is not looked at here
 """
 
 
