@@ -1,31 +1,34 @@
-"""Speed of torch's attention kernels at the shapes of Llama-3 8B and 1B and Gemma 3: python scripts/bench/attention.py
+"""Speed of attention's kernels at the shapes of Llama-3 8B and 1B and Gemma 3: python scripts/bench/attention.py
 
-Forward and backward of one layer, causal, bf16, grouped-query; TFLOP/s count causal work only. Decides the order in
-`titanlite/training/build.py::fastest_attention`.
+Forward and backward of one layer, causal, bf16, grouped-query; TFLOP/s count the tokens that a query sees. Decides the
+order in `titanlite/training/build.py::fastest_attention`.
 """
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
-SHAPES = {
+from titanlite.models.layers import CausalAttention
+
+SHAPES = {  # B, S, H, K, E
     "8B": (2, 8192, 32, 8, 128),
     "8B, tensor parallel 4": (2, 8192, 8, 2, 128),
     "1B": (2, 8192, 32, 8, 64),
     "Gemma 3 1B": (2, 8192, 4, 1, 256),
 }
+WINDOW = 512  # of Gemma's local layers
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
-def measure(backend: SDPBackend, B: int, S: int, H: int, K: int, E: int) -> tuple[float, float]:
+def measure(backend: SDPBackend, B: int, S: int, H: int, K: int, E: int, window: int = 0) -> tuple[float, float]:
     """Milliseconds of forward and of backward, medians."""
     shape = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     inputs = [torch.randn(B, S, heads, E, **shape) for heads in (H, K, K)]
-    grad = torch.randn(B, H, S, E, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn(B, S, H, E, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    attend = CausalAttention(window)
 
     def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in inputs), is_causal=True, enable_gqa=True)
+        return attend(*(t.transpose(1, 2) for t in inputs))
 
     with sdpa_kernel(backend):
         there = do_bench(forward, return_mode="median")
@@ -40,12 +43,20 @@ def main() -> None:
         flops = 2 * B * H * S * S * E  # Q Kᵀ and P V, half of the square
         for backend in BACKENDS:
             try:
-                there, back = measure(backend, B, S, H, K, E)
+                times = measure(backend, B, S, H, K, E)
             except RuntimeError as error:
                 print(f"| {name} | {backend.name.lower()} | {str(error).splitlines()[0][:60]} | | | |")
                 continue
-            rates = flops / there / 1e9, 2.5 * flops / back / 1e9
-            print(f"| {name} | {backend.name.lower()} | {there:.2f} | {rates[0]:.0f} | {back:.2f} | {rates[1]:.0f} |")
+            print(row(name, backend, flops, times))
+    flash, W = SDPBackend.FLASH_ATTENTION, WINDOW
+    times = measure(flash, B, S, H, K, E, W)
+    print(row(f"{name}, window of {W}", flash, 2 * B * H * E * W * (2 * S - W), times))
+
+
+def row(name: str, backend: SDPBackend, flops: int, times: tuple[float, float]) -> str:
+    """One line of the table; backward has two and a half times the FLOPs."""
+    there, back = (n * flops / ms / 1e9 for n, ms in zip((1, 2.5), times, strict=True))
+    return f"| {name} | {backend.name.lower()} | {times[0]:.2f} | {there:.0f} | {times[1]:.2f} | {back:.0f} |"
 
 
 if __name__ == "__main__":

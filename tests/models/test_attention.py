@@ -1,18 +1,17 @@
-"""Attention to a window, computed in pieces, against a mask over all of the square."""
+"""Attention to a window against a mask over all of the square."""
 
 import functools
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite.kernels.window_attention import window_attention
 from titanlite.models.layers import CausalAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FUSED = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 def masked(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def heads(B: int, S: int, H: int, E: int, seed: int, device: str) -> Tensor:
     [(24, 8), (23, 8), (25, 8), (17, 8), (16, 8), (9, 8), (8, 8), (8, 9), (8, 0), (8, 7), (8, 4), (7, 1), (1, 1)],
 )
 @pytest.mark.parametrize(("B", "H", "K"), [(1, 2, 2), (2, 6, 2), (3, 4, 1)])
-def test_a_window_in_pieces_is_the_mask(S: int, window: int, B: int, H: int, K: int, device: str) -> None:
+def test_a_window_is_the_mask(S: int, window: int, B: int, H: int, K: int, device: str) -> None:
     """In float64. A score is a sum of E = 8 products of up to 10 over sqrt(E), exact within 9 · 1.1e-16 · 80 / sqrt(8):
     3e-14, relative of what softmax makes of it. Further sums have at most S terms, 3e-15 each; it is done twice."""
     E = 8
@@ -57,17 +56,22 @@ def test_compiles_without_a_break(window: int) -> None:
     out.sum().backward()
 
 
-def test_no_score_is_computed_but_those_of_a_piece_and_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend, scores = F.scaled_dot_product_attention, []
+@pytest.mark.parametrize(("S", "window"), [(24, 8), (23, 7), (5, 5), (3, 8)])
+def test_flops_are_those_of_the_scores_that_a_window_sees(S: int, window: int) -> None:
+    given = [heads(2, S, n, 8, seed, "cpu").requires_grad_() for seed, n in enumerate((4, 2, 2))]
+    seen = sum(min(i + 1, window) for i in range(S))
+    with FlopCounterMode(display=False) as counter:
+        out = window_attention(*given, window)
+        assert counter.get_total_flops() == 2 * 2 * 8 * 2 * 4 * seen  # two products, each 2·E a score, of B·H heads
+        out.sum().backward()
+    assert counter.get_total_flops() == 3.5 * 2 * 2 * 8 * 2 * 4 * seen
 
-    def counting(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor) -> Tensor:
-        scores.append(q.shape[:3].numel() * k.shape[2])
-        return attend(q, k, v, attn_mask=attn_mask)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
-    B, S, H, K, W = 2, 64, 4, 2, 8
-    CausalAttention(W)(*(heads(B, S, n, 8, 0, "cpu") for n in (H, K, K)))
-    assert sum(scores) == B * H * (2 * S * W - W * W)
+def test_the_operator_is_what_its_description_says() -> None:
+    """Its results have the shapes, dtypes and strides that the compiler is told, and its gradient compiles."""
+    for dtype in (torch.float64, torch.bfloat16):
+        given = [heads(2, 12, n, 8, seed, "cpu").to(dtype).requires_grad_() for seed, n in enumerate((4, 2, 2))]
+        torch.library.opcheck(torch.ops.titanlite.window_attention.default, (*given, 8))
 
 
 @pytest.mark.gpu
@@ -84,8 +88,8 @@ def test_gemmas_window_runs_in_a_fused_kernel_forward_and_backward() -> None:
         return [out, *torch.autograd.grad(out, given, grad.to(dtype))]
 
     square = functools.partial(masked, W)
-    with sdpa_kernel(FUSED):
-        got, other = (run(CausalAttention(window), torch.bfloat16) for window in (W, W - 1))
+    got, other = (run(CausalAttention(window), torch.bfloat16) for window in (W, W - 1))
+    assert CausalAttention(W).kernel(*(t.bfloat16() for t in inputs)) == "flash_attention"
     theirs, truths = run(square, torch.bfloat16), run(square, torch.float64)
     for ours, wrong, rounded, truth in zip(got, other, theirs, truths, strict=True):
         bound = 2 * (rounded - truth).norm()

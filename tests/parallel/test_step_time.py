@@ -77,7 +77,7 @@ def test_matmuls_are_their_flops_over_the_rate() -> None:
 
 def test_attention_takes_the_scores_that_it_computes() -> None:
     """Two products in forward, and backward two and a half times that. Heads of Qwen3 0.6B are together twice as wide
-    as the stream; of Gemma 3 1B's layers 22 attend in 16 pieces of 512, the first of half as many scores, 4 to all."""
+    as the stream; of Gemma 3 1B's layers 22 attend to a window of 512, 4 to all."""
     _, qwen3 = model("1b", 1, "none", *QWEN3, "0.6B")
 
     def to_all_tokens(forward: float, backward: float) -> float:
@@ -87,8 +87,8 @@ def test_attention_takes_the_scores_that_it_computes() -> None:
     _, narrow = model("1b", 1, "none")  # heads of 64
     assert narrow.attention == pytest.approx(16 * 2048 * to_all_tokens(385, 361))
     _, gemma3 = model("1b", 1, "none", "--model.name", "gemma3", "--model.flavor", "1B")
-    pieces = 4 * 16_384 * (15 * 1024 + 512) / 16 * 3.5 / 117e12 * 1e3
-    assert gemma3.attention == pytest.approx(22 * 1024 * pieces + 4 * 1024 * to_all_tokens(483, 353))
+    window = 2 * 16_384 * 512 * (2 - 512 / 8192) * (1 / 166 + 2.5 / 166) * 1e-9
+    assert gemma3.attention == pytest.approx(22 * 1024 * window + 4 * 1024 * to_all_tokens(483, 353))
 
 
 def test_plain_collectives_are_in_the_open_and_fused_ones_hide_behind_their_matmul() -> None:

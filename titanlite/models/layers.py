@@ -15,12 +15,15 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
 from titanlite.kernels.rope import rope
+from titanlite.kernels.window_attention import kernel as kernel_of_window
+from titanlite.kernels.window_attention import window_attention
 
 
 class Linear(nn.Module):
@@ -81,31 +84,19 @@ class CausalAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H, S, E], [B, K, S, E], [B, K, S, E] → [B, H, S, E]; H is a multiple of K."""
-        if 0 < self.window < q.shape[2]:
-            return _windowed(q, k, v, self.window)
+        if self._is_windowed(q):
+            return window_attention(q, k, v, self.window)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """Which kernel attends to operands like these: "cudnn_attention", "flash_attention", …, "math"."""
+        if self._is_windowed(q):
+            return kernel_of_window(q)
+        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+        return SDPBackend(choice).name.lower()
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, W: int) -> Tensor:
-    """Attention to a window of W < S tokens: pieces of W queries, each against itself and the piece before it.
-
-    That is 2·S·W scores in the place of S². Pieces are heads, and the R = H / K heads that share keys and values are
-    rows of one, because with a mask not every fused kernel shares them. With K = 1, where W divides S, no query moves.
-    """
-    S, K, R = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
-    if S % W:  # no token sees what comes after the last one
-        q, k, v = (F.pad(t, (0, 0, 0, -S % W)) for t in (q, k, v))
-    q, k, v = (t.unflatten(2, (-1, W)) for t in (q, k, v))  # [B, heads, n, W, E]
-    q = q.unflatten(1, (K, R)).permute(0, 1, 3, 4, 2, 5)  # [B, K, n, W, R, E]
-    first, others = (t.flatten(3, 4).flatten(1, 2) for t in (q[:, :, :1], q[:, :, 1:]))  # [B, K·pieces, W·R, E]
-    k, v = (torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=3) for t in (k, v))  # [B, K, n − 1, 2·W, E]
-    own = torch.arange(W * R, device=q.device)[:, None]
-    other = torch.arange(-W * R, W * R, R, device=q.device)  # the first of its R rows
-    seen = (other <= own) & (other > own - W * R)  # [W·R, 2·W]
-    first = F.scaled_dot_product_attention(first, k[:, :, 0, :W], v[:, :, 0, :W], attn_mask=seen[:, W:])
-    others = F.scaled_dot_product_attention(others, k.flatten(1, 2), v.flatten(1, 2), attn_mask=seen)
-    out = torch.cat([t.unflatten(1, (K, -1)) for t in (first, others)], dim=2).unflatten(3, (W, R))
-    return out.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, :, :S]
+    def _is_windowed(self, q: Tensor) -> bool:
+        return 0 < self.window < q.shape[2]
 
 
 class RMSNorm(nn.Module):

@@ -16,9 +16,7 @@ and computes again whatever stands before the last result that backward needs.
 Axes as in `models/llama3.py`. Nothing here needs torch.
 """
 
-import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from titanlite.config.architectures import Block, architecture, unpriced
 from titanlite.config.build import show
@@ -31,7 +29,8 @@ from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whol
 HEAD = "output"
 """The linear layer behind the blocks."""
 
-_ATTENTION, _MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0]
+_WINDOW = "titanlite.window_attention.default"
+_ATTENTION, _WINDOW, _MATMUL = CLASSES["attention"][0], CLASSES["attention"][-1], CLASSES["matmul"][0]
 _SCALED_MATMUL = "titanlite.scaled_matmul.default"
 _BLOCK_MATMUL = "titanlite.block_scaled_matmul.default"
 _PLAIN = (_MATMUL, _SCALED_MATMUL, _BLOCK_MATMUL)  # with no collective in it
@@ -231,7 +230,7 @@ def activations(sizes: ModelRecipe, layout: Layout, window: int = 0) -> list[Act
     return [
         *_column_parallel(wqkv, D, (H + 2 * K) * E, layout),
         *qk_norms,
-        *_attention(sizes, layout, window),
+        _attention(sizes, layout, window),
         *_row_parallel(wo, H * E, D, layout),
         *post_norms[0],
         *_column_parallel(w13, D, block.gate_width * F, layout),
@@ -240,38 +239,21 @@ def activations(sizes: ModelRecipe, layout: Layout, window: int = 0) -> list[Act
     ]
 
 
-class _Scores(NamedTuple):
-    """An attention operation, of each sequence: queries, keys that it reads, and of these computed for each query."""
-
-    queries: int
-    keys: int
-    each: float
-
-
 def is_windowed(layout: Layout, window: int) -> bool:
-    """Whether attention is computed in pieces of a window."""
+    """Whether attention is to a window that is shorter than the sequence."""
     return 0 < window < layout.seq_len
 
 
-def _scores(layout: Layout, window: int) -> list[_Scores]:
-    """The operations of `models/layers.py`: causal attention, or pieces of W queries, all but the first of 2·W keys."""
-    S = layout.seq_len
-    if not is_windowed(layout, window):
-        return [_Scores(S, S, S / 2)]
-    others = math.ceil(S / window) - 1
-    return [_Scores(window, window, window), _Scores(others * window, 2 * others * window, 2 * window)]
-
-
-def _attention(sizes: ModelRecipe, layout: Layout, window: int) -> list[Activation]:
+def _attention(sizes: ModelRecipe, layout: Layout, window: int) -> Activation:
     """What attention keeps is its output and its softmax statistics; both of its products are computed again."""
-    sequences, t, e = layout.tokens // layout.seq_len, layout.tensor_parallel, layout.itemsize
+    M, S, t, e = layout.tokens, layout.seq_len, layout.tensor_parallel, layout.itemsize
     H, KE, HE = sizes.n_heads, sizes.n_kv_heads * sizes.head_width, sizes.n_heads * sizes.head_width
-    found: list[Activation] = []
-    for queries, keys, each in _scores(layout, window):
-        size = sequences * queries * (e * HE + 4 * H) // t
-        moved = size + e * sequences * (queries * HE + 2 * keys * KE) // t
-        found.append(Activation(_ATTENTION, "", size, int(4 * sequences * queries * each * HE) // t, moved))
-    return found
+    W = window if is_windowed(layout, window) else S
+    size = M * (e * HE + 4 * H) // t
+    moved = size + e * M * (HE + 2 * KE) // t
+    # Half of the square, and of a window's band what MFU counts (peak_flops.py).
+    flops = 2 * M * HE * (W * (2 * S - W) // S) // t
+    return Activation(_WINDOW if is_windowed(layout, window) else _ATTENTION, "", size, flops, moved)
 
 
 def block_input(sizes: ModelRecipe, layout: Layout) -> int:
@@ -365,9 +347,9 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout, window: int =
     M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
     block, rows, rotated = layout.block, M // t, M * (H + K) * E // t
-    attention = _attention_inside(sizes, layout, window) + sum(a.bytes for a in _attention(sizes, layout, window))
+    attention = _attention_inside(sizes, layout) + _attention(sizes, layout, window).bytes
     gate = e * M * block.gate_width * F // t  # its input
-    inputs = sum(_kept_input(*of, layout, window) for of in zip(block.layers, (D, H * E // t, D, F // t), strict=True))
+    inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, H * E // t, D, F // t), strict=True))
     root_mean_squares = 4 * (block.norms * rows + (M * (H + K) // t if block.qk_norms else 0))
     if layout.compiled:
         # The stream, and what each sublayer adds to it where backward has a use for that.
@@ -380,27 +362,20 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout, window: int =
     return norms + attention + gate + inputs
 
 
-def _attention_inside(sizes: ModelRecipe, layout: Layout, window: int) -> int:
+def _attention_inside(sizes: ModelRecipe, layout: Layout) -> int:
     """Bytes of attention's operands, and of the output of `wqkv` behind them, that a block without rules holds."""
-    M, S, t, e = layout.tokens, layout.seq_len, layout.tensor_parallel, layout.itemsize
+    M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
     H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
-    qkv = e * M * (H + 2 * K) * E // t
-    if not is_windowed(layout, window):  # v is a part of it, and q and k once rotated are not
-        return qkv + (e * M * (H + K) * E // t if layout.block.is_rotary else 0)
-    # Keys and values are copied together for the others, and the first reads a part of that.
-    first, others = _scores(layout, window)
-    queries = first.queries + others.queries * (2 if H == K else 1)  # the first piece is then a view of all of them
-    operands = M // S * (queries * H + 2 * others.keys * K) * E // t
-    masks = 3 * window * window * H // K  # [R·W, W] and [R·W, 2·W]
-    return e * (operands + masks) + (qkv if layout.compiled else 0)  # for its norms, of which eager mode keeps copies
+    # v is a part of that output, and q and k once rotated are not.
+    return e * M * (H + 2 * K) * E // t + (e * M * (H + K) * E // t if layout.block.is_rotary else 0)
 
 
-def _kept_input(layer: str, K: int, layout: Layout, window: int) -> int:
+def _kept_input(layer: str, K: int, layout: Layout) -> int:
     """Bytes of a layer's input [M, K] that a block without rules holds for the gradient of its weight."""
     _, wo, _, w2 = layout.block.layers
     if _is_kept_cast(layer, layout):
         return layout.tokens * K + _units(layout.tokens, layout)
-    is_attentions = layer == wo and not is_windowed(layout, window)  # output, and in one piece
+    is_attentions = layer == wo  # attention's output, which it keeps itself
     if layout.float8 is not None and layout.is_by_blocks(layer) and layout.float8.input.grad_weight != "none":
         is_cast_later = layout.compiled and is_attentions and not layout.is_float8(layer)  # forward has no use for it
         return 0 if is_cast_later else in_blocks(layout.tokens, K, layout.float8.input.grad_weight)

@@ -26,6 +26,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_fused_attention_overrideable.default",
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "titanlite.window_attention.default",
     ),
     "matmul": (
         "aten.mm.default",

@@ -1,8 +1,8 @@
 """How long a step takes, by class of work, from shapes and measured rates (`rates.toml`); no GPU and no torch.
 
     matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
-    attention        forward 2·M·H·E·S, the causal half of two products; in pieces of a window all of them, 4·M·H·E·2·W;
-                     backward two and a half times that
+    attention        forward 2·M·H·E·S, the causal half of two products; to a window of W tokens W·(2·S − W) / S in the
+                     place of S; backward two and a half times that
     elementwise      bytes of norms, RoPE, SwiGLU, the loss and casts to float8, each read and written once a pass
     recomputation    what the save-list does not keep, once more
     tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
@@ -43,7 +43,7 @@ class Rates:
         matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
         attention: TFLOP/s of forward and backward, by the width of a head.
-        attention_pieces: TFLOP/s of both, in pieces of a window.
+        attention_window: the same of attention to a window.
         window: tokens of that.
         memory: GB/s of elementwise work.
         optimizer: GB/s.
@@ -59,7 +59,7 @@ class Rates:
     float8_fast: float
     float8_split: float
     attention: Mapping[int, tuple[float, float]]
-    attention_pieces: float
+    attention_window: tuple[float, float]
     window: int
     memory: float
     optimizer: float
@@ -77,6 +77,7 @@ class Rates:
 def measured_rates() -> Rates:
     """Read the rates that come with titanlite."""
     read = tomli.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
+    read["attention_window"] = tuple(read["attention_window"])
     read["attention"] = {int(width): tuple(rates) for width, rates in read["attention"].items()}
     return Rates(**read)
 
@@ -197,7 +198,7 @@ class StepTimeModel:
     def _attention_rates(self, window: int) -> tuple[float, float]:
         """TFLOP/s of forward and backward in a block with that window."""
         if is_windowed(self.layout, window):
-            return self.rates.attention_pieces, self.rates.attention_pieces
+            return self.rates.attention_window
         return self.rates.attention_of(self.memory.sizes.head_width)
 
     def _seconds(self, layer: _Linear, product: str) -> float:

@@ -74,9 +74,7 @@ def _time_parts(
     found: dict[Activation, float] = {}
     for window in sorted(set(sizes.windows)):
         listed = [a for rule in dear(sizes, layout, window).values() for a in rule]
-        pieces = [a for a in listed if not a.layer]
-        seconds = _seconds(partial(attend, window), device) / sum(a.flops for a in pieces)
-        found |= {a: seconds * a.flops for a in pieces}
+        found |= {a: _seconds(partial(attend, window), device) for a in listed if not a.layer}
         parts = [a for a in listed if a.layer and a not in found]
         found |= {a: _seconds(_part(block, a.op, a.layer, M, random), device) for a in parts}
 

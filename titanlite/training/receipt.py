@@ -4,14 +4,10 @@ Everything is read off the run itself: dtypes off real tensors, the attention ba
 run's shapes, the rules of the save-list off their matches.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.overrides import TorchFunctionMode
 
 from titanlite.data.shards import Meta
 from titanlite.errors import Problem, StrictError, describe
@@ -219,23 +215,8 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
     receipt.add("attention", "fused", backend, count=count, skipped=skipped, key="model.n_heads")
 
 
-class _AttentionKernels(TorchFunctionMode):
-    """Asks torch which kernel it would choose for each attention, and runs none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        choice = torch._fused_sdp_choice(*args, **(kwargs or {}))
-        self.names.append(torch.nn.attention.SDPBackend(choice).name.lower())
-        return torch.empty_like(args[0])
-
-
 def _attention_backend(run: Run) -> str:
-    """The kernels that torch chooses for this run's shapes and dtype, for each window that layers have."""
+    """The kernels that are chosen for this run's shapes and dtype, for each window that layers have."""
     sizes, training = run.sizes, run.config.training
     shape, dtype = (training.local_batch_size, training.seq_len), getattr(torch, training.mixed_precision_param)
     # Some kernels have no backward for some shapes, hence requires_grad.
@@ -245,7 +226,5 @@ def _attention_backend(run: Run) -> str:
         ).transpose(1, 2)
         for heads in (sizes.n_heads, sizes.n_kv_heads, sizes.n_kv_heads)
     )
-    with _AttentionKernels() as kernels:
-        for window in sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)}):
-            CausalAttention(window)(q, k, v)
-    return ", ".join(dict.fromkeys(kernels.names))
+    windows = sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)})
+    return ", ".join(dict.fromkeys(CausalAttention(window).kernel(q, k, v) for window in windows))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
+import titanlite.kernels.window_attention  # noqa: F401  # its operator has a rule
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.sharding import oracle
 from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value, values
@@ -278,11 +279,11 @@ def _pad(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d not in padded]
 
 
-@_own(aten.scaled_dot_product_attention.default)
+@_own(aten.scaled_dot_product_attention.default, torch.ops.titanlite.window_attention.default)
 def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     """[B, H, S, E] queries, [B, K, S, E] keys and values: over B, and over heads where H and K both divide."""
     mask = inputs[3:]
-    if arguments["dropout_p"]:
+    if arguments.get("dropout_p"):
         return
     for dim in range(out.ndim - 2):
         own = [dim - out.ndim + m.ndim for m in mask]
