@@ -43,6 +43,7 @@ from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.save_rules import FUSED
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import (
     ColumnParallelLinear,
@@ -94,7 +95,7 @@ class Calls(CountCollectives):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "titanlite":
+        if str(func) in FUSED:
             weights = [self.layers[frozenset(right.shape)] for right in args[1]]
             self.fused.append(" ".join([func.overloadpacket.__name__, *weights]))
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,10 +1,13 @@
 """SwiGLU gate over one fused projection whose columns interleave gate and up in blocks.
 
-Where its result is wanted in float8, gate and cast are one pass over memory, and so is backward with its cast:
-compilers read a row of 28,672 numbers twice and more (`titanlite/kernels/device/swiglu.py`).
+Backward is one pass over memory, where a compiler forms both of its halves for each element. Where the result is wanted
+in float8, gate and cast are one pass, and so is backward with its cast: compilers read a row of 28,672 numbers twice and
+more (`titanlite/kernels/device/swiglu.py`).
 
 Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +30,20 @@ def swiglu(x: Tensor) -> Tensor:
     Returns:
         [M, F] in `x.dtype`.
     """
-    gate, up = _parts(x)
-    return (F.silu(gate) * up).to(x.dtype).flatten(-2)
+    return _SwiGLU.apply(x)  # type: ignore[no-any-return]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Forward is left to compilers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _swiglu(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return swiglu_grad(grad, *ctx.saved_tensors)
 
 
 def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
@@ -41,6 +56,15 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     Returns:
         [M, 2F] in `x.dtype`.
     """
+    return torch.ops.titanlite.swiglu_grad(grad, x)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = _parts(x)
+    return (F.silu(gate) * up).to(x.dtype).flatten(-2)
+
+
+def _swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     gate, up = _parts(x)
     grad = grad.unflatten(-1, (-1, BLOCK)).float()
     sigmoid = gate.sigmoid()
@@ -96,13 +120,13 @@ def _cast(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tens
 
 
 def _swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    return _cast(swiglu(x), by_row, dtype, pow2)
+    return _cast(_swiglu(x), by_row, dtype, pow2)
 
 
 def _swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_cast(swiglu_grad(grad, x), by_row, dtype, pow2), *_cast(swiglu(x), by_row, result_dtype, pow2)
+    return *_cast(_swiglu_grad(grad, x), by_row, dtype, pow2), *_cast(_swiglu(x), by_row, result_dtype, pow2)
 
 
 def _swiglu_cast_on_gpus(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -119,12 +143,24 @@ def _swiglu_grad_cast_on_gpus(
     return device.swiglu_grad_cast(grad.contiguous(), x.contiguous(), by_row, dtype, result_dtype, pow2)
 
 
+def _swiglu_grad_on_gpus(grad: Tensor, x: Tensor) -> Tensor:
+    from titanlite.kernels.device import swiglu as device
+
+    return device.swiglu_grad(grad.contiguous(), x.contiguous())
+
+
+lowering.define("swiglu_grad", _swiglu_grad, _swiglu_grad_on_gpus)
 lowering.define("swiglu_cast", _swiglu_cast, _swiglu_cast_on_gpus)
 lowering.define("swiglu_grad_cast", _swiglu_grad_cast, _swiglu_grad_cast_on_gpus)
 
 
 def _unit(x: Tensor, by_row: bool) -> Tensor:
     return x.new_empty((len(x), 1) if by_row else (), dtype=torch.float32)
+
+
+@torch.library.register_fake("titanlite::swiglu_grad")
+def _fake_grad(grad, x):
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("titanlite::swiglu_cast")

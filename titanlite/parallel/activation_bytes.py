@@ -357,7 +357,7 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout, window: int =
         means = 4 * block.norms * rows if block.layer_norms else 0
         return streams + root_mean_squares + means + attention + gate + inputs
     norms = root_mean_squares + 2 * 4 * (block.norms * rows * D + (rotated if block.qk_norms else 0))
-    if block.gate != "gelu" and not layout.is_joined(block.layers[-1]):
+    if block.gate == "geglu":  # `swiglu` has a gradient of its own
         gate = 3 * 4 * M * F // t
     return norms + attention + gate + inputs
 

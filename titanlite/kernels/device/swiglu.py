@@ -48,6 +48,16 @@ def _backward(grad, x, blocks, first, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _swiglu_grad(grad, x, out, blocks, BLOCKS: tl.constexpr):
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
+    a, b, _ = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    n = first + tl.arange(0, BLOCKS)[:, None]
+    at = out + row * blocks * 2 * BLOCK + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(at, a, mask=n < blocks)
+    tl.store(at + BLOCK, b, mask=n < blocks)
+
+
+@triton.jit
 def _most(a):
     """Greatest size, as the bits of a float32: those of NaN are the greatest."""
     return tl.max(tl.max(tl.abs(a.to(tl.float32)).to(tl.int32, bitcast=True), 1), 0)
@@ -163,6 +173,14 @@ def _swiglu_grad_by(
     if (row == 0) & (first == 0):
         tl.store(unit, one)
         tl.store(h_unit, h_one)
+
+
+def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """As `titanlite.kernels.swiglu.swiglu_grad`; `grad` and `x` are contiguous."""
+    M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
+    out = torch.empty_like(x)
+    _swiglu_grad[M, triton.cdiv(blocks, PART)](grad, x, out, blocks, PART, num_warps=4)
+    return out
 
 
 def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
