@@ -1,8 +1,8 @@
 """SwiGLU gate over one fused projection whose columns interleave gate and up in blocks.
 
-Backward is one pass over memory, where a compiler forms both of its halves for each element. Where the result is wanted
-in float8, gate and cast are one pass, and so is backward with its cast: compilers read a row of 28,672 numbers twice and
-more (`titanlite/kernels/device/swiglu.py`).
+Backward is one pass over memory, where a compiler forms both of its halves for each element. Where the result is
+wanted in float8, gate and cast are one pass, and so is backward with its cast: compilers read a row of 28,672 numbers
+twice and more (`titanlite/kernels/device/swiglu.py`).
 
 Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
 """
