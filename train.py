@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.commands.validate import checked_run
-from titanlite.exit_code import exit_code
+from titanlite.exit_code import exit_code, leave
 from titanlite.run_folder import RunFolder
 
 
@@ -30,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main))
+    leave(exit_code(main))

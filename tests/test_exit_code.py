@@ -1,6 +1,9 @@
 """How a process ends: its exit code, and what it leaves on stderr and for torchrun."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,12 @@ def test_secrets_are_kept_out_of_what_is_said(
         assert message["message"] == f"{error.__name__}: GET https://user:***@host: refused"
         assert "@host: refused" in message["extraInfo"]["py_callstack"]
         assert "defgh" not in told.read_text()
+
+
+def test_no_thread_keeps_a_rank_from_ending() -> None:
+    hangs = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    script = f"{hangs}; print('said'); from titanlite.exit_code import leave; leave(3)"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=30
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", "")

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from titanlite.errors import TitanliteError
 from titanlite.redact import redact
@@ -48,6 +48,19 @@ def exit_code(action: Callable[[], object]) -> int:
         sys.stderr.write(redact(traceback.format_exc()))
         return 1
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with that exit code; where a launcher started it, without taking the interpreter apart.
+
+    torch's process groups outlive `destroy_process_group`, and their threads the interpreter: now and then one of them
+    aborts a rank that has trained to the end. A library's thread that hangs would keep a failed rank from ending.
+    """
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _record(error: Exception) -> None:
