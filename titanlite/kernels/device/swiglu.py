@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.float8_cast import scale_of, to_bytes
+from titanlite.kernels.device.float8_cast import scale_of
 
 BLOCK = tl.constexpr(128)
 WIDEST = 128
@@ -29,22 +29,46 @@ def _gate(x, blocks, first, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _sigmoid(x):
+    """Within four units in the last place, and zero where float32 has no normal number: `tl.sigmoid` takes twice the
+    instructions to tell subnormal ones."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
+        " rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """Two numbers with one instruction, where bfloat16 is made; one by one each would be as dear as an exponential."""
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(dtype)
+
+
+@triton.jit
 def _forward(x, blocks, first, BLOCKS: tl.constexpr):
-    """The result, rounded."""
+    """The result."""
     gate, up = _gate(x, blocks, first, BLOCKS)
-    return (gate * tl.sigmoid(gate) * up).to(x.dtype.element_ty)
+    return gate * _sigmoid(gate) * up
 
 
 @triton.jit
 def _backward(grad, x, blocks, first, BLOCKS: tl.constexpr):
-    """The gradients of gate and up, and the result, rounded."""
+    """The gradients of gate and up, and the result."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     gate, up = _gate(x, blocks, first, BLOCKS)
     d = tl.load(grad + n * BLOCK + tl.arange(0, BLOCK)[None, :], mask=n < blocks, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
+    sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
-    dtype: tl.constexpr = x.dtype.element_ty
-    return (d * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), (d * silu).to(dtype), (silu * up).to(dtype)
+    return d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * silu, silu * up
 
 
 @triton.jit
@@ -53,39 +77,48 @@ def _swiglu_grad(grad, x, out, blocks, BLOCKS: tl.constexpr):
     a, b, _ = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     n = first + tl.arange(0, BLOCKS)[:, None]
     at = out + row * blocks * 2 * BLOCK + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(at, a, mask=n < blocks)
-    tl.store(at + BLOCK, b, mask=n < blocks)
+    tl.store(at, _rounded(a, x.dtype.element_ty), mask=n < blocks)
+    tl.store(at + BLOCK, _rounded(b, x.dtype.element_ty), mask=n < blocks)
 
 
 @triton.jit
-def _most(a):
-    """Greatest size, as the bits of a float32: those of NaN are the greatest."""
-    return tl.max(tl.max(tl.abs(a.to(tl.float32)).to(tl.int32, bitcast=True), 1), 0)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _store(out, a, scale, most, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Blocks of a row as bytes, `STEP` blocks apart."""
+def _most(a, dtype: tl.constexpr):
+    """Greatest size once it is rounded, as the bits of a float32: those of NaN are the greatest."""
+    most = tl.reduce(tl.reduce(tl.abs(a), 1, _larger), 0, _larger)
+    return most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _store(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
+    """Blocks of a row as bytes, `STEP` blocks apart; the conversion takes what is too large for the largest."""
     n = first + tl.arange(0, BLOCKS)[:, None]
-    byte = to_bytes(a.to(tl.float32) * scale, most, out.dtype.element_ty)
+    byte = (a.to(tl.float32) * scale).to(out.dtype.element_ty)
     tl.store(out + n * STEP * BLOCK + tl.arange(0, BLOCK)[None, :], byte, mask=n < blocks)
 
 
 @triton.jit
 def _swiglu_rows(x, out, units, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
+    dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x += row * blocks * 2 * BLOCK
     out += row * blocks * BLOCK
     a = _forward(x, blocks, 0, BLOCKS)
-    amax = _most(a)
+    amax = _most(a, dtype)
+    a = _rounded(a, dtype)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            amax = tl.maximum(amax, _most(_forward(x, blocks, first, BLOCKS)))
+            amax = tl.maximum(amax, _most(_forward(x, blocks, first, BLOCKS), dtype))
     scale, unit = scale_of(amax, most, POW2)
-    _store(out, a, scale, most, blocks, 0, 1, BLOCKS)
+    _store(out, a, scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            _store(out, _forward(x, blocks, first, BLOCKS), scale, most, blocks, first, 1, BLOCKS)
+            a = _rounded(_forward(x, blocks, first, BLOCKS), dtype)
+            _store(out, a, scale, blocks, first, 1, BLOCKS)
     tl.store(units + row, unit)
 
 
@@ -104,28 +137,31 @@ def _swiglu_grad_rows(
     BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
+    dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x += row * blocks * 2 * BLOCK
     out += row * blocks * 2 * BLOCK
     grad += row * blocks * BLOCK
     h += row * blocks * BLOCK
     a, b, c = _backward(grad, x, blocks, 0, BLOCKS)
-    amax, h_amax = tl.maximum(_most(a), _most(b)), _most(c)
+    amax, h_amax = _most(_larger(tl.abs(a), tl.abs(b)), dtype), _most(c, dtype)
+    a, b, c = _rounded(a, dtype), _rounded(b, dtype), _rounded(c, dtype)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
             d, e, f = _backward(grad, x, blocks, first, BLOCKS)
-            amax, h_amax = tl.maximum(amax, tl.maximum(_most(d), _most(e))), tl.maximum(h_amax, _most(f))
+            amax = tl.maximum(amax, _most(_larger(tl.abs(d), tl.abs(e)), dtype))
+            h_amax = tl.maximum(h_amax, _most(f, dtype))
     scale, unit = scale_of(amax, most, POW2)
     h_scale, h_unit = scale_of(h_amax, h_most, POW2)
-    _store(out, a, scale, most, blocks, 0, 2, BLOCKS)
-    _store(out + BLOCK, b, scale, most, blocks, 0, 2, BLOCKS)
-    _store(h, c, h_scale, h_most, blocks, 0, 1, BLOCKS)
+    _store(out, a, scale, blocks, 0, 2, BLOCKS)
+    _store(out + BLOCK, b, scale, blocks, 0, 2, BLOCKS)
+    _store(h, c, h_scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
             d, e, f = _backward(grad, x, blocks, first, BLOCKS)
-            _store(out, d, scale, most, blocks, first, 2, BLOCKS)
-            _store(out + BLOCK, e, scale, most, blocks, first, 2, BLOCKS)
-            _store(h, f, h_scale, h_most, blocks, first, 1, BLOCKS)
+            _store(out, _rounded(d, dtype), scale, blocks, first, 2, BLOCKS)
+            _store(out + BLOCK, _rounded(e, dtype), scale, blocks, first, 2, BLOCKS)
+            _store(h, _rounded(f, dtype), h_scale, blocks, first, 1, BLOCKS)
     tl.store(units + row, unit)
     tl.store(h_units + row, h_unit)
 
@@ -133,16 +169,17 @@ def _swiglu_grad_rows(
 @triton.jit
 def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
     """Greatest sizes of the result, and with `grad` of its gradients."""
+    dtype: tl.constexpr = x.dtype.element_ty
     first, start = tl.program_id(1) * BLOCKS, tl.program_id(0).to(tl.int64) * ROWS
     result, gradient = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for row in range(start, min(start + ROWS, M)):
         at = x + row * blocks * 2 * BLOCK
         if BACKWARD:
             a, b, c = _backward(grad + row * blocks * BLOCK, at, blocks, first, BLOCKS)
-            gradient = tl.maximum(gradient, tl.maximum(_most(a), _most(b)))
+            gradient = tl.maximum(gradient, _most(_larger(tl.abs(a), tl.abs(b)), dtype))
         else:
             c = _forward(at, blocks, first, BLOCKS)
-        result = tl.maximum(result, _most(c))
+        result = tl.maximum(result, _most(c, dtype))
     tl.atomic_max(amax, result, sem="relaxed")
     if BACKWARD:
         tl.atomic_max(amax + 1, gradient, sem="relaxed")
@@ -153,7 +190,7 @@ def _swiglu_by(x, amax, out, unit, blocks, most, POW2: tl.constexpr, BLOCKS: tl.
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     scale, one = scale_of(tl.load(amax), most, POW2)
     a = _forward(x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
-    _store(out + row * blocks * BLOCK, a, scale, most, blocks, first, 1, BLOCKS)
+    _store(out + row * blocks * BLOCK, _rounded(a, x.dtype.element_ty), scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
         tl.store(unit, one)
 
@@ -166,10 +203,11 @@ def _swiglu_grad_by(
     scale, one = scale_of(tl.load(amax + 1), most, POW2)
     h_scale, h_one = scale_of(tl.load(amax), h_most, POW2)
     a, b, c = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    dtype: tl.constexpr = x.dtype.element_ty
     out += row * blocks * 2 * BLOCK
-    _store(out, a, scale, most, blocks, first, 2, BLOCKS)
-    _store(out + BLOCK, b, scale, most, blocks, first, 2, BLOCKS)
-    _store(h + row * blocks * BLOCK, c, h_scale, h_most, blocks, first, 1, BLOCKS)
+    _store(out, _rounded(a, dtype), scale, blocks, first, 2, BLOCKS)
+    _store(out + BLOCK, _rounded(b, dtype), scale, blocks, first, 2, BLOCKS)
+    _store(h + row * blocks * BLOCK, _rounded(c, dtype), h_scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
         tl.store(unit, one)
         tl.store(h_unit, h_one)
