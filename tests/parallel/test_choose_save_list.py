@@ -1,10 +1,13 @@
 """The chosen list is the fastest within its budget: against every assignment of selections to blocks."""
 
+from copy import copy
 from dataclasses import replace
 from itertools import chain, combinations, pairwise, product
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from titanlite import recipes
 from titanlite.commands.validate import checked_run
@@ -12,7 +15,9 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError
+from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_bytes import BlockPrice, block_prices
+from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.choose_save_list import Times, choose, dear, in_words
 from titanlite.parallel.memory import GIB, MARGIN, MemoryModel, usable
 from titanlite.parallel.save_rules import BLOCK
@@ -110,6 +115,10 @@ def test_the_list_is_an_ordinary_one(flags: tuple[str, ...], tmp_path: Path) -> 
         assert loaded == choice.save_list
         assert model.peak(block_prices(*_of(model), loaded)).total == choice.peak
         assert all(rule.op in in_words(choice) for rule in loaded.rules)
+        with torch.device("meta"):
+            llama = Llama3(replace(model.sizes, n_layers=1), 1)
+        llama.layers = nn.ModuleList(copy(llama.layers[0]) for _ in range(model.sizes.n_layers))
+        apply_activation_checkpoint(llama, loaded)  # which refuses what a run cannot keep
 
 
 def test_what_costs_nothing_again_is_not_kept() -> None:

@@ -83,7 +83,8 @@ def dear(sizes: ModelRecipe, layout: Layout, window: int) -> dict[SaveRule, list
     """
     found: dict[SaveRule, list[Activation]] = {}
     for activation in activations(sizes, layout, window):
-        name = FUSED[activation.op][0] if activation.op in FUSED else _CLASS_OF[activation.op]
+        # What is two in one is kept as a matmul: attention must have its q, k and v by a rule that says so.
+        name = "matmul" if activation.op in FUSED else _CLASS_OF[activation.op]
         if name in _DEAR:
             rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
             found.setdefault(rule, []).append(activation)
