@@ -1,15 +1,24 @@
 """One thread per process: ranks are forked after `import torch`, and a thread pool does not survive a fork."""
 
+import ctypes
 import gc
+import sys
 
 import pytest
 import torch
+import torch._dynamo
 import torch.fx.config
 
 torch.set_num_threads(1)
 # Where graphs are traced, a third of the time would go to who called, and to what of torch's may be collected.
 torch.fx.config.do_not_emit_stack_traces = True
+torch._dynamo.config.run_gc_after_compile = False
 gc.set_threshold(50_000, 20, 100)
+if sys.platform == "linux":
+    # Steps of these models allocate the same few megabytes again and again; glibc would give each back to the kernel,
+    # and a quarter of the time would go to pages that fault. M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.
+    for parameter in (-1, -3):
+        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def pytest_collection_finish() -> None:

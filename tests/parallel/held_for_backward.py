@@ -5,7 +5,6 @@ of forward hands to that of backward. The block's input counts in both, weights 
 """
 
 import functools
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -166,7 +165,6 @@ def held_eager(model: Any, x: Tensor) -> Held:
         given = x * 1
         out = block(given, *tables(model))
         del given
-    gc.collect()
     apart = {t.untyped_storage()._cdata for t in (*_plain(*block.parameters()), *tables(model), out)}
     alive = {key: size for key, (ref, size) in storages.made.items() if not ref.expired() and key not in apart}
     with _Matmuls() as matmuls:

@@ -26,6 +26,7 @@ import torch._inductor
 import torch.distributed.checkpoint
 import torch.export._trace
 
+import tests.plans  # noqa: F401
 import titanlite.exit_code
 import titanlite.training.train
 import train

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import tests.plans  # noqa: F401
 from tests.ranks import run_ranks
 from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.data.batches import TrainBatches
