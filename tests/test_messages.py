@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.training.launched import REPOSITORY, torchrun
+
 LIMIT_S = 2.0
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(launcher: list[str], folder: Path, flags: list[str]) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, flags: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
-    command = [sys.executable, *launcher, str(REPOSITORY / "train.py"), *flags, "--job.dump_folder", str(folder)]
+    command = [sys.executable, str(REPOSITORY / "train.py"), *flags, "--job.dump_folder", str(folder)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
@@ -82,7 +83,7 @@ def test_one_message_within_two_seconds(mistake: str, tmp_path: Path) -> None:
     flags, seconds = make(tmp_path), []
     while not seconds or (min(seconds) > LIMIT_S and len(seconds) < 3):  # the best of three, on a loaded machine
         since = time.monotonic()
-        ended = start([], tmp_path, flags)
+        ended = start(tmp_path, flags)
         seconds.append(time.monotonic() - since)
         assert ended.returncode == 2, ended.stderr
         assert ended.stdout == ""
@@ -93,20 +94,26 @@ def test_one_message_within_two_seconds(mistake: str, tmp_path: Path) -> None:
     assert min(seconds) <= LIMIT_S
 
 
+def under_torchrun(folder: Path, flags: list[str]) -> str:
+    """What two ranks print that fail."""
+    log = folder / "log"
+    argv = [*flags, "--job.dump_folder", str(folder)]
+    run = torchrun(["--standalone", "--nproc-per-node", "2"], str(REPOSITORY / "train.py"), argv, log)
+    try:
+        assert run.wait(60) == 1  # torchrun's own
+    finally:
+        run.kill()
+    return log.read_text()
+
+
 def test_message_is_there_once_for_all_ranks(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = start(launcher, tmp_path, debug("--training.stepz", "3"))
-    assert ended.returncode == 1  # torchrun's own
-    output = ended.stdout + ended.stderr
+    output = under_torchrun(tmp_path, debug("--training.stepz", "3"))
     assert output.count("did you mean training.steps?") == 1, output
     assert 'train.py", line' not in output  # torchrun reports the exit code, and no traceback of ours
     assert not (tmp_path / "debug").exists()
 
 
 def test_message_of_rank_0_alone_ends_all_ranks(tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = start(launcher, tmp_path, of_another_run(tmp_path))
-    assert ended.returncode == 1
-    output = ended.stdout + ended.stderr
+    output = under_torchrun(tmp_path, of_another_run(tmp_path))
     assert output.count("output folder of a different run") == 1, output
     assert 'train.py", line' not in output

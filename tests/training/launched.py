@@ -4,26 +4,29 @@ Ranks are forked and meet over TCP as under torchrun, so a run costs a second wh
 What depends on the launcher itself uses `torchrun`.
 """
 
+import contextlib
 import faulthandler
 import gc
 import hashlib
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch._inductor
+import torch._logging
 import torch.distributed.checkpoint
+import torch.distributed.run
 import torch.export._trace
 
 import tests.plans  # noqa: F401
@@ -216,7 +219,29 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def torchrun(launcher: Sequence[str], script: str, argv: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+class Launcher:
+    """A torchrun in the background, forked from here where torch is imported; its workers are fresh interpreters."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        self._process = multiprocessing.get_context("fork").Process(target=_launch, args=(argv, log))
+        with _forks_beside_threads():
+            self._process.start()
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Its exit code; None if it goes on."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        """Send it SIGTERM."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+
+def torchrun(launcher: Sequence[str], script: str, argv: Sequence[str], log: Path) -> Launcher:
     """Start torchrun in the background.
 
     Args:
@@ -225,31 +250,48 @@ def torchrun(launcher: Sequence[str], script: str, argv: Sequence[str], log: Pat
         argv: arguments of that.
         log: takes stdout and stderr.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
-    environment |= {
+    return Launcher([*launcher, script, *argv], log)
+
+
+def _launch(argv: list[str], log: Path) -> None:
+    """`python -m torch.distributed.run`."""
+    _print_to(log)
+    torch._logging._init_logs()  # its messages, too
+    for name in _LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ |= {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(REPOSITORY),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # gloo's second start would meet the keys of the first
     }
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, script, *argv]
-    with log.open("wb") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=REPOSITORY)
+    os.chdir(REPOSITORY)
+    torch.distributed.run.main(argv)
+
+
+@contextlib.contextmanager
+def _forks_beside_threads() -> Iterator[None]:
+    """Python 3.12 warns of a fork beside threads; torch's own start-up threads are idle here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+        yield
+
+
+def _print_to(log: Path) -> None:
+    """Past pytest's capture."""
+    fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout = sys.stderr = sys.__stderr__ = os.fdopen(1, "w", buffering=1)
 
 
 def _fork(rank: int, world: int, port: int, argv: list[str], log: Path, plant: Callable[[], object]) -> int:
-    with warnings.catch_warnings():
-        # Python 3.12 warns of a fork beside threads; torch's own start-up threads are idle here.
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    with _forks_beside_threads():
         pid = os.fork()
     if pid:
         return pid
     gc.freeze()  # what there was before is not looked through, and so not copied
     try:
-        fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)  # past pytest's capture
-        sys.__stderr__ = sys.stderr
+        _print_to(log)
         faulthandler.enable(file=2)
         for name in _LAUNCHER_VARIABLES:
             os.environ.pop(name, None)

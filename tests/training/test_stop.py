@@ -128,7 +128,7 @@ def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
     launcher = torchrun(["--standalone", "--nproc-per-node=2"], str(REPOSITORY / "train.py"), argv, tmp_path / "log")
     try:
         wait_for_step(folder, 5)
-        launcher.send_signal(signal.SIGTERM)
+        launcher.terminate()
         launcher.wait(30)
     finally:
         launcher.kill()
