@@ -31,9 +31,11 @@ import torch.export._trace
 
 import tests.plans  # noqa: F401
 import titanlite.exit_code
+import titanlite.observe.peak_flops
 import titanlite.training.train
 import train
 from titanlite.checkpoint.metadata import read_metadata
+from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code
 from titanlite.observe.metrics import read_metrics
 
@@ -102,6 +104,7 @@ class Desk:
         (folder / "train.txt").write_text("\n".join(words))
         # 64-token samples of it divide by no number of ranks: a prime number of them, and a piece.
         (folder / "held_out.txt").write_text("\n".join(reversed(words))[: 37 * 64 + 30])
+        checked_run(self.flags("loads what parses and checks, for all ranks"), world_size=1)
 
     def flags(self, name: str, *flags: str) -> list[str]:
         """The command line of a small run; `flags` win over what makes it small."""
@@ -300,6 +303,7 @@ def _fork(rank: int, world: int, port: int, argv: list[str], log: Path, plant: C
             os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         sys.argv = ["train.py", *argv]
         titanlite.exit_code._RANK_0_SPEAKS_S = 0.0  # no launcher ends this rank meanwhile
+        titanlite.observe.peak_flops._MEASURE_S = 0.0  # nobody looks at the MFU
         plant()
         os._exit(exit_code(train.main))
     except BaseException:
