@@ -176,6 +176,9 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     first = err.partition("costs least\n")[2].split()[:2]
     assert first == ["--activation_checkpoint.recipe", "balanced_tight"]
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
+    capsys.readouterr()
+    assert main(["plan", LARGE, "--world", "4", "--training.local_batch_size", "8"]) == 2
+    assert "--device-gib = 139.8 (not given, so that of NVIDIA H200)" in capsys.readouterr().err
 
 
 def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,26 +152,31 @@ def forecast_table(predicted: Forecast) -> str:
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 
-def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gib: float) -> None:
+def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gib: float | None) -> None:
     """Refuse a run whose predicted peak is more than a device has.
 
     Args:
         checked: the run.
         world: number of processes.
         predicted: of it.
-        device_gib: GiB of the device.
+        device_gib: GiB of the device; None: of the one whose rates there are, if anything is predicted.
 
     Raises:
         ConfigError: it does not fit, or nothing is known of it; the message has what would make it fit.
     """
     if predicted.memory is None or predicted.save_list is None:
+        if device_gib is None:
+            return
         want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
-    if predicted.memory.total <= usable(device_gib):
+    rates = measured_rates()
+    gib = device_gib or rates.device_gib
+    saw = f"{gib:g}" + ("" if device_gib else f" (not given, so that of {rates.device.partition(',')[0]})")
+    if predicted.memory.total <= usable(gib):
         return
     run = replace(checked, save_list=predicted.save_list)
-    flags = overrides_that_fit(run.config, run.dimensions, run.float8, world, predicted.save_list, usable(device_gib))
+    flags = overrides_that_fit(run.config, run.dimensions, run.float8, world, predicted.save_list, usable(gib))
     want = f"at least {predicted.memory.total / usable(1):.1f}: the predicted peak, of which {MARGIN:.1%} stay free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     fix = f"the first costs least{listed}" if flags else "no one flag is enough: more processes, or several flags"
-    raise ConfigError(describe("the run does not fit", [Problem("--device-gib", f"{device_gib:g}", want, fix)]))
+    raise ConfigError(describe("the run does not fit", [Problem("--device-gib", saw, want, fix)]))

@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(_why(planned, given["--why"], flags[1]))
     else:
         sys.stdout.write(_tables(planned))
-    if device_gib is not None and world is not None and planned.predicted is not None:
+    if world is not None and planned.predicted is not None:
         check_device(checked, world, planned.predicted, device_gib)
     return 0
 

@@ -40,6 +40,7 @@ class Rates:
 
     Attributes:
         device: that they were measured on.
+        device_gib: its memory.
         matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
         attention: TFLOP/s of forward and backward, by the width of a head.
@@ -54,6 +55,7 @@ class Rates:
     """
 
     device: str
+    device_gib: float
     matmul_alone: float
     matmul_beside_collectives: float
     float8_fast: float
