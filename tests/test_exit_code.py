@@ -43,10 +43,19 @@ def test_secrets_are_kept_out_of_what_is_said(
         assert "defgh" not in told.read_text()
 
 
+HANGS = "import threading; threading.Thread(target=threading.Event().wait).start()"
+
+
 def test_no_thread_keeps_a_rank_from_ending() -> None:
-    hangs = "import threading; threading.Thread(target=threading.Event().wait).start()"
-    script = f"{hangs}; print('said'); from titanlite.exit_code import leave; leave(3)"
+    script = f"{HANGS}; print('said'); from titanlite.exit_code import leave; leave(3)"
     ended = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=30
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", "")
+
+
+def test_nor_does_a_reader_that_is_gone() -> None:
+    gone = "import os; read, write = os.pipe(); os.dup2(write, 1); os.close(read)"
+    script = f"{HANGS}; {gone}; print('said'); from titanlite.exit_code import leave; leave(3)"
+    environment = os.environ | {"RANK": "0", "PYTHONUNBUFFERED": ""}
+    assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=30).returncode == 3

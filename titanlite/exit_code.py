@@ -54,13 +54,16 @@ def leave(code: int) -> NoReturn:
     """End this process with that exit code; where a launcher started it, without taking the interpreter apart.
 
     torch's process groups outlive `destroy_process_group`, and their threads the interpreter: now and then one of them
-    aborts a rank that has trained to the end. A library's thread that hangs would keep a failed rank from ending.
+    aborts a rank that has trained to the end. A library's thread that hangs would keep a failed rank from ending. A
+    process without peers has none of these, and may have tools that report when the interpreter ends.
     """
-    if "RANK" in os.environ:
+    if "RANK" not in os.environ:
+        sys.exit(code)
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    finally:  # also where nobody reads any more
         os._exit(code)
-    sys.exit(code)
 
 
 def _record(error: Exception) -> None:

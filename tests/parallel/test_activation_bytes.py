@@ -38,7 +38,7 @@ def predicted(save_list: SaveList, layout: Layout, sizes: ModelRecipe = SIZES) -
     """Bytes and matmuls of the first block by the price list; 8 matmuls are backward's own."""
     (window,) = sizes.windows
     if save_list.default == "save":
-        return Held(held_without_checkpointing(sizes, layout, window), 8)
+        return Held(held_without_checkpointing(sizes, layout), 8)
     active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(sizes.n_layers))
     priced = price(sizes, layout, save_list, active, window)
     again = sum(p.again and p.activation.op in (*CLASSES["matmul"], *FUSED) for p in priced)

@@ -75,7 +75,7 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
         if is_whole(save_list, active):
             first = min(i for i in active if rules[i].op == BLOCK)
             matches[first] += blocks
-            held[first] += blocks * (held_without_checkpointing(sizes, layout, window) - block_input(sizes, layout))
+            held[first] += blocks * (held_without_checkpointing(sizes, layout) - block_input(sizes, layout))
             continue
         for priced in price(sizes, layout, save_list, active, window):
             matches.update(dict.fromkeys(priced.decision.rules, blocks))

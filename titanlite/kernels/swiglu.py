@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titanlite.kernels import lowering
 from titanlite.kernels.float8_cast import cast_to, scale_of
@@ -42,6 +43,7 @@ class _SwiGLU(torch.autograd.Function):
         return _swiglu(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return swiglu_grad(grad, *ctx.saved_tensors)
 

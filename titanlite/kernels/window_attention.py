@@ -36,8 +36,8 @@ def kernel(q: Tensor) -> str:
     Args:
         q: [B, H, S, E].
     """
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return "flash_attention" if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and fits else "math"
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return "flash_attention" if fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) else "math"
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ HEAD = "output"
 """The linear layer behind the blocks."""
 
 _WINDOW = "titanlite.window_attention.default"
-_ATTENTION, _WINDOW, _MATMUL = CLASSES["attention"][0], CLASSES["attention"][-1], CLASSES["matmul"][0]
+_ATTENTION, _MATMUL = CLASSES["attention"][0], CLASSES["matmul"][0]
 _SCALED_MATMUL = "titanlite.scaled_matmul.default"
 _BLOCK_MATMUL = "titanlite.block_scaled_matmul.default"
 _PLAIN = (_MATMUL, _SCALED_MATMUL, _BLOCK_MATMUL)  # with no collective in it
@@ -328,13 +328,13 @@ def _block_price(
     sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int], window: int
 ) -> BlockPrice:
     if is_whole(save_list, active):
-        return BlockPrice(True, held_without_checkpointing(sizes, layout, window), ())
+        return BlockPrice(True, held_without_checkpointing(sizes, layout), ())
     parts = price(sizes, layout, save_list, active, window)
     held = block_input(sizes, layout) + sum(p.held for p in parts)
     return BlockPrice(False, held, tuple(p.activation for p in parts if p.again))
 
 
-def held_without_checkpointing(sizes: ModelRecipe, layout: Layout, window: int = 0) -> int:
+def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
     """Bytes that a block without rules holds for backward, its input included where it is kept.
 
     Eager mode holds what the gradient of each operation uses; the compiler computes elementwise results again.
@@ -342,12 +342,11 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout, window: int =
     Args:
         sizes: the model's dimensions.
         layout: the rank's.
-        window: tokens that its attention sees; 0: all.
     """
     M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
     block, rows, rotated = layout.block, M // t, M * (H + K) * E // t
-    attention = _attention_inside(sizes, layout) + _attention(sizes, layout, window).bytes
+    attention = _attention_inside(sizes, layout) + _attention(sizes, layout, 0).bytes
     gate = e * M * block.gate_width * F // t  # its input
     inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, H * E // t, D, F // t), strict=True))
     root_mean_squares = 4 * (block.norms * rows + (M * (H + K) // t if block.qk_norms else 0))

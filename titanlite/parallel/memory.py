@@ -100,8 +100,7 @@ class MemoryModel:
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
         self.sizes, self.layout = sizes, layout_of(config, sizes, float8)
-        whole = {window: held_without_checkpointing(sizes, self.layout, window) for window in set(sizes.windows)}
-        self._whole_blocks = [whole[window] for window in sizes.windows]
+        self._whole_block = held_without_checkpointing(sizes, self.layout)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree
@@ -154,13 +153,13 @@ class MemoryModel:
         moments = [(stays + head, 0, held, self._loss())]
         rows = self._in_block()
         left = held
-        for priced, whole in zip(reversed(blocks), reversed(self._whole_blocks), strict=False):
+        for priced in reversed(blocks):
             if self.sizes.tied_embeddings:  # its gradient is whole once the embedding's is added
                 after_head = head, head
             else:
                 after_head = 0, self.reduced * self.head
             weights = stays + after_head[0] + (0 if self.blocks_stay else block)
-            again = max(0, whole - priced.held)
+            again = max(0, self._whole_block - priced.held)
             moments.append((weights, after_head[1], left, again + rows))
             left -= priced.held
         gathered, buffers, activations, working_set = max(moments, key=sum)

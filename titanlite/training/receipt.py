@@ -210,7 +210,7 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
     backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", []
     if not fused and dtype == "float32":
-        skipped = [Skipped("attention", "no fused kernel computes in float32 with grouped-query heads")]
+        skipped = [Skipped("attention", "no fused kernel computes in float32 with grouped-query heads or to a window")]
     count = blocks if fused or skipped else 0
     receipt.add("attention", "fused", backend, count=count, skipped=skipped, key="model.n_heads")
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
 from tests.parallel.sharding.cases import Function
+from titanlite.kernels.window_attention import window_attention
 from titanlite.parallel.sharding.graph import export, is_item, tensor_inputs, value
 from titanlite.parallel.sharding.plan import local_shape
 from titanlite.parallel.sharding.reshape import moved_shards
@@ -62,6 +63,11 @@ OPERATORS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int]] =
     "attention, a mask": (
         lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask),
         [(2, 4, 6, 8)] * 3 + [(4, 6, 6)],
+        2,
+    ),
+    "attention to a window": (
+        lambda q, k, v: window_attention(q, k, v, 3),
+        [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)],
         2,
     ),
     "several outputs": (lambda x: x.split([2, 4], 1)[1], [(4, 6)], 1),

@@ -30,8 +30,8 @@ def _gate(x, blocks, first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """Within four units in the last place, and zero where float32 has no normal number: `tl.sigmoid` takes twice the
-    instructions to tell subnormal ones."""
+    """Off by at most (2 + |x|) units in the last place, as its argument is rounded, and zero where float32 has no
+    normal number: `tl.sigmoid` takes twice the instructions to tell subnormal ones."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
         " rcp.approx.ftz.f32 $0, e; }",
