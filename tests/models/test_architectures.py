@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
 from titanlite.config.schema import Config, Model, Parallelism, Training
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
@@ -35,7 +35,9 @@ S, B = 16, 2  # over four ranks a rank has half a sequence: those of the second 
 COMMON = {"help": "", "n_layers": 3, "dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 512, "vocab_size": 48}
 QWEN3 = ModelRecipe(**COMMON, norm_eps=1e-6, rope_theta=1e4, head_dim=8)
 GEMMA3 = {"rope_theta": 1e6, "local_rope_theta": 1e4, "head_dim": 8, "window": 5, "global_every": 3}
+SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8)
 CASES = {
+    "llama3": ("llama3", ModelRecipe(**COMMON, norm_eps=1e-5, rope_theta=1e4, rope_scaling=SCALING)),
     "qwen3": ("qwen3", QWEN3),
     "qwen3, tied": ("qwen3", dataclasses.replace(QWEN3, tied_embeddings=True)),
     "gemma3": ("gemma3", ModelRecipe(**COMMON, norm_eps=1e-6, **GEMMA3, tied_embeddings=True)),
@@ -97,6 +99,7 @@ ROTARY = {
     "feed_forward.w2": "mlp.down_proj",
 }  # fmt: skip
 NAMES = {
+    "llama3": {**ROTARY, ".attention_norm": ".input_layernorm", ".ffn_norm": ".post_attention_layernorm"},
     "qwen3": {**ROTARY, ".attention_norm": ".input_layernorm", ".ffn_norm": ".post_attention_layernorm"},
     "gemma3": {
         **ROTARY, ".attention_norm": ".input_layernorm", ".post_attention_norm": ".post_attention_layernorm",
@@ -136,7 +139,13 @@ def of_transformers(case: str, model: nn.Module) -> nn.Module:
         "head_dim": sizes.head_width, "rms_norm_eps": sizes.norm_eps, "tie_word_embeddings": sizes.tied_embeddings,
         "max_position_embeddings": 64,
     }  # fmt: skip
-    if name == "qwen3":
+    if name == "llama3":
+        assert sizes.rope_scaling is not None
+        scaling = dataclasses.asdict(sizes.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_seq_len")
+        table = {"rope_type": "llama3", "rope_theta": sizes.rope_theta, **scaling}
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**rotary, rope_parameters=table))
+    elif name == "qwen3":
         table = {"rope_type": "default", "rope_theta": sizes.rope_theta}
         theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**rotary, rope_parameters=table))
     elif name == "gemma3":
