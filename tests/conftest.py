@@ -9,6 +9,8 @@ import pytest
 
 # Each process would ask the C++ compiler what the machine's vectors are: 27 of 99 s of CPU for two compiled layouts.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Its threads do not survive a fork either, and a rank would wait for them for ever.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 import torch._dynamo

@@ -116,6 +116,7 @@ def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)])
 def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, number: int, code: int) -> None:
     def plant() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest's worker does with it
         train.build = lambda *_: signal.raise_signal(number)  # of this thread: it does not go on for a moment
 
     run = desk.run(f"early {number}", 1, plant=plant, ends=code)
