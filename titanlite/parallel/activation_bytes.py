@@ -381,8 +381,8 @@ def _kept_input(layer: str, K: int, layout: Layout) -> int:
     if is_attentions or (layer == w2 and layout.is_joined(w2)):
         return 0  # kept anyway; made anew of what w13 has made
     if layout.compiled and layout.casts_anew(layer):
-        # What it is cast of is elementwise; but as SwiGLU's gradient is an operator, its result is not formed again, and
-        # the cast by column is kept with its maxima.
+        # What it is cast of is elementwise; but as SwiGLU's gradient is an operator, its result is not formed again,
+        # and the cast by column is kept with its maxima.
         return (layout.tokens + layout.itemsize) * K if layer == w2 and layout.block.gate == "swiglu" else 0
     return layout.itemsize * layout.tokens * K
 
