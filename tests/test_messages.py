@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import LAUNCHER_VARIABLES
 from tests.training.launched import REPOSITORY, torchrun
 
 LIMIT_S = 2.0
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def start(folder: Path, flags: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
+    environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     command = [sys.executable, str(REPOSITORY / "train.py"), *flags, "--job.dump_folder", str(folder)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlite.kernels.window_attention import window_attention
+from titanlite.kernels.window_attention import _backward, _forward, window_attention
 from titanlite.models.layers import CausalAttention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -65,6 +65,18 @@ def test_flops_are_those_of_the_scores_that_a_window_sees(S: int, window: int) -
         assert counter.get_total_flops() == 2 * 2 * 8 * 2 * 4 * seen  # two products, each 2·E a score, of B·H heads
         out.sum().backward()
     assert counter.get_total_flops() == 3.5 * 2 * 2 * 8 * 2 * 4 * seen
+
+
+@pytest.mark.parametrize("S", [64, 61])
+def test_pieces_compute_no_score_but_those_of_themselves_and_of_the_piece_before(S: int) -> None:
+    B, H, E, W = 2, 4, 8, 8
+    q, k, v, grad = (heads(B, S, n, E, seed, "cpu") for seed, n in enumerate((H, 2, 2, H)))
+    product = 2 * E * B * H * 64 * 2 * W  # each of 64 queries, those that fill the last piece too, against 2·W keys
+    with FlopCounterMode(display=False) as counter:
+        out, sums = _forward(q, k, v, W)
+        assert counter.get_total_flops() == 2 * product
+        _backward(grad, q, k, v, out, sums, W)
+    assert counter.get_total_flops() == 7 * product
 
 
 def test_the_operator_is_what_its_description_says() -> None:

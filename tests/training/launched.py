@@ -4,9 +4,7 @@ Ranks are forked and meet over TCP as under torchrun, so a run costs a second wh
 What depends on the launcher itself uses `torchrun`.
 """
 
-import contextlib
-import faulthandler
-import gc
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -16,9 +14,7 @@ import signal
 import socket
 import sys
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +30,7 @@ import titanlite.exit_code
 import titanlite.observe.peak_flops
 import titanlite.training.train
 import train
+from tests.forks import LAUNCHER_VARIABLES, fork, forks_beside_threads, print_to
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code
@@ -42,7 +39,6 @@ from titanlite.observe.metrics import read_metrics
 REPOSITORY = Path(__file__).parents[2]
 # For all forked ranks.
 _IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, torch.export._trace, titanlite.training.train)
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SMALL = {
     "model.flavor": "debug",
@@ -148,7 +144,8 @@ class Desk:
 
     def _fork(self, world: int, argv: list[str], plant: Callable[[], object]) -> Job:
         logs, port = [self.folder / f"{time.monotonic_ns()}-rank{rank}.log" for rank in range(world)], free_port()
-        return Job([_fork(rank, world, port, argv, logs[rank], plant) for rank in range(world)], logs)
+        ranks = [functools.partial(_train, rank, world, port, argv, plant) for rank in range(world)]
+        return Job([fork(body, log) for body, log in zip(ranks, logs, strict=True)], logs)
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ class Launcher:
 
     def __init__(self, argv: list[str], log: Path) -> None:
         self._process = multiprocessing.get_context("fork").Process(target=_launch, args=(argv, log))
-        with _forks_beside_threads():
+        with forks_beside_threads():
             self._process.start()
 
     def wait(self, timeout_s: float) -> int | None:
@@ -258,9 +255,9 @@ def torchrun(launcher: Sequence[str], script: str, argv: Sequence[str], log: Pat
 
 def _launch(argv: list[str], log: Path) -> None:
     """`python -m torch.distributed.run`."""
-    _print_to(log)
+    print_to(log)
     torch._logging._init_logs()  # its messages, too
-    for name in _LAUNCHER_VARIABLES:
+    for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ |= {
         "OMP_NUM_THREADS": "1",
@@ -271,41 +268,15 @@ def _launch(argv: list[str], log: Path) -> None:
     torch.distributed.run.main(argv)
 
 
-@contextlib.contextmanager
-def _forks_beside_threads() -> Iterator[None]:
-    """Python 3.12 warns of a fork beside threads; torch's own start-up threads are idle here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        yield
-
-
-def _print_to(log: Path) -> None:
-    """Past pytest's capture."""
-    fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    sys.stdout = sys.stderr = sys.__stderr__ = os.fdopen(1, "w", buffering=1)
-
-
-def _fork(rank: int, world: int, port: int, argv: list[str], log: Path, plant: Callable[[], object]) -> int:
-    with _forks_beside_threads():
-        pid = os.fork()
-    if pid:
-        return pid
-    gc.freeze()  # what there was before is not looked through, and so not copied
-    try:
-        _print_to(log)
-        faulthandler.enable(file=2)
-        for name in _LAUNCHER_VARIABLES:
-            os.environ.pop(name, None)
-        if world > 1:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-            os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        sys.argv = ["train.py", *argv]
-        titanlite.exit_code._RANK_0_SPEAKS_S = 0.0  # no launcher ends this rank meanwhile
-        titanlite.observe.peak_flops._MEASURE_S = 0.0  # nobody looks at the MFU
-        plant()
-        os._exit(exit_code(train.main))
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-        os._exit(1)
+def _train(rank: int, world: int, port: int, argv: list[str], plant: Callable[[], object]) -> int:
+    """`python train.py`, as torchrun starts it where there are several ranks."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    if world > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({k: str(v) for k, v in place.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = ["train.py", *argv]
+    titanlite.exit_code._RANK_0_SPEAKS_S = 0.0  # no launcher ends this rank meanwhile
+    titanlite.observe.peak_flops._MEASURE_S = 0.0  # nobody looks at the MFU
+    plant()
+    return exit_code(train.main)

@@ -16,6 +16,7 @@ import time
 import torch
 from torch import nn
 
+from titanlite.config.recipe_schema import attended
 from titanlite.models.layers import CausalAttention, Linear
 from titanlite.recipes import ModelRecipe
 
@@ -92,8 +93,7 @@ def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
         FLOPs per token of a training step.
     """
     matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
-    windows = [m.window for m in model.modules() if isinstance(m, CausalAttention)]
-    seen = sum(w * (2 * seq_len - w) // seq_len if 0 < w < seq_len else seq_len for w in windows)
+    seen = sum(attended(m.window, seq_len) for m in model.modules() if isinstance(m, CausalAttention))
     return 6 * matmul_parameters + 6 * seen * sizes.n_heads * sizes.head_width
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from titanlite.config.architectures import Block, architecture, unpriced
 from titanlite.config.build import show
-from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList, attended
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
@@ -246,13 +246,11 @@ def is_windowed(layout: Layout, window: int) -> bool:
 
 def _attention(sizes: ModelRecipe, layout: Layout, window: int) -> Activation:
     """What attention keeps is its output and its softmax statistics; both of its products are computed again."""
-    M, S, t, e = layout.tokens, layout.seq_len, layout.tensor_parallel, layout.itemsize
+    M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
     H, KE, HE = sizes.n_heads, sizes.n_kv_heads * sizes.head_width, sizes.n_heads * sizes.head_width
-    W = window if is_windowed(layout, window) else S
     size = M * (e * HE + 4 * H) // t
     moved = size + e * M * (HE + 2 * KE) // t
-    # Half of the square, and of a window's band what MFU counts (peak_flops.py).
-    flops = 2 * M * HE * (W * (2 * S - W) // S) // t
+    flops = 2 * M * HE * attended(window, layout.seq_len) // t
     return Activation(_WINDOW if is_windowed(layout, window) else _ATTENTION, "", size, flops, moved)
 
 

@@ -35,9 +35,9 @@ def scale_of(amax, most, POW2: tl.constexpr):
 
 
 @triton.jit
-def to_bytes(value, most, dtype: tl.constexpr):
-    """Float32 in float8: what is too large becomes the largest, NaN stays."""
-    return tl.clamp(value, -most, most, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+def to_bytes(value, dtype: tl.constexpr):
+    """Float32 in float8: what is too large becomes the largest, NaN stays; the conversion itself sees to both."""
+    return value.to(dtype)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _cast_turned(
     scale, unit = scale_of(tl.load(amax + at, mask=k < K, other=0), most, POW2)
     value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(factors + m, mask=m < M, other=0.0)[:, None]
-    byte = to_bytes(value * scale[None, :], most, out.dtype.element_ty)
+    byte = to_bytes(value * scale[None, :], out.dtype.element_ty)
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
     if tl.program_id(0) == 0:
         tl.store(units + at, unit, mask=k < K)
@@ -142,7 +142,7 @@ def _cast_blocks(
         else:
             amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), m * 0 + i * (K // BLOCK) + j
         scale, unit = scale_of(amax, most, POW2)
-        tl.store(out + at, to_bytes(value.to(tl.float32) * scale[:, None], most, out.dtype.element_ty))
+        tl.store(out + at, to_bytes(value.to(tl.float32) * scale[:, None], out.dtype.element_ty))
         tl.store(units + at_unit, unit)
     if ROWS_TURNED:
         at = k[:, None].to(tl.int64) * M + m[None, :]
@@ -152,7 +152,7 @@ def _cast_blocks(
         else:
             amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), k * 0 + j * (M // BLOCK) + i
         scale, unit = scale_of(amax, most, POW2)
-        tl.store(out_turned + at, to_bytes(value.to(tl.float32) * scale[None, :], most, out_turned.dtype.element_ty).T)
+        tl.store(out_turned + at, to_bytes(value.to(tl.float32) * scale[None, :], out_turned.dtype.element_ty).T)
         tl.store(units_turned + at_unit, unit)
 
 
@@ -172,10 +172,10 @@ def _cast_rows(x, scale, out, units, K, most, KNOWN: tl.constexpr, BK: tl.conste
             amax = tl.maximum(amax, value.to(tl.int32, bitcast=True))
         by, unit = scale_of(tl.max(amax, 0), most, POW2=True)
         tl.store(units + row, unit)
-    tl.store(out + k, to_bytes(first * by, most, out.dtype.element_ty), mask=k < K)
+    tl.store(out + k, to_bytes(first * by, out.dtype.element_ty), mask=k < K)
     for start in range(BK, K, BK):
         value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * by
-        tl.store(out + start + k, to_bytes(value, most, out.dtype.element_ty), mask=start + k < K)
+        tl.store(out + start + k, to_bytes(value, out.dtype.element_ty), mask=start + k < K)
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

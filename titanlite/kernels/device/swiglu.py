@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.float8_cast import scale_of
+from titanlite.kernels.device.float8_cast import scale_of, to_bytes
 
 BLOCK = tl.constexpr(128)
 WIDEST = 128
@@ -95,9 +95,9 @@ def _most(a, dtype: tl.constexpr):
 
 @triton.jit
 def _store(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Blocks of a row as bytes, `STEP` blocks apart; the conversion takes what is too large for the largest."""
+    """Blocks of a row as bytes, `STEP` blocks apart."""
     n = first + tl.arange(0, BLOCKS)[:, None]
-    byte = (a.to(tl.float32) * scale).to(out.dtype.element_ty)
+    byte = to_bytes(a.to(tl.float32) * scale, out.dtype.element_ty)
     tl.store(out + n * STEP * BLOCK + tl.arange(0, BLOCK)[None, :], byte, mask=n < blocks)
 
 
