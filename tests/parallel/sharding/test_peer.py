@@ -1,0 +1,143 @@
+"""The derived plan of Llama 3 against torchtitan's, written by hand: the same shards, the same bytes moved.
+
+torchtitan names a style of `torch.distributed.tensor.parallel` for each module, and DTensor finds the collectives as it
+runs. Its layers are apart where ours are joined (wq, wk and wv; w1 and w3), and share what was gathered for them.
+
+Source: torchtitan v0.2.2, `models/llama3/infra/parallelize.py`, `apply_tp`.
+"""
+
+from collections import Counter
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.commands.fused_pairs import ranks_that_move_nothing
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.sharding.derive import plan_model
+
+SIZES = ModelRecipe("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+TP, B, S = 4, 2, 8
+JOINED = {"wq": "wqkv", "wk": "wqkv", "wv": "wqkv", "w1": "w13", "w3": "w13"}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        kv = SIZES.n_kv_heads * SIZES.head_width
+        self.wq, self.wo = (nn.Linear(SIZES.dim, SIZES.dim, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(SIZES.dim, kv, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (w(x).unflatten(2, (-1, SIZES.head_width)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(SIZES.dim, SIZES.ffn_dim, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(SIZES.ffn_dim, SIZES.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(SIZES.dim), nn.RMSNorm(SIZES.dim)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Peer(nn.Module):
+    """Llama with the peer's modules and shapes, [B, S, D]; rotary embedding moves nothing and is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(SIZES.vocab_size, SIZES.dim)
+        self.layers = nn.ModuleList(Block() for _ in range(SIZES.n_layers))
+        self.norm, self.output = nn.RMSNorm(SIZES.dim), nn.Linear(SIZES.dim, SIZES.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def by_the_peers_plan(model: Peer) -> Peer:
+    mesh = init_device_mesh("cpu", (TP,))
+    embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    output = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    ends = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": output}
+    parallelize_module(model, mesh, ends)
+    for block in model.layers:
+        gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        plan = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+        plan |= {name: PrepareModuleInput(**gathered) for name in ("attention", "feed_forward")}
+        plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
+        parallelize_module(block, mesh, plan)  # type: ignore[arg-type]
+    return model
+
+
+class Moved(TorchDispatchMode):
+    """Collectives by kind and by the numbers of the whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[tuple[str, int]]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            whole = args[0] if name == "reduce_scatter_tensor" else out
+            self.counts[name.removesuffix("_tensor").removesuffix("_into"), whole.numel()] += 1
+        return out
+
+
+def test_the_plan_is_the_peers() -> None:
+    with torch.device("meta"):
+        ours = Llama3(SIZES, S)
+        tokens = torch.empty(B * S, dtype=torch.long)
+    plan = plan_model(ours, [tokens], {"tp": TP}, Llama3.sharding)
+    with ranks_that_move_nothing(TP):
+        peer = by_the_peers_plan(Peer())
+        with Moved() as forward:
+            logits = peer(torch.zeros(B, S, dtype=torch.long))
+        assert isinstance(logits, DTensor)
+        assert logits.placements == (Shard(2),)
+        with Moved() as backward:
+            logits.to_local().sum().backward()
+            # A norm's weight is whole, each rank has its tokens' part of the gradient; DTensor sums it when it is read.
+            partial = [p.grad.full_tensor() for n, p in peer.named_parameters() if "norm" in n]  # type: ignore[union-attr]
+    placed: dict[str, set[Placement]] = {}
+    for name, parameter in peer.named_parameters():
+        *path, layer, own = name.split(".")
+        placed.setdefault(".".join([*path, JOINED.get(layer, layer), own]), set()).add(parameter.placements[0])
+    assert placed == {n: {t.placements[0]} for n, t in plan.tensors.items() if n.endswith(".weight")}
+    for seen, direction in ((forward, "forward"), (backward, "backward")):
+        planned = Counter((c.kind, prod(c.shape)) for c in plan.collectives if c.direction == direction)
+        assert seen.counts == planned, direction
+    assert len(partial) == 2 * SIZES.n_layers + 1
