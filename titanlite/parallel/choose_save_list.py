@@ -50,11 +50,13 @@ class Choice:
         save_list: an ordinary one.
         peak: predicted, in bytes.
         seconds: that backward takes to compute again what is not kept, in a micro-step.
+        prepared_s: that it took to time a block and to choose.
     """
 
     save_list: SaveList
     peak: int
     seconds: float
+    prepared_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ checkpoint if there is one.
 """
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -148,8 +149,10 @@ def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch
     """Time a block on every rank and let rank 0 choose for all."""
     budget = config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+    began = time.monotonic()
     times = time_block(model.layers[0], memory.sizes, memory.layout, device)  # type: ignore[arg-type]
-    return on_rank_0(lambda: choose(memory, times, budget))
+    chosen = on_rank_0(lambda: choose(memory, times, budget))
+    return replace(chosen, prepared_s=time.monotonic() - began)
 
 
 def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:

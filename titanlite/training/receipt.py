@@ -85,11 +85,15 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
     use, chosen = run.save_list_use, run.chosen
     rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
+    of_auto: dict[str, object] = {}
+    if chosen is not None:
+        again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 1)
+        of_auto = {"keeps": in_words(chosen), "recomputes_ms": again, "prepared_s": took}
     receipt.add(
         "activation_checkpoint",
         config.activation_checkpoint.recipe,
         {
-            **({"keeps": in_words(chosen), "recomputes_ms": round(chosen.seconds * 1e3, 1)} if chosen else {}),
+            **of_auto,
             "blocks": use.blocks,
             "matches": {rule: use.matches[i] for i, rule in enumerate(rules)},
         },
