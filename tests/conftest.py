@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 # Where graphs are traced, a third of the time would go to who called, and to what of torch's may be collected.
 torch.fx.config.do_not_emit_stack_traces = True
 torch._dynamo.config.run_gc_after_compile = False
-gc.set_threshold(50_000, 20, 100)
+gc.set_threshold(200_000, 20, 100)
 if sys.platform == "linux":
     # Steps of these models allocate the same few megabytes again and again; glibc would give each back to the kernel,
     # and a quarter of the time would go to pages that fault. M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.

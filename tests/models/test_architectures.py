@@ -224,9 +224,8 @@ def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) ->
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])
     assert len(model.sharding) <= 6
-    for ranks in (2, 4):
-        full = layers_of(graph, *derive(graph, {"tp": ranks}, model.sharding))
-        assert plan_layers(model, B * S, ranks) == full
+    full = layers_of(graph, *derive(graph, {"tp": 4}, model.sharding))
+    assert plan_layers(model, B * S, 4) == full
 
 
 LAYOUTS = {"TP 2": (1, 2), "TP 4": (1, 4), "FSDP 2 × TP 2": (2, 2)}
@@ -276,9 +275,12 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FunctionalTensor, "float", FunctionalTensor.double)
 
 
-@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in CASES), ("gemma3", True), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("case", "compiled"), [*((case, False) for case in CASES), *((case, True) for case in ("qwen3", "gemma3", "gpt2"))]
+)
 @pytest.mark.usefixtures("_double")
 def test_layouts_compute_what_one_process_does(case: str, compiled: bool, tmp_path: Path) -> None:
+    """Llama is compiled under every layout in tests/training/test_layouts.py."""
     truth = loss_and_gradients(in_one_process(case, torch.float64), *tokens_of(case), None)
     plans = {ranks: plan_layers(on_meta(case), B * S, ranks) for ranks in (2, 4)}
 
@@ -291,5 +293,5 @@ def test_layouts_compute_what_one_process_does(case: str, compiled: bool, tmp_pa
         return body
 
     run_ranks(body_of("TP 2"), tmp_path, 2)
-    if not compiled:  # of compiled blocks the layout changes shapes alone, and four ranks would take four times as long
-        run_ranks(body_of("TP 4", "FSDP 2 × TP 2"), tmp_path, 4)
+    if not compiled or case == "gpt2":  # of other blocks too the layout changes shapes alone
+        run_ranks(body_of("TP 4", "FSDP 2 × TP 2"), tmp_path, 4, timeout_s=120)

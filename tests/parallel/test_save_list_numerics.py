@@ -108,7 +108,7 @@ def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_pat
         for name in LISTS:
             for got, kept in zip(run(name, float8, fused=fused)[0], truth, strict=True):
                 assert torch.equal(got, kept), name
-        if fused:  # what is not differs from one rank's graphs by collectives alone
+        if fused and float8 == "rowwise":  # what is not fused differs from one rank's graphs by collectives alone
             check_graphs(float8, fused)
 
     run_ranks(body, tmp_path)

@@ -9,8 +9,10 @@ The learning rate is below that of `configs/debug.toml`: at 2e-3, with batches a
 edge of stability, and layouts that agree to 1e-7 in every gradient are 1e-5 apart by step 18.
 """
 
+import functools
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,10 +91,13 @@ def _one_compile_thread():
         yield
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
-@pytest.mark.parametrize("layout", ["one process", "FSDP 2 × TP 2"])
-@pytest.mark.usefixtures("_one_compile_thread")
-def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
+@pytest.fixture
+def _without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are traced, split and differentiated by the compiler, and run as they are."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     world, flags = {"one process": ONE_PROCESS, **LAYOUTS}[layout]
@@ -101,17 +106,29 @@ def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
         norm = run.optimizer.norm
 
         def count_then_norm(grads: dict[str, torch.Tensor]) -> torch.Tensor:
-            with (tmp_path / "graphs").open("a") as file:
+            with (folder / "graphs").open("a") as file:
                 file.write(f"{torch._dynamo.utils.counters['stats']['unique_graphs']}\n")
             return norm(grads)
 
         run.optimizer.norm = count_then_norm
 
-    got = train(tmp_path, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=200)
+    got = train(folder, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=200)
     assert_same_gradients(got, one_process)
     assert_same_losses(got, one_process)
     # In every step, on every rank: one graph for all four blocks, and two for the loss.
-    assert (tmp_path / "graphs").read_text().split() == ["3"] * STEPS * world
+    assert (folder / "graphs").read_text().split() == ["3"] * STEPS * world
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
+@pytest.mark.usefixtures("_one_compile_thread")
+def test_machine_code_trains_as_one_process(one_process, tmp_path):
+    compiled_trains_as_one_process("one process", one_process, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("_without_machine_code")
+def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
+    compiled_trains_as_one_process(layout, one_process, tmp_path)
 
 
 class KeepOwnSlice:
