@@ -41,10 +41,15 @@ _MATMULS = (*CLASSES["matmul"], *FUSED)
 
 @dataclass(frozen=True)
 class Held:
-    """What backward gets of one block, and does again."""
+    """What backward gets of one block, and does again.
+
+    Attributes:
+        results: output, gradients of the input and of the weights.
+    """
 
     bytes: int
     matmuls: int  # in backward; 8 are its own
+    results: tuple[Tensor, ...] = ()
 
 
 @functools.cache
@@ -169,7 +174,7 @@ def held_eager(model: Any, x: Tensor) -> Held:
     alive = {key: size for key, (ref, size) in storages.made.items() if not ref.expired() and key not in apart}
     with _Matmuls() as matmuls:
         out.sum().backward()
-    return Held(sum(alive.values()), matmuls.count)
+    return Held(sum(alive.values()), matmuls.count, _results(out, x, block))
 
 
 class Compiled:
@@ -204,7 +209,8 @@ class Compiled:
 def held_compiled(model: Any, x: Tensor) -> Held:
     """Compile the first block and read its two graphs."""
     graphs = Compiled(model.layers[0])
-    model.layers[0](x, *tables(model)).sum().backward()
+    result = model.layers[0](x, *tables(model))
+    result.sum().backward()
     assert graphs.forward is not None
     assert graphs.backward is not None
     nodes = graphs.forward.graph.nodes
@@ -219,4 +225,9 @@ def held_compiled(model: Any, x: Tensor) -> Held:
         if isinstance(value, Tensor) and value.dtype != torch.uint8 and value.untyped_storage()._cdata not in apart:
             sizes[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
     targets = [n.target for n in graphs.backward.graph.nodes if n.op == "call_function"]
-    return Held(sum(sizes.values()), sum(str(t) in _MATMULS for t in targets))
+    again = sum(str(t) in _MATMULS for t in targets)
+    return Held(sum(sizes.values()), again, _results(result, x, model.layers[0]))
+
+
+def _results(out: Tensor, x: Tensor, block: nn.Module) -> tuple[Tensor, ...]:
+    return out.detach(), *(t.grad for t in (x, *block.parameters()) if t.grad is not None)

@@ -1,8 +1,8 @@
 """Recomputing changes nothing: the same loss and gradients as if everything were kept, bit by bit where torch allows.
 
-Eager mode runs the same kernels twice, so that all is bitwise equal, and so do the graphs that the compiler makes. Its
-code fuses what it recomputes anew and may round elsewhere; but what attention's backward sees must be bitwise what its
-saved statistics are of.
+Eager mode runs the same kernels twice, so that all is bitwise equal, and so do the graphs that the compiler makes (see
+test_activation_bytes.py for one rank's). Its code fuses what it recomputes anew and may round elsewhere, but what
+attention's backward sees must be bitwise what its saved statistics are of.
 """
 
 from collections.abc import Callable
@@ -88,18 +88,6 @@ def test_eager_is_bitwise_equal(name, float8, device, kept):
         assert torch.equal(got, truth)
 
 
-def check_graphs(float8: str, fused: bool = False) -> None:
-    truth, *others = (run(name, float8, Compiled, fused)[0] for name in ("none", "full", "balanced"))
-    for other in others:
-        for got, kept in zip(other, truth, strict=True):
-            assert torch.equal(got, kept)
-
-
-@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
-def test_graphs_in_float8_are_bitwise_equal(float8):
-    check_graphs(float8)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
 def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_path):
@@ -109,7 +97,10 @@ def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_pat
             for got, kept in zip(run(name, float8, fused=fused)[0], truth, strict=True):
                 assert torch.equal(got, kept), name
         if fused and float8 == "rowwise":  # what is not fused differs from one rank's graphs by collectives alone
-            check_graphs(float8, fused)
+            truth, *others = (run(name, float8, Compiled, fused)[0] for name in ("none", "full", "balanced"))
+            for other in others:
+                for got, kept in zip(other, truth, strict=True):
+                    assert torch.equal(got, kept)
 
     run_ranks(body, tmp_path)
 
