@@ -1,13 +1,14 @@
 """One thread per process: ranks are forked after `import torch`, and a thread pool does not survive a fork."""
 
 import ctypes
+import functools
 import gc
 import os
 import sys
 
 import pytest
 
-# Each process would ask the C++ compiler what the machine's vectors are: 27 of 99 s of CPU for two compiled layouts.
+# Each process would ask the C++ compiler what the machine's vectors are: 27 of 99 s of CPU for two compiled runs.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Its threads do not survive a fork either, and a rank would wait for them for ever.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -26,6 +27,12 @@ if sys.platform == "linux":
     # and a quarter of the time would go to pages that fault. M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.
     for parameter in (-1, -3):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+
+
+@pytest.fixture
+def without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler's graphs are traced, split and differentiated, and run as they are."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.testing import do_bench
 
+from titanlite.config.recipe_schema import twice_attended
 from titanlite.models.layers import CausalAttention
 
 SHAPES = {  # B, S, H, K, E
@@ -50,7 +51,7 @@ def main() -> None:
             print(row(name, backend, flops, times))
     flash, W = SDPBackend.FLASH_ATTENTION, WINDOW
     times = measure(flash, B, S, H, K, E, W)
-    print(row(f"{name}, window of {W}", flash, 2 * B * H * E * W * (2 * S - W), times))
+    print(row(f"{name}, window of {W}", flash, 2 * B * H * E * S * twice_attended(W, S), times))
 
 
 def row(name: str, backend: SDPBackend, flops: int, times: tuple[float, float]) -> str:

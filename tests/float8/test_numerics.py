@@ -89,8 +89,8 @@ def test_training_does_not_notice(tmp_path) -> None:
     run_ranks(body, tmp_path, world)
 
 
-def test_compiled_code_stays_and_is_not_compiled_again(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+@pytest.mark.usefixtures("without_machine_code")
+def test_compiled_code_stays_and_is_not_compiled_again(tmp_path) -> None:
     asked = checked(tmp_path, 1, [*FLOAT8, "rowwise", "--compile.enable"])
 
     def body() -> None:
@@ -105,7 +105,7 @@ def test_compiled_code_stays_and_is_not_compiled_again(tmp_path, monkeypatch) ->
         assert calls == [block._compiled_call_impl for block in run.model.layers]
         assert min(number for name, number in found.items() if "sqnr" in name) > 25
 
-    run_ranks(body, tmp_path, 1, timeout_s=180)
+    run_ranks(body, tmp_path, 1)
 
 
 def test_what_is_lost_is_counted() -> None:

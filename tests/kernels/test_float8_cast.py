@@ -1,5 +1,7 @@
 """Casts that turn a matrix: torchao's bits, wherever they run."""
 
+import re
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from titanlite.float8 import emulated
 from titanlite.kernels import float8_cast
 from titanlite.kernels.block_scaled_matmul import dequantise
-from titanlite.kernels.float8_cast import cast_blocks, cast_turned, turn
+from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_turned, turn
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,6 +52,35 @@ def test_bits_are_torchaos(shape, dtype, by_column, pow2, source, device):
         assert bits.dtype == dtype
         assert torch.equal(bits.view(torch.uint8), wanted.contiguous().view(torch.uint8))
         assert torch.equal(scale, wanted_scale)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_what_a_known_scale_makes_too_large_becomes_the_largest(dtype, device):
+    most = torch.finfo(dtype).max
+    x = torch.tensor([[1e6, torch.inf, 1.04 * most, 0.6 * most, torch.nan, 1.0] * 8], device=device)
+    for given in (x, -x, x.bfloat16()):
+        bits = cast_by(given.contiguous(), torch.ones((), device=device), dtype).float()
+        wanted = given.float().clamp(-most, most).to(dtype).float()
+        assert torch.equal(bits.nan_to_num(0), wanted.nan_to_num(0))
+        assert torch.equal(bits.isnan(), given.isnan())
+
+
+@pytest.mark.parametrize("dtype", ["fp8e4nv", "fp8e5"])
+def test_a_gpus_conversion_saturates(dtype):
+    """What the device code leaves to the conversion is in the PTX, compiled without a GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from titanlite.kernels.device.float8_cast import _cast_rows
+
+    types = ["*bf16", "*fp32", f"*{dtype}", "*fp32", "i32", "fp32", "constexpr", "constexpr"]
+    source = ASTSource(_cast_rows, dict(zip(_cast_rows.arg_names, types, strict=True)), {"KNOWN": True, "BK": 1024})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    conversions = re.findall(r"cvt\.\S*e[45]m[32]x2\.f32", ptx)
+    assert conversions
+    assert all(".satfinite." in conversion for conversion in conversions)
 
 
 @pytest.mark.parametrize("device", DEVICES)

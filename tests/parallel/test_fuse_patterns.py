@@ -44,24 +44,24 @@ def check(
 K, N = 16, 12
 
 
-def some(*of_two_ranks: T) -> tuple[T, ...]:
-    """What two ranks try; four the last alone, since every rank traces every graph for itself."""
-    return of_two_ranks if dist.get_world_size() == 2 else of_two_ranks[-1:]
+def all_on_two_ranks(*cases: T) -> tuple[T, ...]:
+    """The cases; on more ranks the last alone, since every rank traces every graph for itself."""
+    return cases if dist.get_world_size() == 2 else cases[-1:]
 
 
 def gather_cases() -> None:
     w, v, bias = tensor(K, N, seed=1), tensor(K, N, seed=2), tensor(N, seed=3)
     n = dist.get_world_size()
-    for spelling in some("slices", "view", "bytes", "split"):
+    for spelling in ("split", "slices", "view", "bytes"):
         linear = functools.partial(lambda x, w, dim, how: gather(x, dim, how) @ w, how=spelling)
-        for shape in ((6, K), (2, 6, K), (2, 3, 4, K)):
+        for shape in all_on_two_ranks((6, K), (2, 3, 4, K), (2, 6, K)):
             for dim in range(len(shape)):
                 wide = tensor(K * n if dim == len(shape) - 1 else K, N, seed=1)
                 check(lambda x, w, d=dim, f=linear: f(x, w, d), tensor(*shape), wide)
         check(lambda x, w, f=linear: f(x, w, 1), tensor(1, 6, K), w)
         check(lambda x, w, f=linear: f(x, w, 1), tensor(1, 1, K), w)
         check(lambda x, w, f=linear: f(x, w, -2), tensor(2, 6, K), w)
-    for batch in some(1, 3, 2):
+    for batch in all_on_two_ranks(1, 3, 2):
         x = tensor(batch, 6, K)
         check(lambda x, w, b: F.linear(gather(x, 1), w, b), x, w.t(), bias)
         check(lambda x, w, b: F.linear(gather(x, 1), w, b), x, w.t().contiguous(), bias)
@@ -126,7 +126,7 @@ def scatter_cases() -> None:
             if shape[dim] % n == 0:
                 check(lambda x, w, d=dim: scatter(x @ w, d), tensor(*shape), w)
                 check(lambda x, w, d=dim: scatter(F.linear(x, w), d), tensor(*shape), w.t().contiguous())
-    for batch in some(1, 3, 2):
+    for batch in all_on_two_ranks(1, 3, 2):
         x, y = tensor(batch, 2 * n, K), tensor(batch, 2 * n, K, seed=4)
         check(lambda x, w, b: scatter(F.linear(x, w, b), 1), x, w.t(), bias)
         check(lambda x, w, b: scatter(F.linear(x, w, b / n), 2), x, w.t(), bias)

@@ -61,7 +61,8 @@ def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
             agent.kill()
     said = [log.read_text() for log in logs]
     assert codes == [0, 0], "\n".join(said)
-    run, undisturbed = (Ended(desk.folder / "runs" / name, "\n".join(said)) for name in ("hosts", "no hosts"))
+    run = Ended(desk.folder / "runs" / "hosts", "\n".join(said))
+    undisturbed = Ended(desk.folder / "runs" / "no hosts", "")
     assert run.status["state"] == "finished"
     assert run.trained() == undisturbed.trained()  # every step once
     assert run.content(20) == undisturbed.content(20)

@@ -9,7 +9,6 @@ The learning rate is below that of `configs/debug.toml`: at 2e-3, with batches a
 edge of stability, and layouts that agree to 1e-7 in every gradient are 1e-5 apart by step 18.
 """
 
-import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -85,19 +84,13 @@ def test_layout_trains_as_one_process(layout, one_process, tmp_path):
 
 @pytest.fixture
 def _one_compile_thread():
-    import torch._inductor.compile_fx  # before the fork, once for all ranks
+    import torch._inductor.compile_fx  # before the fork
 
     with torch._inductor.config.patch(compile_threads=1):
         yield
 
 
-@pytest.fixture
-def _without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are traced, split and differentiated by the compiler, and run as they are."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-
-
-def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path) -> None:
+def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path, timeout_s: float = 60) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     world, flags = {"one process": ONE_PROCESS, **LAYOUTS}[layout]
@@ -112,7 +105,7 @@ def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Pa
 
         run.optimizer.norm = count_then_norm
 
-    got = train(folder, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=200)
+    got = train(folder, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=timeout_s)
     assert_same_gradients(got, one_process)
     assert_same_losses(got, one_process)
     # In every step, on every rank: one graph for all four blocks, and two for the loss.
@@ -122,11 +115,11 @@ def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Pa
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
 @pytest.mark.usefixtures("_one_compile_thread")
 def test_machine_code_trains_as_one_process(one_process, tmp_path):
-    compiled_trains_as_one_process("one process", one_process, tmp_path)
+    compiled_trains_as_one_process("one process", one_process, tmp_path, timeout_s=200)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.usefixtures("_without_machine_code")
+@pytest.mark.usefixtures("without_machine_code")
 def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
     compiled_trains_as_one_process(layout, one_process, tmp_path)
 

@@ -56,8 +56,8 @@ class ModelRecipe:
         return [self.window if local else 0 for local in is_local]
 
 
-def attended(window: int, seq_len: int) -> int:
-    """Twice the tokens that a query sees on average: S, or W·(2·S − W) / S where a window is shorter than that.
+def twice_attended(window: int, seq_len: int) -> int:
+    """Twice the tokens that a query sees on average, its own counted by half: S, or W·(2·S − W) / S with a window.
 
     Args:
         window: W; 0: all.

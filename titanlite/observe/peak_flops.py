@@ -16,7 +16,7 @@ import time
 import torch
 from torch import nn
 
-from titanlite.config.recipe_schema import attended
+from titanlite.config.recipe_schema import twice_attended
 from titanlite.models.layers import CausalAttention, Linear
 from titanlite.recipes import ModelRecipe
 
@@ -80,9 +80,9 @@ def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
     does not; nor do norms, RoPE and the loss.
 
     Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
-    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. Where a layer sees
-    a window of W < S tokens, what lies outside of it does not count: W·(2·S − W) / S in the place of S. The boundaries
-    of documents, which reduce the work further, do not count.
+    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. What lies outside a
+    layer's window does not count (`twice_attended` in the place of S). The boundaries of documents, which reduce the
+    work further, do not count.
 
     Args:
         model: its linear layers hold the matmul parameters, on the meta device or anywhere.
@@ -93,7 +93,7 @@ def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
         FLOPs per token of a training step.
     """
     matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
-    seen = sum(attended(m.window, seq_len) for m in model.modules() if isinstance(m, CausalAttention))
+    seen = sum(twice_attended(m.window, seq_len) for m in model.modules() if isinstance(m, CausalAttention))
     return 6 * matmul_parameters + 6 * seen * sizes.n_heads * sizes.head_width
 
 

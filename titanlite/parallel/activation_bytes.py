@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from titanlite.config.architectures import Block, architecture, unpriced
 from titanlite.config.build import show
-from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList, attended
+from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList, twice_attended
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
@@ -250,7 +250,7 @@ def _attention(sizes: ModelRecipe, layout: Layout, window: int) -> Activation:
     H, KE, HE = sizes.n_heads, sizes.n_kv_heads * sizes.head_width, sizes.n_heads * sizes.head_width
     size = M * (e * HE + 4 * H) // t
     moved = size + e * M * (HE + 2 * KE) // t
-    flops = 2 * M * HE * attended(window, layout.seq_len) // t
+    flops = 2 * M * HE * twice_attended(window, layout.seq_len) // t
     return Activation(_WINDOW if is_windowed(layout, window) else _ATTENTION, "", size, flops, moved)
 
 

@@ -87,7 +87,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
     of_auto: dict[str, object] = {}
     if chosen is not None:
-        again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 1)
+        again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)
         of_auto = {"keeps": in_words(chosen), "recomputes_ms": again, "prepared_s": took}
     receipt.add(
         "activation_checkpoint",

@@ -97,9 +97,12 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     checked = checked_run(argv, world_size=tp)
     began = time.process_time()  # of this process: other work on the machine does not count
     planned = sharding_plan(checked, every_block)
-    layers = plan_layers(model, TOKENS, tp)  # what a run waits for
     took = time.process_time() - began
+    assert len(planned.stand_for) == (model.sizes.n_layers if every_block else 2)
     placements, collectives = hand_written(model)
+    began_layers = time.process_time()
+    layers = plan_layers(model, TOKENS, tp)
+    assert time.process_time() - began_layers < 3  # what a run waits for
     assert {f"{name}.{own}": p for name, layer in layers.items() for own, p in layer.placements.items()} == placements
     tensors = {name: t for t in planned.plan.tensors.values() for name in planned.names(t.name)}
     assert {name: tensors[name].placements[0] for name in placements} == placements

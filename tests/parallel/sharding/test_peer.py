@@ -1,4 +1,4 @@
-"""The derived plan of Llama 3 against torchtitan's, written by hand: the same shards, the same bytes moved.
+"""The derived plan of Llama 3 against torchtitan's, written by hand: the same shards, the same numbers moved.
 
 torchtitan names a style of `torch.distributed.tensor.parallel` for each module, and DTensor finds the collectives as it
 runs. Its layers are apart where ours are joined (wq, wk and wv; w1 and w3), and share what was gathered for them.
@@ -109,6 +109,8 @@ class Moved(TorchDispatchMode):
         self.counts = Counter[tuple[str, int]]()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t is DTensor for t in types):
+            return NotImplemented  # what DTensor makes of it comes by here, too
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):

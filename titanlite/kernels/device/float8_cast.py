@@ -36,7 +36,8 @@ def scale_of(amax, most, POW2: tl.constexpr):
 
 @triton.jit
 def to_bytes(value, dtype: tl.constexpr):
-    """Float32 in float8: what is too large becomes the largest, NaN stays; the conversion itself sees to both."""
+    """Float32 in float8: what is too large becomes the largest, NaN stays. PTX's conversion sees to both, `.satfinite`
+    (SM89 and later); Triton's interpreter does not."""
     return value.to(dtype)
 
 
