@@ -1,89 +1,24 @@
 """The pass on models of DTensors: all collectives of a block are fused, training is the same, strict mode is strict."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
 from tests.parallel.collective_graphs import around_the_pass, c10d, gather, group, scatter, tensor, traced
+from tests.parallel.dtensor_llama import Block, parallel
 from tests.ranks import run_ranks
 from titanlite.errors import StrictError
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.parallel.async_tp import Pair, enable
-
-
-class Norm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
-
-
-class Attention(nn.Module):
-    """With twice as many query heads as key/value heads, of width 4. Keys have no bias: its gradient would be zero."""
-
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.wq, self.wo = (nn.Linear(width, width, bias) for _ in range(2))
-        self.wk, self.wv = nn.Linear(width, width // 2, bias=False), nn.Linear(width, width // 2, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.w1, self.w3, self.w2 = (nn.Linear(*io, bias) for io in ((width, 8), (width, 8), (8, width)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    """A layer of Llama, as others write it."""
-
-    def __init__(self, width: int = 16, bias: bool = False) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
-        self.attention, self.ffn = Attention(width, bias), FeedForward(width, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
-
-
-def parallel(block: Block) -> Block:
-    """Tensor parallelism with a sequence split between the matmuls, through DTensor."""
-    column, row = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    plan: dict[str, Any] = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-    plan |= {"attention": whole, "ffn": whole, "attention.wo": row, "ffn.w2": row}
-    plan |= dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "ffn.w1", "ffn.w3"), column)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(block, mesh, plan)  # type: ignore[return-value]
 
 
 def local(x: Tensor) -> Tensor:

@@ -82,15 +82,7 @@ def test_layout_trains_as_one_process(layout, one_process, tmp_path):
     assert_same_losses(got, one_process)
 
 
-@pytest.fixture
-def _one_compile_thread():
-    import torch._inductor.compile_fx  # before the fork
-
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
-
-
-def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path, timeout_s: float = 60) -> None:
+def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     world, flags = {"one process": ONE_PROCESS, **LAYOUTS}[layout]
@@ -105,7 +97,7 @@ def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Pa
 
         run.optimizer.norm = count_then_norm
 
-    got = train(folder, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=timeout_s)
+    got = train(folder, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=200)
     assert_same_gradients(got, one_process)
     assert_same_losses(got, one_process)
     # In every step, on every rank: one graph for all four blocks, and two for the loss.
@@ -113,9 +105,8 @@ def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Pa
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
-@pytest.mark.usefixtures("_one_compile_thread")
 def test_machine_code_trains_as_one_process(one_process, tmp_path):
-    compiled_trains_as_one_process("one process", one_process, tmp_path, timeout_s=200)
+    compiled_trains_as_one_process("one process", one_process, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,29 +1,21 @@
 """The derived plan of Llama 3 against torchtitan's, written by hand: the same shards, the same numbers moved.
 
-torchtitan names a style of `torch.distributed.tensor.parallel` for each module, and DTensor finds the collectives as it
-runs. Its layers are apart where ours are joined (wq, wk and wv; w1 and w3), and share what was gathered for them.
-
-Source: torchtitan v0.2.2, `models/llama3/infra/parallelize.py`, `apply_tp`.
+torchtitan names a style of `torch.distributed.tensor.parallel` for each module (`tests/parallel/dtensor_llama.py`), and
+DTensor finds the collectives as it runs.
 """
 
 from collections import Counter
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallel.dtensor_llama import Block, Norm, parallel
 from titanlite.commands.fused_pairs import ranks_that_move_nothing
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.models.llama3 import Llama3
@@ -34,48 +26,14 @@ TP, B, S = 4, 2, 8
 JOINED = {"wq": "wqkv", "wk": "wqkv", "wv": "wqkv", "w1": "w13", "w3": "w13"}
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        kv = SIZES.n_kv_heads * SIZES.head_width
-        self.wq, self.wo = (nn.Linear(SIZES.dim, SIZES.dim, bias=False) for _ in range(2))
-        self.wk, self.wv = (nn.Linear(SIZES.dim, kv, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).unflatten(2, (-1, SIZES.head_width)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(SIZES.dim, SIZES.ffn_dim, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(SIZES.ffn_dim, SIZES.dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(SIZES.dim), nn.RMSNorm(SIZES.dim)
-        self.attention, self.feed_forward = Attention(), FeedForward()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
 class Peer(nn.Module):
     """Llama with the peer's modules and shapes, [B, S, D]; rotary embedding moves nothing and is left out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(SIZES.vocab_size, SIZES.dim)
-        self.layers = nn.ModuleList(Block() for _ in range(SIZES.n_layers))
-        self.norm, self.output = nn.RMSNorm(SIZES.dim), nn.Linear(SIZES.dim, SIZES.vocab_size, bias=False)
+        self.layers = nn.ModuleList(Block(SIZES.dim) for _ in range(SIZES.n_layers))
+        self.norm, self.output = Norm(SIZES.dim), nn.Linear(SIZES.dim, SIZES.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok_embeddings(tokens)
@@ -91,13 +49,7 @@ def by_the_peers_plan(model: Peer) -> Peer:
     ends = {"tok_embeddings": embedding, "norm": SequenceParallel(), "output": output}
     parallelize_module(model, mesh, ends)
     for block in model.layers:
-        gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
-        plan = {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-        plan |= {name: PrepareModuleInput(**gathered) for name in ("attention", "feed_forward")}
-        plan |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
-        plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.wo", "feed_forward.w2")}
-        parallelize_module(block, mesh, plan)  # type: ignore[arg-type]
+        parallel(block)  # type: ignore[arg-type]
     return model
 
 
