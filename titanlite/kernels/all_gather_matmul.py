@@ -237,16 +237,19 @@ def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_
     return results
 
 
-def _save(ctx, inputs, output) -> None:
-    shard, others, dim, size, group, form, biases, scale, *_ = inputs
-    ctx.set_materialize_grads(False)
+def _differentiable(shard, others, dim, size, group, form, biases, *_) -> list[Tensor]:
+    return [shard, *others, *biases]
+
+
+def _save(ctx, arguments, results) -> None:
+    shard, others, dim, size, group, form, biases, scale, *_ = arguments
     ctx.dim, ctx.size, ctx.group, ctx.form = dim % shard.ndim, size, group, form
     ctx.float8, ctx.bias_dtypes = scale is not None, [bias.dtype for bias in biases]
-    ctx.save_for_backward(output[0], *others)
+    ctx.save_for_backward(results[0], *others)
 
 
 def _backward(ctx, grads):
-    """Gradients of shard, others and biases.
+    """Gradients of shard, others and biases, in this order.
 
     The shard's is a sum of matmuls reduced and scattered: the other fused op. The others' are plain matmuls with G.
     """
@@ -256,28 +259,27 @@ def _backward(ctx, grads):
         )
     gathered, *others = ctx.saved_tensors
     grad_gathered, *grads = grads[: 1 + len(others)]
-    d_biases = []
-    if ctx.bias_dtypes:
-        d_biases = [
-            None if grad is None else gradient_of_bias(grad, dtype)
-            for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
-        ]
+    needs_shard, *needs_others = ctx.needs[: 1 + len(others)]
+    d_biases = [
+        None if grad is None else gradient_of_bias(grad, dtype)
+        for grad, dtype in zip(grads, ctx.bias_dtypes, strict=bool(ctx.bias_dtypes))
+    ]
     # Operands of a matmul have one dtype; that of the products may have been another.
     grads = [None if grad is None else grad.to(other.dtype) for grad, other in zip(grads, others, strict=True)]
     pairs = [(grad, other) for grad, other in zip(grads, others, strict=True) if grad is not None]
     d_shard, form = None, ctx.form
-    if ctx.needs_input_grad[0] and pairs:
+    if needs_shard and pairs:
         lefts, rights = zip(*(_grad_of_gathered(grad, other, form) for grad, other in pairs), strict=True)
         reduce = torch.ops.titanlite.matmul_reduce_scatter  # the other stem, which imports this one
         d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None, False)
-    if ctx.needs_input_grad[0] and grad_gathered is not None:
+    if needs_shard and grad_gathered is not None:
         own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))
         d_shard = own if d_shard is None else d_shard + own
     d_others = [
         None if grad is None or not needed else _grad_of_other(gathered, grad, other, form)
-        for grad, other, needed in zip(grads, others, ctx.needs_input_grad[1], strict=True)
+        for grad, other, needed in zip(grads, others, needs_others, strict=True)
     ]
-    return d_shard, d_others, None, None, None, None, d_biases, None, None, [], None, None
+    return d_shard, *d_others, *d_biases
 
 
 def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, Tensor]:
@@ -315,7 +317,7 @@ def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
     return left.t() @ grad
 
 
-torch.library.register_autograd("titanlite::all_gather_matmul", _backward, setup_context=_save)
+lowering.differentiate("all_gather_matmul", _differentiable, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.all_gather_matmul)

@@ -40,6 +40,7 @@ lowered: Counter[Lowered] = Counter()
 """All collective matmuls that this process has run on its GPU."""
 
 _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
+_library = torch.library.Library("titanlite", "FRAGMENT")
 
 
 def define(name: str, definition: Callable[..., Any], on_gpus: Callable[..., Any]) -> None:
@@ -56,6 +57,47 @@ def define(name: str, definition: Callable[..., Any], on_gpus: Callable[..., Any
     torch.library.define(f"titanlite::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"titanlite::{name}", "default")(definition)
     torch.library.impl(f"titanlite::{name}", "cuda")(on_gpus)
+
+
+def differentiate(
+    name: str, tensors: Callable[..., list[Tensor]], save: Callable[..., None], backward: Callable
+) -> None:
+    """Give an operator of lists of tensors a gradient.
+
+    By hand too: torch's wrapper walks through all arguments with pytree, which takes as long as two launches.
+
+    Args:
+        name: of the operator.
+        tensors: its arguments → those among them that have a gradient.
+        save: (ctx, arguments, results), results in a list; writes down what backward needs.
+        backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
+    """
+    op = getattr(torch.ops.titanlite, name).default
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...], *own: Tensor) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+            ctx.set_materialize_grads(False)
+            ctx.needs = ctx.needs_input_grad[2:]
+            save(ctx, arguments, results if type(results) is list else [results])
+            return tuple(results) if type(results) is list else results
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            return (None, None, *backward(ctx, grads))
+
+    def call(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        if torch.is_grad_enabled():
+            own = tensors(*arguments)
+            if any(x.requires_grad for x in own):
+                results = Call.apply(keys, arguments, *own)
+                return list(results) if type(results) is tuple else results
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+
+    _library.impl(name, call, "Autograd", with_keyset=True)
 
 
 def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):

@@ -142,23 +142,28 @@ def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype,
     return lefts[0].new_empty(out_shape(lefts, rights, dim, group), dtype=out_dtype_of(lefts[0].dtype, out_dtype))
 
 
-def _save(ctx, inputs, output) -> None:
-    lefts, rights, dim, group, bias, left_scales, *_ = inputs
+def _differentiable(lefts, rights, dim, group, bias, *_) -> list[Tensor]:
+    return [*lefts, *rights] if bias is None else [*lefts, *rights, bias]
+
+
+def _save(ctx, arguments, results) -> None:
+    lefts, rights, dim, group, bias, left_scales, *_ = arguments
     ctx.dim, ctx.group, ctx.n, ctx.float8 = dim % lefts[0].ndim, group, len(lefts), bool(left_scales)
     ctx.size = product_shape(lefts[0].shape, rights[0].shape)[dim]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(*lefts, *rights)
 
 
-def _backward(ctx, grad: Tensor):
-    """Gradients of lefts, rights and bias: one gather of the gradient feeds all of them."""
+def _backward(ctx, grads):
+    """Gradients of lefts, rights and bias, in this order: one gather of the gradient feeds all of them."""
+    (grad,) = grads
     if ctx.float8:
         raise NotImplementedError(
             "matmul_reduce_scatter: float8 operands have no gradient; the caller defines backward's casts"
         )
     saved = ctx.saved_tensors  # once: checkpointing gives them once
     lefts, rights = saved[: ctx.n], saved[ctx.n :]
-    needs_left, needs_right = ctx.needs_input_grad[:2]
+    needs_left, needs_right = ctx.needs[: ctx.n], ctx.needs[ctx.n : 2 * ctx.n]
     wanted = [i for i in range(ctx.n) if needs_left[i]]
     narrow = grad.to(lefts[0].dtype)  # operands of a matmul have one dtype; that of the sum may have been another
     gathered, *products = all_gather_matmul(narrow, [rights[i].t() for i in wanted], ctx.dim, ctx.size, ctx.group)
@@ -169,13 +174,13 @@ def _backward(ctx, grad: Tensor):
         gradient_of_right(left, gathered, right) if needed else None
         for left, right, needed in zip(lefts, rights, needs_right, strict=True)
     ]
-    d_bias = None
-    if ctx.bias_dtype is not None:  # a bias that is added to one rank's rows still sees the gradient of those alone
-        d_bias = gradient_of_bias(grad, ctx.bias_dtype)
-    return d_lefts, d_rights, None, None, d_bias, [], [], None, None
+    if ctx.bias_dtype is None:
+        return *d_lefts, *d_rights
+    # A bias that is added to one rank's rows still sees the gradient of those alone.
+    return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 
-torch.library.register_autograd("titanlite::matmul_reduce_scatter", _backward, setup_context=_save)
+lowering.differentiate("matmul_reduce_scatter", _differentiable, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)

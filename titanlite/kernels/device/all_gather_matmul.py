@@ -24,7 +24,7 @@ from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, produc
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, launch
-from titanlite.kernels.device.operands import add_product, aligned, compact, lies_in_rows
+from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -384,29 +384,28 @@ def all_gather_matmul(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _plan(to, shard, other, dim, size, form, scale, scale_of, out_dtype, fast_accum, choice)
-    at, pick = plan.at, plan.pick
+    at, pick, o_rows = plan.at, plan.pick, plan.other
 
     # Everything is allocated before the first launch.
     shard = aligned(shard.contiguous())
     gathered = shard.new_empty(plan.gathered)
-    g = gathered.view(plan.matrix)
     out = shard.new_empty(plan.out, dtype=plan.out_dtype)
-    o, o_k_major = _other(other, form, shard.dtype in FLOAT8)
+    o = o_rows.placed(_k_major(other, form))
     moves_scale = plan.moves_scale
     scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
     row_bytes = at.columns * shard.dtype.itemsize
     slot_rows = -(-to.begin(plan.slot_bytes) // row_bytes)
     slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
 
-    key = (key, to.number, slot_bytes)
+    launched = (plan, to.number, slot_bytes)
     if plan.specialised:
         copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
-        N, BM, BN, BK = o.shape[0] if o_k_major else o.shape[1], pick.m, pick.n, pick.k
+        N, BM, BN, BK = plan.out[-1], pick.m, pick.n, pick.k
         M, box = at.rows * to.ranks, (pick.m, pick.k)
         of_rows = 0 if scale is None else 2 if moves_scale else 1
         of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
         launch(
-            meet, key, 1, (scale, scale_whole),
+            meet, launched, 1, (scale, scale_whole),
             lambda: (
                 *((scale, scale_whole) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
                 plan.scale_bytes, at.rows, at.segment,
@@ -416,32 +415,34 @@ def all_gather_matmul(
             num_warps=4 if moves_scale else 1,
         )  # fmt: skip
         launch(
-            gather_matmul, key, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
+            gather_matmul, launched, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
             lambda: (
                 blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
-                blocks(o, o.shape, o.stride(0), (BN, BK) if o_k_major else (BK, BN)),
+                blocks(o, o_rows.shape, o_rows.stride, (BN, BK) if o_rows.k_major else (BK, BN)),
                 blocks(out, (M, N), N, (BM, PART.value)), bias, scale_whole, o_scale,
                 blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
                 *peer_blocks(to, shard.dtype, at.columns, copied),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
                 to.ranks, pick.group, bias is not None, of_rows, of_columns, fast_accum or scale is None,
-                o_k_major, BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied,
+                o_rows.k_major, BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows),
+                *copied,
             ),
             num_warps=8,
         )  # fmt: skip
     else:
+        g = gathered.view(plan.matrix)
         g_words = g.view(torch.int64)
         words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
         state = (to.counters, to.epoch, to.deadline, to.failure)
         left, last = form.startswith("left"), contracts_last(form)
         BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
-        Y = o.shape[0] if o_k_major else o.shape[1]
+        Y = o_rows.shape[0 if o_rows.k_major else 1]
         flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
         copy_words = min(1024, triton.next_power_of_2(words))
         by_row = moves_scale or scale_of == "row"
         launch(
-            _publish, key, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
+            _publish, launched, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
             lambda: (
                 words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
                 at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
@@ -452,18 +453,18 @@ def all_gather_matmul(
             num_warps=min(8, max(1, plan.block // 64)),
         )  # fmt: skip
         launch(
-            _gather_matmul, key, multiprocessors(to.device),
+            _gather_matmul, launched, multiprocessors(to.device),
             (g, o, flat_out, out, g_words, scale_whole, scale, o_scale, bias),
             lambda: (
                 Blocks(g, g.shape, g.stride(0), (BX, pick.k) if last else (pick.k, BX)),
-                Blocks(o, o.shape, o.stride(0), (BY, pick.k) if o_k_major else (pick.k, BY)),
+                Blocks(o, o_rows.shape, o_rows.stride, (BY, pick.k) if o_rows.k_major else (pick.k, BY)),
                 Blocks(flat_out, flat_out.shape, flat_out.stride(0), (BX, BY) if left else (BY, BX))
                 if plan.tma_store else None,
                 out, g_words, scale_whole if by_row else None, scale, o_scale, bias,
                 to.peer_slots, slot_bytes, plan.scale_bytes, *state,
                 at.rows, words, g.shape[1] * shard.dtype.itemsize // 8, at.segment, at.segment * to.ranks, plan.size,
                 at.X, Y, at.K, at.whole.chunk,
-                to.rank, to.ranks, at.wait, left, last, o_k_major,
+                to.rank, to.ranks, at.wait, left, last, o_rows.k_major,
                 0 if scale is None else 2 if by_row else 1, 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1,
                 moves_scale, bias is not None, plan.tma_store,
                 BX, BY, pick.k, pick.group, pick.copiers, UNIT, min(UNIT, 8192 // copy_words), copy_words, fast_accum,
@@ -484,12 +485,13 @@ def all_gather_matmul(
     return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum), *scales]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a plan is itself alone: launches are known by it
 class Plan:
     """What depends on a call's shapes alone.
 
     Attributes:
         at: where everything lies.
+        other: how the other operand is read.
         pick: tiles.
         specialised: whether the kernel of that name takes the call.
         gathered: shape of G, or [outer, padded dim, inner] where chunks are not all full.
@@ -511,6 +513,7 @@ class Plan:
     """
 
     at: Layout
+    other: Rows
     pick: Tiles
     specialised: bool
     gathered: tuple[int, ...]
@@ -571,6 +574,7 @@ def _plan(
     padded = (at.whole.outer, at.whole.chunk * to.ranks, at.whole.inner)
     return Plan(
         at=at,
+        other=rows_of([_k_major(other, form)], may_turn=shard.dtype not in FLOAT8)[0],
         pick=pick,
         specialised=specialised,
         gathered=tuple(full) if at.whole.even else padded,
@@ -597,11 +601,6 @@ def contracts_last(form: str) -> bool:
     return form in ("left", "right_t")
 
 
-def _other(other: Tensor, form: str, float8: bool) -> tuple[Tensor, bool]:
-    """The other operand as a row-major matrix, and whether its rows run along the contracted dim."""
-    k_major = other.t() if form.startswith("left") else other.flatten(0, -2)
-    if lies_in_rows(k_major):
-        return aligned(k_major), True
-    if not float8 and lies_in_rows(n_major := k_major.t()):
-        return aligned(n_major), False
-    return compact(k_major), True
+def _k_major(other: Tensor, form: str) -> Tensor:
+    """The other operand as [N, K]."""
+    return other.t() if form.startswith("left") else other.flatten(0, -2)

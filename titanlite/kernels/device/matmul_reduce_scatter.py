@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.launch import Blocks, launch
-from titanlite.kernels.device.operands import add_product, aligned, compact, lies_in_rows
+from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
@@ -224,15 +224,6 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
     return None
 
 
-def _matrices(xs: list[Tensor], may_turn: bool) -> tuple[list[Tensor], bool]:
-    """Matrices [M, K] as row-major ones, and whether their rows run along K: for all of them alike."""
-    if all(lies_in_rows(x) for x in xs):
-        return [aligned(x) for x in xs], True
-    if may_turn and all(lies_in_rows(x.t()) for x in xs):
-        return [aligned(x.t()) for x in xs], False
-    return [compact(x) for x in xs], True
-
-
 def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
     """Scales as the kernel reads them: one after the other, and all by row if one is."""
     if any(scale.numel() > 1 for scale in scales):
@@ -270,26 +261,27 @@ def matmul_reduce_scatter(
     plan = _plans.get(key)
     if plan is None:
         plan = _plans[key] = _plan(to, lefts, rights, dim, out_dtype, fast_accum, choice)
-    pick, whole = plan.pick, plan.whole
+    pick, whole, a_rows, b_rows = plan.pick, plan.whole, plan.lefts, plan.rights
+    a_k_major, b_k_major = a_rows[0].k_major, b_rows[0].k_major
 
     # Everything is allocated before the first launch.
-    a, a_k_major = _matrices([x if x.ndim == 2 else x.flatten(0, -2) for x in lefts], plan.left_may_turn)
-    b, b_k_major = _matrices([right.t() for right in rights], plan.right_may_turn)
+    a = [rows.placed(_flat(x)) for rows, x in zip(a_rows, lefts, strict=True)]
+    b = [rows.placed(x.t()) for rows, x in zip(b_rows, rights, strict=True)]
     out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
     capacity = to.begin(plan.slot_bytes)
     slot_rows = -(-capacity // row_bytes)
     slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
 
-    key = (key, to.number, slot_bytes)
+    launched = (plan, to.number, slot_bytes)
     M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
     if plan.specialised:
         scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
         launch(
-            matmul_push, key, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
+            matmul_push, launched, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
             lambda: (
-                blocks(a[0], a[0].shape, a[0].stride(0), (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
-                blocks(b[0], b[0].shape, b[0].stride(0), (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
+                blocks(a[0], a_rows[0].shape, a_rows[0].stride, (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
+                blocks(b[0], b_rows[0].shape, b_rows[0].stride, (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
                 scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
                 to.counters, to.peer_flags, to.epoch,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
@@ -310,12 +302,12 @@ def matmul_reduce_scatter(
         scales: list[Tensor | None] = []
         for i in range(MAX_PAIRS):
             at = min(i, len(lefts) - 1)  # what is not there is not read
-            for x, n, k_major in ((a[at], pick.m, a_k_major), (b[at], pick.n, b_k_major)):
-                pairs.append(Blocks(x, x.shape, x.stride(0), (n, pick.k) if k_major else (pick.k, n)))
+            for x, rows, n in ((a[at], a_rows[at], pick.m), (b[at], b_rows[at], pick.n)):
+                pairs.append(Blocks(x, rows.shape, rows.stride, (n, pick.k) if rows.k_major else (pick.k, n)))
             Ks.append(lefts[at].shape[-1])
             scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
         launch(
-            _matmul_push, key, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales, out),
+            _matmul_push, launched, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales, out),
             lambda: (
                 *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
@@ -325,7 +317,7 @@ def matmul_reduce_scatter(
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
     launch(
-        _reduce, key, 2 * multiprocessors(to.device), (out, bias),
+        _reduce, launched, 2 * multiprocessors(to.device), (out, bias),
         lambda: (
             to.slots, slot_bytes, to.flags, to.epoch, to.deadline, to.failure, out, bias,
             plan.n, plan.own_segment, plan.padded_segment, plan.staged, plan.out[-1],
@@ -337,7 +329,7 @@ def matmul_reduce_scatter(
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a plan is itself alone: launches are known by it
 class Plan:
     """What depends on a call's shapes alone.
 
@@ -358,8 +350,7 @@ class Plan:
         slot_bytes: needed.
         own_segment, padded_segment: elements that this rank has together, and how far apart they are staged.
         lanes: ranks, rounded up to a power of two.
-        left_may_turn, right_may_turn: whether rows of the operand may run along M, or N, instead of K. Float8's may
-            not; and TMA begins at a whole 16 bytes of a row, which an owner's part does not always.
+        lefts, rights: how the operands are read.
     """
 
     pick: Tiles
@@ -381,8 +372,8 @@ class Plan:
     own_segment: int
     padded_segment: int
     lanes: int
-    left_may_turn: bool
-    right_may_turn: bool
+    lefts: list[Rows]
+    rights: list[Rows]
 
 
 _plans: dict[Hashable, Plan] = {}
@@ -417,6 +408,7 @@ def _plan(
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N
+    # Float8 rows run along K alone; and TMA begins at a whole 16 bytes of a row, which an owner's part does not always.
     parts_begin_aligned = segment * itemsize % 16 == size * itemsize % 16 == 0
     return Plan(
         pick=pick,
@@ -438,6 +430,11 @@ def _plan(
         own_segment=max(1, own * inner),
         padded_segment=whole.chunk * inner,
         lanes=triton.next_power_of_2(to.ranks),
-        left_may_turn=itemsize > 1 and (by_cols or parts_begin_aligned),
-        right_may_turn=itemsize > 1 and (not by_cols or parts_begin_aligned),
+        lefts=rows_of([_flat(x) for x in lefts], itemsize > 1 and (by_cols or parts_begin_aligned)),
+        rights=rows_of([x.t() for x in rights], itemsize > 1 and (not by_cols or parts_begin_aligned)),
     )
+
+
+def _flat(left: Tensor) -> Tensor:
+    """[M, K]."""
+    return left if left.ndim == 2 else left.flatten(0, -2)

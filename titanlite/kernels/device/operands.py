@@ -4,6 +4,9 @@ Whether rows or columns lie so is told by strides alone, and those of a copy fol
 and its descriptors are found again by the strides.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +26,38 @@ def aligned(matrix: Tensor) -> Tensor:
     return matrix
 
 
-def compact(matrix: Tensor) -> Tensor:
-    """A copy with the strides of a new tensor: `contiguous()` keeps any stride of a dim of length 1."""
-    return matrix.clone(memory_format=torch.contiguous_format)
+class Rows(NamedTuple):
+    """How kernels read an operand [N, K] of a product: as a row-major matrix.
+
+    Attributes:
+        shape: of that matrix: [N, K], or [K, N].
+        stride: from row to row.
+        k_major: whether it is [N, K].
+        copied: whether it has to be copied to lie so.
+    """
+
+    shape: tuple[int, int]
+    stride: int
+    k_major: bool
+    copied: bool
+
+    def placed(self, operand: Tensor) -> Tensor:
+        """The operand, or what to read in its place."""
+        if self.copied:  # `contiguous()` keeps any stride of a dim of length 1
+            return operand.clone(memory_format=torch.contiguous_format)
+        return aligned(operand)
+
+
+def rows_of(operands: Sequence[Tensor], may_turn: bool) -> list[Rows]:
+    """How kernels read operands [N, K]: all along K, or all the other way if they may.
+
+    Depends on shapes and strides alone.
+    """
+    if all(lies_in_rows(x) for x in operands):
+        return [Rows((x.shape[0], x.shape[1]), x.stride(0), True, False) for x in operands]
+    if may_turn and all(lies_in_rows(x.t()) for x in operands):
+        return [Rows((x.shape[1], x.shape[0]), x.stride(1), False, False) for x in operands]
+    return [Rows((x.shape[0], x.shape[1]), x.shape[1], True, True) for x in operands]
 
 
 @triton.jit
