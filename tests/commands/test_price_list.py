@@ -94,14 +94,14 @@ def test_other_architectures_have_one(name: str) -> None:
     assert 3 * sum(a.flops for a in dear) == step
 
 
-def test_a_model_of_ones_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_which_nothing_is_said_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
     mine.touch()
     sizes.parent.mkdir()
     sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     flags = ["--model.file", str(mine), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", CONFIG, "--activation-checkpoint", *flags, "--training.seq_len", "64"]) == 2
-    want = "want: an architecture whose block has a price list: llama3, qwen3, gemma3, gpt2"
+    want = "want: a recipe that says what its blocks are made of: predictions and prices follow from that"
     assert f'model.file = "{mine}"\n      {want}' in capsys.readouterr().err
 
 

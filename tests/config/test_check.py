@@ -144,7 +144,7 @@ def test_numbers_out_of_range(key: str) -> None:
                 "model__file": __file__,
             },
             None,
-            ["model.file = ", "price list: llama3, qwen3, gemma3, gpt2", 'recipe = "attention"'],
+            ["model.file = ", "what its blocks are made of", "[block] in its recipe", 'recipe = "attention"'],
         ),
         ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),

@@ -13,7 +13,7 @@ from titanlite.commands.validate import summary
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
 from titanlite.models import gpt2
-from titanlite.models.find import model_class
+from titanlite.models.find import build_model, model_class
 
 BATCH, TP_2 = "--training.local_batch_size", ["--parallelism.tensor_parallel_degree", "2"]
 DEBUG = str(Path(__file__).parents[2] / "configs" / "debug.toml")
@@ -55,6 +55,67 @@ def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.Captur
     assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2)
     assert plan([DEBUG, *mine, *TP_2]) == 0
     assert "positions.weight" in capsys.readouterr().out
+
+
+def say(tmp_path: Path, block: str) -> None:
+    """Say in the recipe of `mine` what its blocks are made of."""
+    with (tmp_path / "model" / "mine-small.toml").open("a") as recipe:
+        recipe.write(f"\n[block]\n{block}\n")
+
+
+AS_GPT2 = 'gate = "gelu"\nis_rotary = false\nlayer_norms = true\nbiases = true'
+
+
+AUTO = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "0.7"]
+
+
+@pytest.mark.parametrize("flags", [[], TP_2, AUTO])
+def test_it_is_predicted_as_a_shipped_one(
+    flags: list[str], mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(tmp_path, AS_GPT2)
+    flags = [DEBUG, "--world", "2", "--training.mixed_precision_param", "bfloat16", "--compile.enable", *flags]
+    said = []
+    for model in (mine, ["--model.name", "gpt2"]):
+        assert plan([*flags, *model]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert "memory of a rank" in said[0]
+    assert "time of a step" in said[0]
+    asked = checked(tmp_path, 2, mine)
+    shipped = checked(tmp_path, 2, ["--model.name", "gpt2"])
+    counts = [line for line in summary(shipped, "", 2).splitlines() if "parameters" in line]
+    assert counts[0].partition(",")[2] in summary(asked, "", 2)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ('gate = "gelu"', r"3,\d+,\d+ parameters\n +want: 3,\d+,\d+, as .*mine.py has them"),
+        ("", r"layers.0.feed_forward.w13 \[\d+, 256\]\n +want: no layers.0.feed_forward.w13, as .*mine.py has it"),
+        ('gate = "swigly"', 'did you mean "swiglu"'),
+        ("gates = 1", "did you mean block.gate"),
+    ],
+)
+def test_a_recipe_that_says_what_its_model_is_not(block: str, message: str, mine: list[str], tmp_path: Path) -> None:
+    say(tmp_path, block)
+    with pytest.raises(ConfigError, match=message):
+        plan([DEBUG, *mine, "--world", "2"])
+
+
+def test_a_run_refuses_it_too(mine: list[str], tmp_path: Path) -> None:
+    say(tmp_path, "biases = true")
+    asked = checked(tmp_path, 2, mine)
+    with pytest.raises(ConfigError, match="correct .block."):
+        build_model(asked.config.model, asked.dimensions, 64)
+
+
+def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shipped = (Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml").read_text()
+    (tmp_path / "model" / "llama3-mine.toml").write_text(f"{shipped}\n[block]\nqk_norms = true\n")
+    with pytest.raises(ConfigError, match="no such table: what a block of llama3 has is known"):
+        checked(tmp_path, 1, ["--model.flavor", "mine", "--job.recipe_dirs", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.commands.validate import CheckedRun
 from titanlite.float8.convert import Maximum, apply_float8
 from titanlite.kernels.collectives import Group
-from titanlite.models.find import model_class
+from titanlite.models.find import build_model
 from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.sharding.plan import Kind
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, apply_tensor_parallel
@@ -95,7 +95,7 @@ def _split(checked: CheckedRun, shards: int) -> Iterator[tuple[nn.Module, tuple[
     config, degree = checked.config, checked.config.parallelism.tensor_parallel_degree
     tokens = config.training.local_batch_size * config.training.seq_len
     with ranks_that_move_nothing(degree) as group, torch.device("meta"):
-        model = model_class(config.model)(checked.dimensions, config.training.seq_len)
+        model = build_model(config.model, checked.dimensions, config.training.seq_len)
         for parameter in model.parameters():  # as a step computes with them
             parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
         mesh, plan = init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",)), plan_layers(model, tokens, degree)

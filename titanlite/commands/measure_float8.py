@@ -23,7 +23,7 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.float8.convert import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
-from titanlite.models.find import model_class
+from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
 from titanlite.parallel.sharding.layers import plan_layers
 
@@ -86,8 +86,7 @@ def measured(checked: CheckedRun) -> str:
 def layers(checked: CheckedRun) -> list[Layer]:
     """The linear layers of a block, and the head, as one rank of a run has them."""
     config = checked.config
-    with torch.device("meta"):
-        model = model_class(config.model)(replace(checked.dimensions, n_layers=1), config.training.seq_len)
+    model = build_model(config.model, replace(checked.dimensions, n_layers=1), config.training.seq_len)
     tokens = config.training.local_batch_size * config.training.seq_len
     ranks = config.parallelism.tensor_parallel_degree
     plan = plan_layers(model, tokens, ranks) if ranks > 1 else {}

@@ -63,6 +63,10 @@ def run(argv: list[str]) -> int:
         raise ConfigError(describe("command line", [problem]))
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     checked = checked_run(flags, _USAGE, world)
+    if checked.dimensions.block is not None:  # of a model of the user's own: it must be what its recipe says
+        from titanlite.models.find import build_model
+
+        build_model(checked.config.model, checked.dimensions, checked.config.training.seq_len)
     if _PRICES in argv:
         from titanlite.commands.price_list import price_list
 

@@ -16,7 +16,7 @@ import torch
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.models.find import model_class
+from titanlite.models.find import build_model
 from titanlite.parallel.sharding.derive import plan_model
 from titanlite.parallel.sharding.layers import annotations_of, stand_ins
 from titanlite.parallel.sharding.plan import Plan, show
@@ -59,8 +59,8 @@ def sharding_plan(checked: CheckedRun, every_block: bool) -> Planned:
         ShardingError: there is none.
     """
     config, sizes = checked.config, checked.dimensions
+    model = build_model(config.model, sizes, config.training.seq_len)
     with torch.device("meta"):
-        model = model_class(config.model)(sizes, config.training.seq_len)
         tokens = torch.empty(config.training.local_batch_size * config.training.seq_len, dtype=torch.long)
     stand_for = [[n] for n in range(sizes.n_layers)]
     if not every_block:

@@ -134,7 +134,8 @@ def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | 
 
 def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> None:
     """Refuse filters that match no layer, and a recipe that converts none, where the layers are known."""
-    known, t, filters = architecture(config.model), config.parallelism.tensor_parallel_degree, config.float8.filter_fqns
+    known, t = architecture(config.model, sizes), config.parallelism.tensor_parallel_degree
+    filters = config.float8.filter_fqns
     if known is None:
         return
     layers = known.linear_layers(sizes, t)
@@ -151,7 +152,7 @@ def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> N
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
     """Refuse shards that FSDP cannot gather in float8, where the weights of blocks are known."""
     layout = layout_of(config, sizes, float8)
-    if architecture(config.model) is None or float8.fsdp_all_gather != "float8":
+    if architecture(config.model, sizes) is None or float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
     rows = {name: shape[0] for name, shape in layout.block.weights(sizes, t).items() if layout.is_own(name)}
@@ -220,10 +221,10 @@ def _save_list(checked: CheckedRun) -> str:
 
 def _model(checked: CheckedRun) -> str:
     """The architecture, its size, and its parameters where they can be counted without importing its file."""
-    model, known = checked.config.model, architecture(checked.config.model)
+    model, known = checked.config.model, architecture(checked.config.model, checked.dimensions)
     if known is None:
         return f"{model.file} {model.flavor}, not imported"
-    return f"{model.name} {model.flavor}, {known.n_parameters(checked.dimensions):,} parameters"
+    return f"{model.file or model.name} {model.flavor}, {known.n_parameters(checked.dimensions):,} parameters"
 
 
 def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:

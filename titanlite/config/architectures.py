@@ -1,84 +1,20 @@
 """What is known of each architecture before its file is imported: where it is, which keys its recipes have, its size.
 
 This imports no torch, so that a config can be checked and its parameters counted within a second. The file of an
-architecture is `titanlite/models/<name>.py`; a user's own is given by `model.file`, and of that nothing is known here.
+architecture is `titanlite/models/<name>.py`; a user's own is given by `model.file`, and known is what its recipe says
+under `[block]`.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import Block, ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.errors import Problem
 
 _OPTIONAL = ("rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len")
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a block is made of besides attention, `wqkv` and `wo` before and behind it, and a norm before each sublayer.
-
-    Attributes:
-        gate: between the matrices of the feed-forward; that of "gelu" has no second factor.
-        qk_norms: whether each head's queries and keys are normalised.
-        post_norms: whether a norm is behind each sublayer, too.
-        is_rotary: whether queries and keys are rotated.
-        layer_norms: whether norms are LayerNorms, with a shift; RMSNorms otherwise.
-        biases: whether linear layers have them.
-    """
-
-    gate: Literal["swiglu", "geglu", "gelu"] = "swiglu"
-    qk_norms: bool = False
-    post_norms: bool = False
-    is_rotary: bool = True
-    layer_norms: bool = False
-    biases: bool = False
-
-    @property
-    def gate_width(self) -> int:
-        """Width of the gate's input, in widths of its result."""
-        return 1 if self.gate == "gelu" else 2
-
-    @property
-    def layers(self) -> tuple[str, str, str, str]:
-        """Give the names of the linear layers, in the order in which they run."""
-        first = "w1" if self.gate == "gelu" else "w13"
-        return "attention.wqkv", "attention.wo", f"feed_forward.{first}", "feed_forward.w2"
-
-    @property
-    def norms(self) -> int:
-        """Number of norms of the residual stream's width."""
-        return 4 if self.post_norms else 2
-
-    def weights(self, sizes: ModelRecipe, ranks: int = 1) -> dict[str, tuple[int, int]]:
-        """Give the shapes [N, K] of the linear layers' weights on one of so many tensor-parallel ranks.
-
-        Args:
-            sizes: the model's dimensions.
-            ranks: a divisor of n_kv_heads.
-        """
-        D, F, E = sizes.dim, sizes.ffn_dim, sizes.head_width
-        H, K = sizes.n_heads, sizes.n_kv_heads
-        shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (self.gate_width * F // ranks, D), (D, F // ranks)
-        return dict(zip(self.layers, shapes, strict=True))
-
-    def n_parameters(self, sizes: ModelRecipe, ranks: int = 1) -> int:
-        """Count the parameters on one of so many tensor-parallel ranks; norms are whole, and biases split as outputs.
-
-        Args:
-            sizes: the model's dimensions.
-            ranks: a divisor of n_kv_heads.
-        """
-        shapes = self.weights(sizes, ranks).values()
-        norms = self.norms * self.norm(sizes) + (2 * sizes.head_width if self.qk_norms else 0)
-        return sum(n * k for n, k in shapes) + norms + (sum(n for n, _ in shapes) if self.biases else 0)
-
-    def norm(self, sizes: ModelRecipe) -> int:
-        """Count the parameters of a norm of the residual stream."""
-        return sizes.dim * (2 if self.layer_norms else 1)
 
 
 @dataclass(frozen=True)
@@ -131,18 +67,29 @@ ARCHITECTURES = {
 }
 
 
-def architecture(model: Model) -> Architecture | None:
-    """What is known of a config's architecture; None if it is the user's own."""
-    return None if model.file else ARCHITECTURES[model.name]
+def architecture(model: Model, sizes: ModelRecipe) -> Architecture | None:
+    """What is known of a config's architecture; None if it is the user's own and its recipe does not say.
+
+    Args:
+        model: `[model]`.
+        sizes: its dimensions.
+    """
+    if not model.file:
+        return ARCHITECTURES[model.name]
+    return Architecture("", (), (), sizes.block) if sizes.block else None
 
 
-def unpriced(model: Model) -> Problem | None:
-    """Why the formulas of `parallel/activation_bytes.py` are not those of a model's block, or None."""
-    if architecture(model) is not None:
+def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
+    """Why the formulas of `parallel/activation_bytes.py` are not those of a model's block, or None.
+
+    Args:
+        model: `[model]`.
+        sizes: its dimensions.
+    """
+    if architecture(model, sizes) is not None:
         return None
-    want = f"an architecture whose block has a price list: {', '.join(ARCHITECTURES)}"
-    fix = "train a few steps and read memory_gib, with each list in turn"
-    return Problem("model.file", f'"{model.file}"', want, fix)
+    want = "a recipe that says what its blocks are made of: predictions and prices follow from that"
+    return Problem("model.file", f'"{model.file}"', want, "[block] in its recipe (docs/models.md)")
 
 
 def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
@@ -153,9 +100,12 @@ def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
         recipe: its dimensions, overrides applied.
         problems: gets what is wrong.
     """
-    known = architecture(model)
-    if known is None:
+    if model.file:
         return
+    known = ARCHITECTURES[model.name]
+    if recipe.block is not None:
+        fix = "remove it; it is for a model file of your own"
+        problems.add("model.block", "a table", f"no such table: what a block of {model.name} has is known", fix)
     defaults = {field.name: field.default for field in dataclasses.fields(ModelRecipe)}
     for key in _OPTIONAL:
         value = getattr(recipe, key)

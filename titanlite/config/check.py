@@ -83,7 +83,7 @@ def check(config: Config, model: ModelRecipe | None, world_size: int | None, ori
         _check_mesh(config, model, world_size, problems)
         _check_batch(config, world_size, problems)
     _check_steps(config, problems)
-    _check_features(config, problems)
+    _check_features(config, model, problems)
     problems.raise_all()
 
 
@@ -242,7 +242,7 @@ def _check_steps(config: Config, problems: Problems) -> None:
             problems.add("profiling.steps", str(profiling.steps), want, f"steps = {steps}", against="training.steps")
 
 
-def _check_features(config: Config, problems: Problems) -> None:
+def _check_features(config: Config, model: ModelRecipe | None, problems: Problems) -> None:
     """No feature is asked for that does not exist, or that another key turns off."""
     job, checkpoint = config.job, config.checkpoint
     if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0"):
@@ -258,13 +258,9 @@ def _check_features(config: Config, problems: Problems) -> None:
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib beside it: the GiB that the run may hold on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
-    if chosen.recipe == "auto" and (obstacle := unpriced(config.model)):
-        problems.add(
-            obstacle.where,
-            obstacle.saw,
-            f'{obstacle.want}, for recipe = "auto"',
-            'name a save-list: recipe = "attention"',
-        )
+    if chosen.recipe == "auto" and model and (obstacle := unpriced(config.model, model)):
+        fix = f'{obstacle.fix}; or name a save-list: recipe = "attention"'
+        problems.add(obstacle.where, obstacle.saw, f'{obstacle.want}, for recipe = "auto"', fix)
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given beside recipe = {show(chosen.recipe)}: only "auto" keeps to a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')

@@ -1,4 +1,4 @@
-"""The class of a config's model: of a shipped architecture, or of a file of the user's own."""
+"""A config's model: of a shipped architecture, or of a file of the user's own."""
 
 import importlib
 import importlib.util
@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from titanlite.config.architectures import architecture
+from titanlite.config.architectures import ARCHITECTURES, Architecture, architecture
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.models.layers import Linear
 
 
 def model_class(model: Model) -> type[Any]:
@@ -27,9 +30,9 @@ def model_class(model: Model) -> type[Any]:
     Raises:
         ConfigError: the user's file has no such class, or several.
     """
-    known = architecture(model)
-    if known is not None:
-        return getattr(importlib.import_module(f"titanlite.models.{model.name}"), known.class_name)
+    if not model.file:
+        shipped = importlib.import_module(f"titanlite.models.{model.name}")
+        return getattr(shipped, ARCHITECTURES[model.name].class_name)
     name = f"titanlite_model_{Path(model.file).stem}"  # a name of its own: it may be called torch.py
     spec = importlib.util.spec_from_file_location(name, model.file)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
@@ -46,3 +49,40 @@ def model_class(model: Model) -> type[Any]:
         fix = "leave one in the file" if found else "def fill_buffers(self) -> None, empty if there are no buffers"
         raise ConfigError(describe(model.file, [Problem("model.file", names, want, fix)]))
     return found[0]
+
+
+def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
+    """Build the model of a config on the meta device.
+
+    Args:
+        model: `[model]`; `file` exists if it is given.
+        sizes: its dimensions.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        ConfigError: the user's file has no model class, or several; or its blocks are not what its recipe says.
+    """
+    with torch.device("meta"):
+        made = model_class(model)(sizes, seq_len)
+    said = architecture(model, sizes)
+    if said is not None and model.file:
+        _require_such_blocks(made, said, model, sizes)
+    return made
+
+
+def _require_such_blocks(made: nn.Module, said: Architecture, model: Model, sizes: ModelRecipe) -> None:
+    """Raise if a recipe's `[block]` has other linear layers or another number of parameters than the model."""
+    fix = "correct [block]; or remove it, and there are no predictions"
+    has = {name: tuple(m.weight.shape) for name, m in made.named_modules() if isinstance(m, Linear)}
+    says, problems = said.linear_layers(sizes), []
+    for name in [*says, *(name for name in has if name not in says)]:
+        if says.get(name) != has.get(name):
+            shapes = [f"{name} {list(found[name])}" if name in found else f"no {name}" for found in (says, has)]
+            problems.append(Problem("model recipe [block]", shapes[0], f"{shapes[1]}, as {model.file} has it", fix))
+            break
+    count = sum(parameter.numel() for parameter in made.parameters())
+    if not problems and count != said.n_parameters(sizes):
+        want = f"{count:,}, as {model.file} has them: norms, biases or positions are others"
+        problems.append(Problem("model recipe [block]", f"{said.n_parameters(sizes):,} parameters", want, fix))
+    if problems:
+        raise ConfigError(describe(f"{Path(model.file).stem}-{model.flavor}", problems))

@@ -7,8 +7,8 @@ them, so that they are always computed again.
     t ranks share a layer, M tokens, e bytes an element   wqkv  [M, (H + 2K)·E/t]     w13  [M, 2F/t], w1 [M, F/t]
     attention  [M, H·E/t] and 4 bytes a head and token    wo    [M, D], [M/t, D] once scattered; w2 the same
 
-What differs among architectures is in `config/architectures.py`. A trace of the model would know it too, and a model of
-the user's own; but it needs torch, a process group and the compiler, a second for each list and layout.
+What differs among architectures is in `config/architectures.py`, and of a model of the user's own in its recipe. A
+trace would know it too; but it needs torch, a process group and the compiler, a second for each list and layout.
 
 Not every result that a list keeps is kept by the compiler: it drops what backward has no use for. Eager mode keeps it,
 and computes again whatever stands before the last result that backward needs.
@@ -18,9 +18,17 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 
 from dataclasses import dataclass, field
 
-from titanlite.config.architectures import Block, architecture, unpriced
+from titanlite.config.architectures import architecture, unpriced
 from titanlite.config.build import show
-from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity, ModelRecipe, SaveList, twice_attended
+from titanlite.config.recipe_schema import (
+    BLOCKS,
+    Block,
+    Float8Recipe,
+    Granularity,
+    ModelRecipe,
+    SaveList,
+    twice_attended,
+)
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
@@ -126,7 +134,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         float8: its recipe, or None.
     """
     tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
-    known = architecture(config.model)
+    known = architecture(config.model, sizes)
     block = known.block if known else Block()
     filtered = config.float8.filter_fqns
     by_block = {
@@ -138,7 +146,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         for n in range(sizes.n_layers)
     }
     converted = tuple(name for name in block.layers if any(name in names for names in by_block))
-    no_price = unpriced(config.model)
+    no_price = unpriced(config.model, sizes)
     if len(by_block) > 1:
         want = "the same layers of every block, for a prediction: formulas are of blocks that compute alike"
         fix = "train a few steps and read memory_gib"

@@ -26,7 +26,7 @@ from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
 from titanlite.kernels.cross_entropy import CrossEntropy
-from titanlite.models.find import model_class
+from titanlite.models.find import build_model
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.choose_save_list import Choice, choose
@@ -100,8 +100,7 @@ def build(
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
     tokens = config.training.local_batch_size * config.training.seq_len  # M
 
-    with torch.device("meta"):
-        model = model_class(config.model)(sizes, config.training.seq_len)
+    model = build_model(config.model, sizes, config.training.seq_len)
     if mesh.tp_group is not None:
         plan = plan_layers(model, tokens, mesh.tp_size)
         apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
