@@ -106,7 +106,7 @@ def test_a_recipe_that_says_what_its_model_is_not(block: str, message: str, mine
 def test_a_run_refuses_it_too(mine: list[str], tmp_path: Path) -> None:
     say(tmp_path, "biases = true")
     asked = checked(tmp_path, 2, mine)
-    with pytest.raises(ConfigError, match="correct .block."):
+    with pytest.raises(ConfigError, match=r"correct \[block\]"):
         build_model(asked.config.model, asked.dimensions, 64)
 
 
