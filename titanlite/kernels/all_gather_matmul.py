@@ -317,7 +317,7 @@ def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
     return left.t() @ grad
 
 
-lowering.differentiate("all_gather_matmul", _differentiable, _save, _backward)
+lowering.differentiate("all_gather_matmul", lowering.all_gather_matmul, _differentiable, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.all_gather_matmul)

@@ -60,25 +60,37 @@ def define(name: str, definition: Callable[..., Any], on_gpus: Callable[..., Any
 
 
 def differentiate(
-    name: str, tensors: Callable[..., list[Tensor]], save: Callable[..., None], backward: Callable
+    name: str,
+    on_gpus: Callable[..., Any],
+    tensors: Callable[..., list[Tensor]],
+    save: Callable[..., None],
+    backward: Callable[..., Any],
 ) -> None:
     """Give an operator of lists of tensors a gradient.
 
-    By hand too: torch's wrapper walks through all arguments with pytree, which takes as long as two launches.
+    By hand too: torch's wrapper walks through all arguments with pytree, which takes as long as two launches; and to be
+    dispatched once more takes as long as one.
 
     Args:
         name: of the operator.
+        on_gpus: as it was defined with.
         tensors: its arguments → those among them that have a gradient.
         save: (ctx, arguments, results), results in a list; writes down what backward needs.
         backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
     """
     op = getattr(torch.ops.titanlite, name).default
 
+    def below(keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Any:
+        keys = keys & torch._C._after_ADInplaceOrView_keyset
+        with torch._C._AutoDispatchBelowAutograd():
+            if keys.highestPriorityTypeId() == torch._C.DispatchKey.CUDA:  # plain tensors, and no mode is on
+                return on_gpus(*arguments)
+            return op.redispatch(keys, *arguments)
+
     class Call(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...], *own: Tensor) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                results = op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+            results = below(keys, arguments)
             ctx.set_materialize_grads(False)
             ctx.needs = ctx.needs_input_grad[2:]
             save(ctx, arguments, results if type(results) is list else [results])
@@ -94,8 +106,7 @@ def differentiate(
             if any(x.requires_grad for x in own):
                 results = Call.apply(keys, arguments, *own)
                 return list(results) if type(results) is tuple else results
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
+        return below(keys, arguments)
 
     _library.impl(name, call, "Autograd", with_keyset=True)
 

@@ -180,7 +180,7 @@ def _backward(ctx, grads):
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 
-lowering.differentiate("matmul_reduce_scatter", _differentiable, _save, _backward)
+lowering.differentiate("matmul_reduce_scatter", lowering.matmul_reduce_scatter, _differentiable, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)
