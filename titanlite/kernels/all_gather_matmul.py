@@ -75,7 +75,7 @@ def all_gather_matmul(
         ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
             dtypes that differ between the ranks.
     """
-    return torch.ops.titanlite.all_gather_matmul(
+    return torch.ops.titanlite.all_gather_matmul.default(
         shard, list(others), dim, size, group, form,
         list(biases), scale, scale_of, list(other_scales), out_dtype, fast_accum,
     )  # fmt: skip

@@ -113,8 +113,6 @@ def differentiate(
 
 def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
-    from titanlite.kernels import all_gather_matmul as stem
-
     biases, scale, scale_of, other_scales, out_dtype, fast_accum = rest
     call = (
         _call(group, shard, *others, *biases, scale, *other_scales),
@@ -128,6 +126,8 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
     )
     known = _verdicts.get(call)
     if known is None:
+        from titanlite.kernels import all_gather_matmul as stem
+
         stem.check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
         at = dim % shard.ndim
         whole = _dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
@@ -137,45 +137,43 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
             f"{shard.dtype} {whole} gathered along dim {at}, {form} of {_shapes(*others)}, scaled by {scale_of}, to "
             f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}",
         )
-        reason = no_peer_access(group)
+        reason, run = no_peer_access(group), stem.definition
         if reason is None:
-            from titanlite.kernels.device.all_gather_matmul import obstacle
+            from titanlite.kernels.device import all_gather_matmul as device
 
-            reason = obstacle(shard, others, dim, size, named_group(group).size, form, scale_of)
-        known = _verdicts[call] = Lowered("all_gather_matmul", _shapes(shard, *others), reason, reason == NOTHING)
-    lowered[known] += 1
-    if known.reason:
-        return stem.definition(shard, others, dim, size, group, form, *rest)
-    from titanlite.kernels.device import all_gather_matmul as device
-
-    return device.all_gather_matmul(shard, others, dim, size, group, form, *rest)
+            reason = device.obstacle(shard, others, dim, size, named_group(group).size, form, scale_of)
+            run = stem.definition if reason else device.all_gather_matmul
+        row = Lowered("all_gather_matmul", _shapes(shard, *others), reason, reason == NOTHING)
+        known = _verdicts[call] = row, run
+    row, run = known
+    lowered[row] += 1
+    return run(shard, others, dim, size, group, form, *rest)
 
 
 def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *rest: Any) -> Tensor:
     """The operator on a GPU: fused where that is possible, its definition otherwise."""
-    from titanlite.kernels import matmul_reduce_scatter as stem
-
     bias, left_scales, right_scales, out_dtype, fast_accum = rest
     call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts), out_dtype, fast_accum
     known = _verdicts.get(call)
     if known is None:
+        from titanlite.kernels import matmul_reduce_scatter as stem
+
         stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)
         shapes = _shapes(*lefts, *rights)
         dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
         what = f"{shapes} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
         agree("matmul_reduce_scatter", group, what)
-        reason = no_peer_access(group)
+        reason, run = no_peer_access(group), stem.definition
         if reason is None:
-            from titanlite.kernels.device.matmul_reduce_scatter import obstacle
+            from titanlite.kernels.device import matmul_reduce_scatter as device
 
-            reason = obstacle(lefts, rights, dim, named_group(group).size)
-        known = _verdicts[call] = Lowered("matmul_reduce_scatter", shapes, reason, reason == NOTHING)
-    lowered[known] += 1
-    if known.reason:
-        return stem.definition(lefts, rights, dim, group, *rest)
-    from titanlite.kernels.device import matmul_reduce_scatter as device
-
-    return device.matmul_reduce_scatter(lefts, rights, dim, group, *rest)
+            reason = device.obstacle(lefts, rights, dim, named_group(group).size)
+            run = stem.definition if reason else device.matmul_reduce_scatter
+        row = Lowered("matmul_reduce_scatter", shapes, reason, reason == NOTHING)
+        known = _verdicts[call] = row, run
+    row, run = known
+    lowered[row] += 1
+    return run(lefts, rights, dim, group, *rest)
 
 
 _agreed: set[tuple[dist.ProcessGroup, str, str]] = set()
@@ -213,8 +211,8 @@ def agree(op: str, group: str, what: str) -> None:
     _agreed.add((process_group, op, what))
 
 
-_verdicts: dict[object, Lowered] = {}
-"""Calls that have been checked, by everything that the check looks at."""
+_verdicts: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
+"""Of calls that have been checked, by everything that the check looks at: how they are counted, and what runs them."""
 
 
 def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:

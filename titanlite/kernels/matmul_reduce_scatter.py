@@ -54,7 +54,7 @@ def matmul_reduce_scatter(
         ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
             dtypes that differ between the ranks.
     """
-    return torch.ops.titanlite.matmul_reduce_scatter(
+    return torch.ops.titanlite.matmul_reduce_scatter.default(
         list(lefts), list(rights), dim, group, bias, list(left_scales), list(right_scales), out_dtype, fast_accum
     )
 

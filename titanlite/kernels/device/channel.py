@@ -100,7 +100,7 @@ class Channel:
         Returns:
             Distance of the two slots in bytes.
         """
-        stream = torch.cuda.current_stream(self.device)
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if torch.cuda.is_current_stream_capturing():
             if n_bytes > self.capacity:
                 raise RuntimeError(
@@ -109,9 +109,11 @@ class Channel:
                 )
             self._kept.append((self.slots, self.peers, self.peer_slots))
             return self.capacity
-        if self.stream is not None and stream != self.stream:
-            stream.wait_stream(self.stream)
-        self.stream = stream
+        if self.stream is None or stream != self.stream.cuda_stream:
+            current = torch.cuda.current_stream(self.device)
+            if self.stream is not None:
+                current.wait_stream(self.stream)
+            self.stream = current
         if n_bytes > self.capacity:
             self._grow(n_bytes)
         return self.capacity
