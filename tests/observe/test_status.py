@@ -35,7 +35,32 @@ def test_progress_is_written_seldom_but_never_lost(tmp_path, monkeypatch):
     status.progress(3)
     status.failed(StepError("loss is NaN at step 4"))
     assert (read(path)["state"], read(path)["step"]) == ("failed", 3)
-    assert read(path)["error"] == {"type": "StepError", "message": "loss is NaN at step 4"}
+    assert read(path)["error"] == {"type": "StepError", "message": "loss is NaN at step 4", "rank": 0}
+
+
+def test_the_rank_that_failed_first_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path = tmp_path / "status.json"
+    first, second, third = (Status(path, rank=rank) for rank in (0, 1, 2))
+    second.progress(3)
+    second.finished(3)
+    assert (read(path)["state"], read(path)["step"]) == ("running", 0)
+    second.failed(ZeroDivisionError("a bug"))
+    first.progress(3)  # what rank 0 was at
+    first.failed(RuntimeError("connection closed by peer"))
+    third.failed(RuntimeError("connection closed by peer"))
+    assert (read(path)["state"], read(path)["step"]) == ("failed", 3)
+    assert read(path)["error"] == {"type": "ZeroDivisionError", "message": "a bug", "rank": 1}
+    first.failed(StepError("of all ranks"))
+    assert read(path)["error"]["rank"] == 0
+
+
+def test_what_an_earlier_run_failed_of_is_no_matter(tmp_path):
+    path = tmp_path / "status.json"
+    Status(path).failed(StepError("yesterday"))
+    path.write_text(path.read_text().replace('updated": "20', 'updated": "19'))
+    Status(path, rank=1).failed(StepError("today"))
+    assert read(path)["error"]["message"] == "today"
 
 
 def test_the_two_clean_ends(tmp_path):

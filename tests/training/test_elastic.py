@@ -89,6 +89,10 @@ def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path
     assert "rank      : 1" in cause, said
     assert f"exitcode  : {2 if kind == 'input' else 1}" in cause
     assert "planted on rank 1" in cause
+    status = Ended(desk.folder / "runs" / kind, said).status
+    assert (status["state"], status["error"]["rank"]) == ("failed", 1)
+    assert status["step"] == 1  # of two that were made: a step is reported while the next one runs
+    assert status["error"]["message"] == "planted on rank 1"
     if kind == "input":
         assert said.count("\n[rank 1] planted on rank 1") == 1
 

@@ -15,6 +15,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import flops_per_token
+from titanlite.observe.status import Status
 from titanlite.training.report import Moment, Outcome, Report
 
 SIZES = recipes.load("model", "llama3-debug")
@@ -38,8 +39,9 @@ class At(Moment):
 def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iterator[Report]:
     config = Config(training=Training(steps=100, seq_len=S), metrics=Metrics(log_freq=log_freq))
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
+    status = Status(folder / "status.json")
     with closing(console), closing(metrics):
-        yield Report(config, FLOPS, CPU, WORLD, samples_before, start, console, metrics, None, None, BATCH)
+        yield Report(config, FLOPS, CPU, WORLD, samples_before, start, console, metrics, status, None, BATCH)
 
 
 def outcome(step: int, seconds: float, wait: float) -> Outcome:

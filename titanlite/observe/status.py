@@ -1,7 +1,8 @@
 """status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
 
-The file is replaced as a whole, so a reader never sees half of it. A process that is killed outright cannot say so:
-`running` with an old `updated` (it is renewed every ten seconds while steps are made) means that it is gone.
+The file is replaced as a whole, so a reader never sees half of it. Rank 0 writes it; a rank that fails says so itself,
+for rank 0 may then wait for it until it is killed. Processes that are killed outright cannot say so: `running` with an
+old `updated` (it is renewed every ten seconds while steps are made) means that they are gone.
 """
 
 import json
@@ -11,36 +12,40 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from titanlite.errors import TitanliteError
 from titanlite.redact import redact
 
 _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
 
 
 class Status:
-    """The state of this run. Rank 0 owns it."""
+    """The state of this run. On ranks other than 0 all methods but `failed` do nothing."""
 
-    def __init__(self, path: Path, step: int = 0) -> None:
+    def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
         """Write that the run is running.
 
         Args:
             path: the file; its folder exists.
             step: the step from which training starts.
+            rank: this process's.
         """
-        self._path = path
+        self._path, self._rank, self._written = path, rank, 0.0
         self._step = step
         self._started = _now()
-        self._write("running")
+        if rank == 0:
+            self._write("running")
 
     def progress(self, step: int) -> None:
         """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
         self._step = step
-        if time.monotonic() - self._written >= _RENEW_S:
+        if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S and not self._another_failed():
             self._write("running")
 
     def finished(self, step: int) -> None:
         """Write that all steps are done."""
         self._step = step
-        self._write("finished")
+        if self._rank == 0:
+            self._write("finished")
 
     def stopped(self, step: int, by: str) -> None:
         """Write that the run was asked to end early and did so cleanly.
@@ -50,11 +55,28 @@ class Status:
             by: the cause, as "SIGTERM" or "job.stop_after".
         """
         self._step = step
-        self._write("stopped", by=by)
+        if self._rank == 0:
+            self._write("stopped", by=by)
 
     def failed(self, error: BaseException) -> None:
-        """Write that the run ended with an error, after the last step noted."""
-        self._write("failed", error={"type": type(error).__name__, "message": redact(str(error))})
+        """Write that the run ended with an error, after the last step noted.
+
+        What has been said of another rank stays: this one mostly fails because that one is gone. A mistake is all
+        ranks', and rank 0 speaks for them.
+        """
+        if self._another_failed() and not (self._rank == 0 and isinstance(error, TitanliteError)):
+            return
+        self._write("failed", error={"type": type(error).__name__, "message": redact(str(error)), "rank": self._rank})
+
+    def _another_failed(self) -> bool:
+        try:
+            said = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return False
+        # What an earlier process of this folder said is older, or rank 0 has replaced it by now.
+        return (
+            said["state"] == "failed" and said["error"].get("rank") != self._rank and said["updated"] >= self._started
+        )
 
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()
@@ -67,7 +89,7 @@ class Status:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        beside = self._path.with_name(self._path.name + ".tmp")
+        beside = self._path.with_name(f"{self._path.name}.{self._rank}.tmp")
         beside.write_text(json.dumps(content, indent=2) + "\n")
         beside.replace(self._path)
 

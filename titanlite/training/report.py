@@ -101,7 +101,6 @@ class Report:
         start: last step that was done before.
         console: of this rank.
         metrics: on rank 0, else None.
-        status: on rank 0, else None.
         wandb: where it is on, else None.
     """
 
@@ -115,7 +114,7 @@ class Report:
         start: int,
         console: Console,
         metrics: MetricsFile | None,
-        status: Status | None,
+        status: Status,
         wandb: WandbRun | None,
         global_batch_size: int,
     ) -> None:
@@ -149,8 +148,7 @@ class Report:
         self._steps += 1
         self._waited += outcome.data_wait_s
         self._check_finite(outcome)
-        if self.status:
-            self.status.progress(outcome.step)
+        self.status.progress(outcome.step)
         if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
             return
         seconds = outcome.done.seconds_since(self._since) / self._steps

@@ -63,12 +63,12 @@ def train(
         for notice in notices:
             console.notice(notice)
         saved = complete_steps(folder.checkpoints)
-        status = Status(folder.status, saved[-1] if saved else 0) if rank == 0 else None
+        status = Status(folder.status, saved[-1] if saved else 0, rank)
         try:
             _train(config, sizes, save_list, float8, folder, console, status, cleanup)
         except BaseException as error:  # said before the cleanup, which may hang on what failed
             peer = peer_failure()
-            for say in (console.failed, status.failed) if status else (console.failed,):
+            for say in (console.failed, status.failed):
                 with suppress(OSError):  # of a full disk, which may be the error itself
                     say(peer or error)
             if peer:
@@ -83,7 +83,7 @@ def _train(
     float8: Float8Recipe | None,
     folder: RunFolder,
     console: Console,
-    status: Status | None,
+    status: Status,
     cleanup: ExitStack,
 ) -> None:
     """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
@@ -133,8 +133,7 @@ def _train(
     validates_first = validation is not None and bool(state.get("validation_due"))
     metrics = _open(folder, config, start, validates_first)
     cleanup.callback(lambda: metrics.close() if metrics else None)
-    if status:
-        status.progress(start)
+    status.progress(start)
     wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
     cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
     flops = flops_per_token(run.model, sizes, seq_len)
@@ -143,7 +142,7 @@ def _train(
     )
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
-    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed if status else None))
+    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed))
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
@@ -153,14 +152,12 @@ def _train(
             loop.validate(start)
         last = loop.train(start)
     if last >= config.training.steps:
-        if status:
-            status.finished(last)
+        status.finished(last)
         return
     at_limit = 0 < config.job.stop_after <= last
     ended_by = stop.received or ("job.stop_after" if at_limit else "a signal to another rank")
     console.notice(f"stopped by {ended_by} after step {last}")
-    if status:
-        status.stopped(last, ended_by)
+    status.stopped(last, ended_by)
 
 
 def _open(folder: RunFolder, config: Config, start: int, validates_first: bool) -> MetricsFile | None:
