@@ -8,11 +8,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch._inductor.debug
+import torch._inductor.pattern_matcher
 import torch.distributed as dist
-import torch.distributed.tensor  # these two, and sympy, every rank would import for itself: seconds
-import torch.export._trace  # noqa: F401
+import torch.distributed.tensor
+import torch.distributed.tensor.experimental._func_map
+import torch.export._trace
 
 from tests.forks import fork
+
+# What every rank would import for itself: two seconds of it where blocks are compiled.
+_IMPORTED_ONCE = (
+    torch._inductor.debug,
+    torch._inductor.pattern_matcher,
+    torch.distributed.tensor.experimental._func_map,
+    torch.export._trace,
+)
 
 
 def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_s: float = 60) -> list[str]:
