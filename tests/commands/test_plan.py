@@ -201,8 +201,8 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["plan", DEBUG, "--world", "2", *mine]) == 0
     out = capsys.readouterr().out
     assert out.strip().splitlines() == [
-        f'no memory and no time: model.file = "{file}"; want a recipe that says what its blocks are made of: '
-        "predictions and prices follow from that"
+        f'no memory and no time: model.file = "{file}"; want [block] in its recipe, which says what its blocks are '
+        "made of (docs/models.md)"
     ]
     assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
 

@@ -101,7 +101,7 @@ def test_a_model_of_which_nothing_is_said_is_refused(tmp_path: Path, capsys: pyt
     sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     flags = ["--model.file", str(mine), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", CONFIG, "--activation-checkpoint", *flags, "--training.seq_len", "64"]) == 2
-    want = "want: a recipe that says what its blocks are made of: predictions and prices follow from that"
+    want = "want: [block] in its recipe, which says what its blocks are made of"
     assert f'model.file = "{mine}"\n      {want}' in capsys.readouterr().err
 
 

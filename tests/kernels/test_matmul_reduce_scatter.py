@@ -254,6 +254,49 @@ def test_gradient_of_a_bias_that_is_wider_than_the_product(tmp_path):
     run_ranks(body, tmp_path)
 
 
+class NoGradient(torch.autograd.Function):
+    """The identity, with an undefined gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        return None
+
+
+def test_an_undefined_gradient_is_zero_and_gathered(tmp_path):
+    """A rank that left backward out would let the others wait."""
+
+    def body() -> None:
+        x, w = torch.ones(8, 6, requires_grad=True), torch.ones(6, 3)
+        out = stem.matmul_reduce_scatter([x], [w], 0, groups(2)["all-2"].name)
+        assert type(out.grad_fn).__name__ == "matmul_reduce_scatterBackward"
+        (NoGradient.apply(out) if dist.get_rank() else out).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert x.grad.sum(1).tolist() == [18.0] * 4 + [0.0] * 4
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_scale_has_no_gradient(tmp_path):
+    def body() -> None:
+        x, w = torch.ones(8, 6).to(E4M3), torch.ones(6, 3).to(E4M3)
+        for i in range(2):
+            scales = [torch.ones((), requires_grad=i == j) for j in range(2)]
+            group = groups(2)["all-2"].name
+            out = stem.matmul_reduce_scatter(
+                [x], [w], 0, group, left_scales=scales[:1], right_scales=scales[1:], out_dtype=torch.float32
+            )
+            gathered = all_gather_matmul(x, [w], 0, 16, group, scale=scales[0], other_scales=scales[1:])[1]
+            for result in (out, gathered):
+                with pytest.raises(NotImplementedError, match="float8 operands have no gradient"):
+                    result.float().sum().backward()
+
+    run_ranks(body, tmp_path)
+
+
 def arguments(**changed):
     """Of a call that is right on two ranks, and what is changed of them."""
     return {"lefts": [torch.zeros(8, 6)], "rights": [torch.zeros(6, 3)], "dim": 0} | changed

@@ -82,31 +82,45 @@ def test_it_is_predicted_as_a_shipped_one(
     assert said[0] == said[1]
     assert "memory of a rank" in said[0]
     assert "time of a step" in said[0]
-    asked = checked(tmp_path, 2, mine)
-    shipped = checked(tmp_path, 2, ["--model.name", "gpt2"])
-    counts = [line for line in summary(shipped, "", 2).splitlines() if "parameters" in line]
-    assert counts[0].partition(",")[2] in summary(asked, "", 2)
+
+
+def test_it_is_counted_and_priced_as_a_shipped_one(
+    mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(tmp_path, AS_GPT2)
+    counts, prices = [], []
+    for model, name in ((mine, f"{tmp_path}/mine.py small"), (["--model.name", "gpt2"], "gpt2 debug")):
+        (line,) = [x for x in summary(checked(tmp_path, 2, model), "", 2).splitlines() if "parameters" in x]
+        counts.append(line.partition(name)[2].removesuffix(" by its recipe"))
+        assert plan([DEBUG, *model, "--activation-checkpoint", "--world", "2"]) == 0
+        prices.append(capsys.readouterr().out.replace(name, "it"))
+    assert counts[0] == counts[1] != ""
+    assert prices[0] == prices[1]
 
 
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ('gate = "gelu"', r"3,\d+,\d+ parameters\n +want: 3,\d+,\d+, as .*mine.py has them"),
-        ("", r"layers.0.feed_forward.w13 \[\d+, 256\]\n +want: no layers.0.feed_forward.w13, as .*mine.py has it"),
+        ('gate = "gelu"', r"\[block\] = 3,\d+,\d+ parameters\n +want: 3,\d+,\d+, as .*mine.py has\n +fix:  qk_norms,"),
+        (
+            "",
+            r"= layers.0.feed_forward.w13 \[\d+, 256\]\n +want: layers.0.feed_forward.w1 \[\d+, 256\], .*\n.*gate,",
+        ),
         ('gate = "swigly"', 'did you mean "swiglu"'),
         ("gates = 1", "did you mean block.gate"),
     ],
 )
 def test_a_recipe_that_says_what_its_model_is_not(block: str, message: str, mine: list[str], tmp_path: Path) -> None:
     say(tmp_path, block)
-    with pytest.raises(ConfigError, match=message):
-        plan([DEBUG, *mine, "--world", "2"])
+    for flags in ([], TP_2, ["--activation-checkpoint"], ["--diff", BATCH, "4"]):
+        with pytest.raises(ConfigError, match=message):
+            plan([DEBUG, *mine, "--world", "2", *flags])
 
 
 def test_a_run_refuses_it_too(mine: list[str], tmp_path: Path) -> None:
     say(tmp_path, "biases = true")
     asked = checked(tmp_path, 2, mine)
-    with pytest.raises(ConfigError, match=r"correct \[block\]"):
+    with pytest.raises(ConfigError, match=r"model recipe mine-small: 1 problem\n  \[block\] = "):
         build_model(asked.config.model, asked.dimensions, 64)
 
 
@@ -114,7 +128,7 @@ def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shipped = (Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml").read_text()
     (tmp_path / "model" / "llama3-mine.toml").write_text(f"{shipped}\n[block]\nqk_norms = true\n")
-    with pytest.raises(ConfigError, match="no such table: what a block of llama3 has is known"):
+    with pytest.raises(ConfigError, match="no such table in the recipe llama3-mine: what its blocks have is known"):
         checked(tmp_path, 1, ["--model.flavor", "mine", "--job.recipe_dirs", str(tmp_path)])
 
 

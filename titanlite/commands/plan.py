@@ -63,11 +63,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(describe("command line", [problem]))
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     checked = checked_run(flags, _USAGE, world)
-    if checked.dimensions.block is not None:  # of a model of the user's own: it must be what its recipe says
-        from titanlite.models.find import build_model
-
-        build_model(checked.config.model, checked.dimensions, checked.config.training.seq_len)
     if _PRICES in argv:
+        _hold_against_file(checked)
         from titanlite.commands.price_list import price_list
 
         sys.stdout.write(price_list(checked, flags[1], world))
@@ -100,6 +97,8 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
     sequences = sequences_per_step(config, world) or config.training.local_batch_size
     micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
     sharding, pairs, maxima = None, (), ()
+    if mesh.tensor_parallel_degree == 1:  # the sharding plan builds the model, too
+        _hold_against_file(checked)
     if mesh.tensor_parallel_degree > 1:
         from titanlite.commands.sharding_table import sharding_plan  # imports torch
 
@@ -113,6 +112,14 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
 
             maxima = reduced_maxima(checked, ranks // mesh.data_parallel_replicate_degree)
     return _Planned(checked, micro_steps, sharding, pairs, maxima, forecast(checked, world) if world else None)
+
+
+def _hold_against_file(checked: CheckedRun) -> None:
+    """Refuse what a recipe says of the blocks of a model of the user's own, if they are others."""
+    if checked.dimensions.block is not None:
+        from titanlite.models.find import build_model  # imports torch
+
+        build_model(checked.config.model, checked.dimensions, checked.config.training.seq_len)
 
 
 def _tables(planned: _Planned) -> str:

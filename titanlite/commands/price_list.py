@@ -137,8 +137,8 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(
         [
-            f"{file}: {config.model.name} {config.model.flavor}, {n_layers} layers, {layout.tokens:,} tokens a "
-            f"micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
+            f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {n_layers} layers, "
+            f"{layout.tokens:,} tokens a micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
             *(_of_rules(checked, layout) if checked.save_list else [_chosen_later(checked)]),
             "\nall layers, on one rank; what is kept, and what is computed again in a micro-step:\n",

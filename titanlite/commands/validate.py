@@ -224,7 +224,10 @@ def _model(checked: CheckedRun) -> str:
     model, known = checked.config.model, architecture(checked.config.model, checked.dimensions)
     if known is None:
         return f"{model.file} {model.flavor}, not imported"
-    return f"{model.file or model.name} {model.flavor}, {known.n_parameters(checked.dimensions):,} parameters"
+    count = f"{known.n_parameters(checked.dimensions):,} parameters"
+    return (
+        f"{model.file} {model.flavor}, {count} by its recipe" if model.file else f"{model.name} {model.flavor}, {count}"
+    )
 
 
 def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:

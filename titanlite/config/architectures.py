@@ -22,13 +22,13 @@ class Architecture:
     """What is known of one architecture.
 
     Attributes:
-        class_name: in `titanlite/models/<name>.py`.
+        class_name: in `titanlite/models/<name>.py`; None: in a file of the user's own.
         needs: of the keys that only some architectures have, those that its recipes must give.
         may_have: those that they may.
         block: what its blocks are made of.
     """
 
-    class_name: str
+    class_name: str | None
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
     block: Block
@@ -76,7 +76,7 @@ def architecture(model: Model, sizes: ModelRecipe) -> Architecture | None:
     """
     if not model.file:
         return ARCHITECTURES[model.name]
-    return Architecture("", (), (), sizes.block) if sizes.block else None
+    return Architecture(None, (), (), sizes.block) if sizes.block else None
 
 
 def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
@@ -88,8 +88,8 @@ def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
     """
     if architecture(model, sizes) is not None:
         return None
-    want = "a recipe that says what its blocks are made of: predictions and prices follow from that"
-    return Problem("model.file", f'"{model.file}"', want, "[block] in its recipe (docs/models.md)")
+    want = "[block] in its recipe, which says what its blocks are made of (docs/models.md)"
+    return Problem("model.file", f'"{model.file}"', want, "add it: predictions and prices follow from it")
 
 
 def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
@@ -104,8 +104,8 @@ def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
         return
     known = ARCHITECTURES[model.name]
     if recipe.block is not None:
-        fix = "remove it; it is for a model file of your own"
-        problems.add("model.block", "a table", f"no such table: what a block of {model.name} has is known", fix)
+        want = f"no such table in the recipe {model.name}-{model.flavor}: what its blocks have is known"
+        problems.add("[block]", "a table", want, "remove it from the recipe; it is for a model file of your own")
     defaults = {field.name: field.default for field in dataclasses.fields(ModelRecipe)}
     for key in _OPTIONAL:
         value = getattr(recipe, key)

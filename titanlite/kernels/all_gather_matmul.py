@@ -237,12 +237,13 @@ def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_
     return results
 
 
-def _differentiable(shard, others, dim, size, group, form, biases, *_) -> list[Tensor]:
-    return [shard, *others, *biases]
+def _tensors(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_) -> list[Tensor]:
+    return [shard, *others, *biases, *([] if scale is None else [scale]), *other_scales]
 
 
 def _save(ctx, arguments, results) -> None:
     shard, others, dim, size, group, form, biases, scale, *_ = arguments
+    ctx.set_materialize_grads(False)
     ctx.dim, ctx.size, ctx.group, ctx.form = dim % shard.ndim, size, group, form
     ctx.float8, ctx.bias_dtypes = scale is not None, [bias.dtype for bias in biases]
     ctx.save_for_backward(results[0], *others)
@@ -260,17 +261,19 @@ def _backward(ctx, grads):
     gathered, *others = ctx.saved_tensors
     grad_gathered, *grads = grads[: 1 + len(others)]
     needs_shard, *needs_others = ctx.needs[: 1 + len(others)]
-    d_biases = [
-        None if grad is None else gradient_of_bias(grad, dtype)
-        for grad, dtype in zip(grads, ctx.bias_dtypes, strict=bool(ctx.bias_dtypes))
-    ]
+    d_biases = []
+    if ctx.bias_dtypes:
+        d_biases = [
+            None if grad is None else gradient_of_bias(grad, dtype)
+            for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
+        ]
     # Operands of a matmul have one dtype; that of the products may have been another.
     grads = [None if grad is None else grad.to(other.dtype) for grad, other in zip(grads, others, strict=True)]
     pairs = [(grad, other) for grad, other in zip(grads, others, strict=True) if grad is not None]
     d_shard, form = None, ctx.form
     if needs_shard and pairs:
         lefts, rights = zip(*(_grad_of_gathered(grad, other, form) for grad, other in pairs), strict=True)
-        reduce = torch.ops.titanlite.matmul_reduce_scatter  # the other stem, which imports this one
+        reduce = torch.ops.titanlite.matmul_reduce_scatter.default  # the other stem, which imports this one
         d_shard = reduce(list(lefts), list(rights), ctx.dim, ctx.group, None, [], [], None, False)
     if needs_shard and grad_gathered is not None:
         own = scatter_dim(grad_gathered, ctx.dim, named_group(ctx.group))
@@ -317,7 +320,7 @@ def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
     return left.t() @ grad
 
 
-lowering.differentiate("all_gather_matmul", lowering.all_gather_matmul, _differentiable, _save, _backward)
+lowering.differentiate("all_gather_matmul", lowering.all_gather_matmul, _tensors, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.all_gather_matmul)

@@ -74,7 +74,7 @@ def differentiate(
     Args:
         name: of the operator.
         on_gpus: as it was defined with.
-        tensors: its arguments → those among them that have a gradient.
+        tensors: its arguments → all tensors among them. What is left out counts as a constant.
         save: (ctx, arguments, results), results in a list; writes down what backward needs.
         backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
     """
@@ -87,24 +87,24 @@ def differentiate(
                 return on_gpus(*arguments)
             return op.redispatch(keys, *arguments)
 
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...], *own: Tensor) -> Any:
-            results = below(keys, arguments)
-            ctx.set_materialize_grads(False)
-            ctx.needs = ctx.needs_input_grad[2:]
-            save(ctx, arguments, results if type(results) is list else [results])
-            return tuple(results) if type(results) is list else results
+    def run(ctx: Any, keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...], *own: Tensor) -> Any:
+        results = below(keys, arguments)
+        ctx.needs = ctx.needs_input_grad[2:]
+        save(ctx, arguments, results if type(results) is list else [results])
+        return tuple(results) if type(results) is list else results
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            return (None, None, *backward(ctx, grads))
+    def back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *backward(ctx, grads))
+
+    # Profiles and error messages call the node by the name of its class.
+    methods = {"forward": staticmethod(run), "backward": staticmethod(back)}
+    node: Any = type(name, (torch.autograd.Function,), methods)
 
     def call(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         if torch.is_grad_enabled():
             own = tensors(*arguments)
             if any(x.requires_grad for x in own):
-                results = Call.apply(keys, arguments, *own)
+                results = node.apply(keys, arguments, *own)
                 return list(results) if type(results) is tuple else results
         return below(keys, arguments)
 

@@ -142,8 +142,8 @@ def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype,
     return lefts[0].new_empty(out_shape(lefts, rights, dim, group), dtype=out_dtype_of(lefts[0].dtype, out_dtype))
 
 
-def _differentiable(lefts, rights, dim, group, bias, *_) -> list[Tensor]:
-    return [*lefts, *rights] if bias is None else [*lefts, *rights, bias]
+def _tensors(lefts, rights, dim, group, bias, left_scales, right_scales, *_) -> list[Tensor]:
+    return [*lefts, *rights, *([] if bias is None else [bias]), *left_scales, *right_scales]
 
 
 def _save(ctx, arguments, results) -> None:
@@ -180,7 +180,7 @@ def _backward(ctx, grads):
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 
-lowering.differentiate("matmul_reduce_scatter", lowering.matmul_reduce_scatter, _differentiable, _save, _backward)
+lowering.differentiate("matmul_reduce_scatter", lowering.matmul_reduce_scatter, _tensors, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)

@@ -32,7 +32,7 @@ def model_class(model: Model) -> type[Any]:
     """
     if not model.file:
         shipped = importlib.import_module(f"titanlite.models.{model.name}")
-        return getattr(shipped, ARCHITECTURES[model.name].class_name)
+        return getattr(shipped, str(ARCHITECTURES[model.name].class_name))
     name = f"titanlite_model_{Path(model.file).stem}"  # a name of its own: it may be called torch.py
     spec = importlib.util.spec_from_file_location(name, model.file)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
@@ -72,17 +72,21 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
 
 def _require_such_blocks(made: nn.Module, said: Architecture, model: Model, sizes: ModelRecipe) -> None:
     """Raise if a recipe's `[block]` has other linear layers or another number of parameters than the model."""
-    fix = "correct [block]; or remove it, and there are no predictions"
     has = {name: tuple(m.weight.shape) for name, m in made.named_modules() if isinstance(m, Linear)}
-    says, problems = said.linear_layers(sizes), []
-    for name in [*says, *(name for name in has if name not in says)]:
-        if says.get(name) != has.get(name):
-            shapes = [f"{name} {list(found[name])}" if name in found else f"no {name}" for found in (says, has)]
-            problems.append(Problem("model recipe [block]", shapes[0], f"{shapes[1]}, as {model.file} has it", fix))
-            break
-    count = sum(parameter.numel() for parameter in made.parameters())
-    if not problems and count != said.n_parameters(sizes):
-        want = f"{count:,}, as {model.file} has them: norms, biases or positions are others"
-        problems.append(Problem("model recipe [block]", f"{said.n_parameters(sizes):,} parameters", want, fix))
-    if problems:
-        raise ConfigError(describe(f"{Path(model.file).stem}-{model.flavor}", problems))
+    says = said.linear_layers(sizes)
+    wrong = [name for name in {**says, **has} if says.get(name) != has.get(name)]
+    if wrong:  # blocks are alike: those of the first, or else the head
+        first = [name for name in wrong if name.split(".")[:2] == wrong[0].split(".")[:2]]
+        saw, want = (
+            ", ".join(f"{name} {list(found[name])}" for name in first if name in found) or "nothing"
+            for found in (says, has)
+        )
+        keys = "gate, or the dimensions above the table"
+    elif said.n_parameters(sizes) != (count := sum(parameter.numel() for parameter in made.parameters())):
+        saw, want = f"{said.n_parameters(sizes):,} parameters", f"{count:,}"
+        keys = "qk_norms, post_norms, layer_norms and biases, and max_seq_len and tied_embeddings above the table"
+    else:
+        return
+    fix = f"{keys}; or remove [block], and there are no predictions"
+    problem = Problem("[block]", saw, f"{want}, as {model.file} has", fix)
+    raise ConfigError(describe(f"model recipe {Path(model.file).stem}-{model.flavor}", [problem]))

@@ -485,9 +485,9 @@ def all_gather_matmul(
     return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum), *scales]
 
 
-@dataclass(frozen=True, eq=False)  # a plan is itself alone: launches are known by it
+@dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
 class Plan:
-    """What depends on a call's shapes alone.
+    """What depends on a call's shapes, dtypes and strides alone.
 
     Attributes:
         at: where everything lies.

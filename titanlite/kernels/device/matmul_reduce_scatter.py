@@ -329,9 +329,9 @@ def matmul_reduce_scatter(
     return out
 
 
-@dataclass(frozen=True, eq=False)  # a plan is itself alone: launches are known by it
+@dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
 class Plan:
-    """What depends on a call's shapes alone.
+    """What depends on a call's shapes, dtypes and strides alone.
 
     Attributes:
         pick: tiles.
