@@ -21,7 +21,8 @@ from titanlite.models.layers import Linear
 from titanlite.training.build import Run, fastest_attention
 from titanlite.training.step import train_step
 
-FLOAT8 = ["--training.mixed_precision_param", "bfloat16", "--training.seq_len", "128", "--float8.recipe"]
+SMALL = ["--training.seq_len", "128", "--training.global_batch_size", "2"]
+FLOAT8 = ["--training.mixed_precision_param", "bfloat16", *SMALL, "--float8.recipe"]
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 LAYOUTS = {
     "one process": (1, []),
