@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch._inductor.compile_fx
 import torch._inductor.debug
 import torch._inductor.pattern_matcher
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from tests.forks import fork
 
 # What every rank would import for itself: two seconds of it where blocks are compiled.
 _IMPORTED_ONCE = (
+    torch._inductor.compile_fx,
     torch._inductor.debug,
     torch._inductor.pattern_matcher,
     torch.distributed.tensor.experimental._func_map,

@@ -15,7 +15,7 @@ import os
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -265,14 +265,6 @@ def test_block(save_list, tmp_path):
     run_ranks(body, tmp_path)
 
 
-@pytest.fixture
-def _compiler() -> Iterator[None]:
-    import torch._inductor.compile_fx  # before the fork, once for all ranks
-
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
-
-
 COMPILED = {
     "none": Case(batch=1),
     "full": Case(dtype=torch.bfloat16),
@@ -283,7 +275,6 @@ COMPILED = {
 
 
 @pytest.mark.parametrize("save_list", COMPILED)
-@pytest.mark.usefixtures("_compiler")
 def test_compiled_block(save_list, tmp_path):
     case = COMPILED[save_list]._replace(save_list=SAVE_LISTS[save_list], backend=BACKEND)
     # The compiler sees that backward does not need what w2 returns.
@@ -299,7 +290,6 @@ def test_compiled_block(save_list, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
-@pytest.mark.usefixtures("_compiler")
 def test_block_compiled_to_machine_code(tmp_path):
     case = Case(dtype=torch.bfloat16, save_list=SAVE_LISTS["attention"], backend="inductor")
 
