@@ -11,7 +11,7 @@ import pytest
 
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
-from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_parameters
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
@@ -56,7 +56,7 @@ def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     ],
 )
 def test_parameters_of_the_published_models(flavor: str, count: int) -> None:
-    assert ARCHITECTURES["llama3"].n_parameters(load("model", f"llama3-{flavor}")) == count
+    assert n_parameters(ARCHITECTURES["llama3"].block, load("model", f"llama3-{flavor}")) == count
 
 
 def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,4 +332,4 @@ def test_layers_are_known_by_the_names_that_the_model_gives_them(name: str) -> N
     with torch.device("meta"):
         model = model_class(replace(Model(), name=name))(sizes, 16)
     found = {at: tuple(m.weight.shape) for at, m in model.named_modules() if isinstance(m, Linear)}
-    assert ARCHITECTURES[name].linear_layers(sizes) == found
+    assert linear_layers(ARCHITECTURES[name].block, sizes) == found

@@ -16,6 +16,8 @@ from titanlite.models import gpt2
 from titanlite.models.find import build_model, model_class
 
 BATCH, TP_2 = "--training.local_batch_size", ["--parallelism.tensor_parallel_degree", "2"]
+AUTO = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "0.7"]
+AS_GPT2 = 'gate = "gelu"\nis_rotary = false\nlayer_norms = true\nbiases = true'
 DEBUG = str(Path(__file__).parents[2] / "configs" / "debug.toml")
 
 
@@ -61,12 +63,6 @@ def say(tmp_path: Path, block: str) -> None:
     """Say in the recipe of `mine` what its blocks are made of."""
     with (tmp_path / "model" / "mine-small.toml").open("a") as recipe:
         recipe.write(f"\n[block]\n{block}\n")
-
-
-AS_GPT2 = 'gate = "gelu"\nis_rotary = false\nlayer_norms = true\nbiases = true'
-
-
-AUTO = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "0.7"]
 
 
 @pytest.mark.parametrize("flags", [[], TP_2, AUTO])

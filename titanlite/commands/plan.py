@@ -64,9 +64,9 @@ def run(argv: list[str]) -> int:
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     checked = checked_run(flags, _USAGE, world)
     if _PRICES in argv:
-        _hold_against_file(checked)
         from titanlite.commands.price_list import price_list
 
+        _hold_against_file(checked)
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
     planned = _plan(checked, flags[1], world, every_block=bool({"--why", "--json"} & set(given)))
@@ -97,9 +97,9 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
     sequences = sequences_per_step(config, world) or config.training.local_batch_size
     micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
     sharding, pairs, maxima = None, (), ()
-    if mesh.tensor_parallel_degree == 1:  # the sharding plan builds the model, too
+    if mesh.tensor_parallel_degree == 1:
         _hold_against_file(checked)
-    if mesh.tensor_parallel_degree > 1:
+    else:  # the sharding plan builds the model, too
         from titanlite.commands.sharding_table import sharding_plan  # imports torch
 
         sharding = sharding_plan(checked, every_block)

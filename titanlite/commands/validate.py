@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
-from titanlite.config.architectures import architecture
+from titanlite.config.architectures import block_of, linear_layers, n_parameters
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
@@ -134,11 +134,11 @@ def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | 
 
 def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> None:
     """Refuse filters that match no layer, and a recipe that converts none, where the layers are known."""
-    known, t = architecture(config.model, sizes), config.parallelism.tensor_parallel_degree
+    block, t = block_of(config.model, sizes), config.parallelism.tensor_parallel_degree
     filters = config.float8.filter_fqns
-    if known is None:
+    if block is None:
         return
-    layers = known.linear_layers(sizes, t)
+    layers = linear_layers(block, sizes, t)
     require_matches(filters, list(layers))
     tokens = config.training.local_batch_size * config.training.seq_len
     whys = {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
@@ -152,7 +152,7 @@ def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> N
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
     """Refuse shards that FSDP cannot gather in float8, where the weights of blocks are known."""
     layout = layout_of(config, sizes, float8)
-    if architecture(config.model, sizes) is None or float8.fsdp_all_gather != "float8":
+    if block_of(config.model, sizes) is None or float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
     rows = {name: shape[0] for name, shape in layout.block.weights(sizes, t).items() if layout.is_own(name)}
@@ -221,13 +221,11 @@ def _save_list(checked: CheckedRun) -> str:
 
 def _model(checked: CheckedRun) -> str:
     """The architecture, its size, and its parameters where they can be counted without importing its file."""
-    model, known = checked.config.model, architecture(checked.config.model, checked.dimensions)
-    if known is None:
+    model, block = checked.config.model, block_of(checked.config.model, checked.dimensions)
+    if block is None:
         return f"{model.file} {model.flavor}, not imported"
-    count = f"{known.n_parameters(checked.dimensions):,} parameters"
-    return (
-        f"{model.file} {model.flavor}, {count} by its recipe" if model.file else f"{model.name} {model.flavor}, {count}"
-    )
+    by = " by its recipe" if model.file else ""
+    return f"{model.file or model.name} {model.flavor}, {n_parameters(block, checked.dimensions):,} parameters{by}"
 
 
 def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:

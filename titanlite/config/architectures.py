@@ -22,36 +22,16 @@ class Architecture:
     """What is known of one architecture.
 
     Attributes:
-        class_name: in `titanlite/models/<name>.py`; None: in a file of the user's own.
+        class_name: in `titanlite/models/<name>.py`.
         needs: of the keys that only some architectures have, those that its recipes must give.
         may_have: those that they may.
         block: what its blocks are made of.
     """
 
-    class_name: str | None
+    class_name: str
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
     block: Block
-
-    def linear_layers(self, sizes: ModelRecipe, ranks: int = 1) -> dict[str, tuple[int, int]]:
-        """Give the shapes [N, K] of all linear layers' weights on one of so many tensor-parallel ranks.
-
-        Args:
-            sizes: the model's dimensions.
-            ranks: a divisor of n_kv_heads and vocab_size.
-        """
-        of_a_block = self.block.weights(sizes, ranks).items()
-        layers = {f"layers.{n}.{name}": shape for n in range(sizes.n_layers) for name, shape in of_a_block}
-        return {**layers, "output": (sizes.vocab_size // ranks, sizes.dim)}
-
-    def n_parameters(self, sizes: ModelRecipe) -> int:
-        """Count the parameters, embeddings included; tied ones once.
-
-        Args:
-            sizes: the model's dimensions.
-        """
-        rows = sizes.vocab_size * (1 if sizes.tied_embeddings else 2) + sizes.max_seq_len
-        return sizes.n_layers * self.block.n_parameters(sizes) + rows * sizes.dim + self.block.norm(sizes)
 
 
 ARCHITECTURES = {
@@ -67,16 +47,38 @@ ARCHITECTURES = {
 }
 
 
-def architecture(model: Model, sizes: ModelRecipe) -> Architecture | None:
-    """What is known of a config's architecture; None if it is the user's own and its recipe does not say.
+def block_of(model: Model, sizes: ModelRecipe) -> Block | None:
+    """What the blocks of a config's model are made of; None if it is the user's own and its recipe does not say.
 
     Args:
         model: `[model]`.
         sizes: its dimensions.
     """
-    if not model.file:
-        return ARCHITECTURES[model.name]
-    return Architecture(None, (), (), sizes.block) if sizes.block else None
+    return sizes.block if model.file else ARCHITECTURES[model.name].block
+
+
+def linear_layers(block: Block, sizes: ModelRecipe, ranks: int = 1) -> dict[str, tuple[int, int]]:
+    """Give the shapes [N, K] of all linear layers' weights on one of so many tensor-parallel ranks.
+
+    Args:
+        block: what the model's blocks are made of.
+        sizes: its dimensions.
+        ranks: a divisor of n_kv_heads and vocab_size.
+    """
+    of_a_block = block.weights(sizes, ranks).items()
+    layers = {f"layers.{n}.{name}": shape for n in range(sizes.n_layers) for name, shape in of_a_block}
+    return {**layers, "output": (sizes.vocab_size // ranks, sizes.dim)}
+
+
+def n_parameters(block: Block, sizes: ModelRecipe) -> int:
+    """Count the parameters, embeddings included; tied ones once.
+
+    Args:
+        block: what the model's blocks are made of.
+        sizes: its dimensions.
+    """
+    rows = sizes.vocab_size * (1 if sizes.tied_embeddings else 2) + sizes.max_seq_len
+    return sizes.n_layers * block.n_parameters(sizes) + rows * sizes.dim + block.norm(sizes)
 
 
 def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
@@ -86,7 +88,7 @@ def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
         model: `[model]`.
         sizes: its dimensions.
     """
-    if architecture(model, sizes) is not None:
+    if block_of(model, sizes) is not None:
         return None
     want = "[block] in its recipe, which says what its blocks are made of (docs/models.md)"
     return Problem("model.file", f'"{model.file}"', want, "add it: predictions and prices follow from it")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.config.architectures import ARCHITECTURES, Architecture, architecture
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_parameters
+from titanlite.config.recipe_schema import Block, ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Linear
@@ -32,7 +32,7 @@ def model_class(model: Model) -> type[Any]:
     """
     if not model.file:
         shipped = importlib.import_module(f"titanlite.models.{model.name}")
-        return getattr(shipped, str(ARCHITECTURES[model.name].class_name))
+        return getattr(shipped, ARCHITECTURES[model.name].class_name)
     name = f"titanlite_model_{Path(model.file).stem}"  # a name of its own: it may be called torch.py
     spec = importlib.util.spec_from_file_location(name, model.file)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
@@ -64,16 +64,15 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
     """
     with torch.device("meta"):
         made = model_class(model)(sizes, seq_len)
-    said = architecture(model, sizes)
-    if said is not None and model.file:
-        _require_such_blocks(made, said, model, sizes)
+    if sizes.block is not None:  # of a shipped architecture it has been refused
+        _require_such_blocks(made, sizes.block, model, sizes)
     return made
 
 
-def _require_such_blocks(made: nn.Module, said: Architecture, model: Model, sizes: ModelRecipe) -> None:
+def _require_such_blocks(made: nn.Module, block: Block, model: Model, sizes: ModelRecipe) -> None:
     """Raise if a recipe's `[block]` has other linear layers or another number of parameters than the model."""
     has = {name: tuple(m.weight.shape) for name, m in made.named_modules() if isinstance(m, Linear)}
-    says = said.linear_layers(sizes)
+    says, count = linear_layers(block, sizes), sum(parameter.numel() for parameter in made.parameters())
     wrong = [name for name in {**says, **has} if says.get(name) != has.get(name)]
     if wrong:  # blocks are alike: those of the first, or else the head
         first = [name for name in wrong if name.split(".")[:2] == wrong[0].split(".")[:2]]
@@ -82,8 +81,8 @@ def _require_such_blocks(made: nn.Module, said: Architecture, model: Model, size
             for found in (says, has)
         )
         keys = "gate, or the dimensions above the table"
-    elif said.n_parameters(sizes) != (count := sum(parameter.numel() for parameter in made.parameters())):
-        saw, want = f"{said.n_parameters(sizes):,} parameters", f"{count:,}"
+    elif n_parameters(block, sizes) != count:
+        saw, want = f"{n_parameters(block, sizes):,} parameters", f"{count:,}"
         keys = "qk_norms, post_norms, layer_norms and biases, and max_seq_len and tied_embeddings above the table"
     else:
         return

@@ -18,7 +18,7 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 
 from dataclasses import dataclass, field
 
-from titanlite.config.architectures import architecture, unpriced
+from titanlite.config.architectures import block_of, unpriced
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import (
     BLOCKS,
@@ -134,8 +134,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         float8: its recipe, or None.
     """
     tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
-    known = architecture(config.model, sizes)
-    block = known.block if known else Block()
+    block = block_of(config.model, sizes) or Block()
     filtered = config.float8.filter_fqns
     by_block = {
         tuple(
