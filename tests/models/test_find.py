@@ -97,7 +97,7 @@ def test_it_is_counted_and_priced_as_a_shipped_one(
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ('gate = "gelu"', r"\[block\] = 3,\d+,\d+ parameters\n +want: 3,\d+,\d+, as .*mine.py has\n +fix:  qk_norms,"),
+        ('gate = "gelu"', r"\[block\] = 1,\d+,\d+ parameters\n +want: 1,\d+,\d+, as .*mine.py has\n +fix:  qk_norms,"),
         (
             "",
             r"= layers.0.feed_forward.w13 \[\d+, 256\]\n +want: layers.0.feed_forward.w1 \[\d+, 256\], .*\n.*gate,",

@@ -100,7 +100,7 @@ def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Pa
     got = train(folder, world, [*flags, "--compile.enable"], change=count_graphs, timeout_s=200)
     assert_same_gradients(got, one_process)
     assert_same_losses(got, one_process)
-    # In every step, on every rank: one graph for all four blocks, and two for the loss.
+    # In every step, on every rank: one graph for both blocks, and two for the loss.
     assert (folder / "graphs").read_text().split() == ["3"] * STEPS * world
 
 
