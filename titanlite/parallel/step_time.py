@@ -279,11 +279,8 @@ class StepTimeModel:
 
     def _updated(self) -> int:
         """Bytes that the optimizer reads and writes of each parameter: see `titanlite/training/optimizer.py`."""
-        norm = 4  # of the gradient
-        update = 2 * 4 * 4  # of parameter, gradient and two moments, in float32 whatever the moments are kept in
-        kept = self.memory.moment
-        widened = 2 * (kept + 4) if kept < 4 else 0  # both moments; and as much to narrow them again
-        return norm + update + 2 * widened
+        norm, update = 4, 3 * 4  # the gradient is read in both, the parameter read and written
+        return norm + update + 4 * self.memory.moment
 
     def _fsdp(self, n: int, compute: float) -> float:
         """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""

@@ -1,12 +1,11 @@
 """AdamW on each rank's shards, with clipping folded into the update.
 
-Parameters are DTensors, the update is elementwise: it runs on the local shards, in torch's fused kernel. Clipping costs
-one read of the gradients for the norm; the division happens inside the kernel. Whether the step is applied at all is
-decided on the device too, so the host never waits.
+Parameters are DTensors, the update is elementwise: it runs on the local shards, in one kernel. Clipping costs one read
+of the gradients for the norm; the division happens inside the kernel. Whether the step is applied at all is decided on
+the device too, so the host never waits.
 
-Bytes per parameter and step in float32: 4 for the norm, 28 for the update (read parameter, gradient and two moments,
-write parameter and two moments), 4 more because torch's kernel writes the clipped gradient back. Moments in bfloat16
-take half the memory and move 24 more: both are widened to float32 before the update, and narrowed behind it.
+Bytes per parameter and step: 4 for the norm, 28 for the update (read parameter, gradient and two moments, write
+parameter and two moments), 20 with moments in bfloat16.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.tensor import is_replicated
 
@@ -50,11 +50,16 @@ class AdamW:
         self.updates = torch.zeros((), device=mesh.device)  # steps applied so far; float32, as the kernel wants it
         excluded = {n for n in parameters if any(fnmatch(n, p) for p in config.weight_decay_exclude)}
         # An empty shard (more ranks than rows) has nothing to update.
-        names = [n for n, p in self.locals.items() if p.numel()]
-        self.groups = [
-            ([n for n in names if n not in excluded], config.weight_decay),
-            ([n for n in names if n in excluded], 0.0),
-        ]
+        self.names = names = [n for n, p in self.locals.items() if p.numel()]
+        state = AdamWState(
+            *([tensors[n] for n in names] for tensors in (self.locals, self.exp_avg, self.exp_avg_sq)),
+            decays=[0.0 if n in excluded else config.weight_decay for n in names],
+            updates=self.updates,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+        )
+        self._update = adamw(state)
         # Whole on every tensor-parallel rank: counted once in the norm.
         self.shared = [n for n in names if mesh.tp_size > 1 and is_replicated(parameters[n])]
         self.owned = [n for n in names if n not in set(self.shared)]
@@ -86,42 +91,13 @@ class AdamW:
         """Apply one update, or none.
 
         Args:
-            grads: from `gradients`; divided in place.
+            grads: from `gradients`; their values are not defined afterwards.
             lr: learning rate.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and moments as they are.
         """
         self.updates += 1 - skip
-        for names, weight_decay in self.groups:
-            # Moments kept in bfloat16 are widened for the update, one parameter at a time to bound the extra memory.
-            batches = [names] if self.config.state_dtype == "float32" else [[n] for n in names]
-            for batch in filter(None, batches):
-                self._update(batch, weight_decay, grads, lr, divisor, skip)
-
-    def _update(
-        self, names: list[str], weight_decay: float, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor
-    ) -> None:
-        kept = [self.exp_avg[n] for n in names], [self.exp_avg_sq[n] for n in names]
-        wide = [m.float() for m in kept[0]], [m.float() for m in kept[1]]  # no copy if they are float32
-        torch._fused_adamw_(
-            [self.locals[n] for n in names],
-            [grads[n] for n in names],
-            *wide,
-            [],  # no running maxima
-            [self.updates] * len(names),
-            lr=lr,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            weight_decay=weight_decay,
-            eps=self.config.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-            found_inf=skip,
-        )
-        if self.config.state_dtype != "float32":
-            for narrow, updated in zip(kept, wide, strict=True):
-                torch._foreach_copy_(narrow, updated)
+        self._update([grads[name] for name in self.names], lr, divisor, skip)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, laid out as the parameters are; loading into these tensors restores it."""
