@@ -328,6 +328,18 @@ def test_orderings(call: str, ranks: int, tmp_path: Path) -> None:
     check_resources(compiled, tmp_path, call in MAY_SPILL)
 
 
+@pytest.mark.parametrize("call", [call for call in CALLS if "in steps" in call])
+def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
+    """PTX's assembler waits for each product where it cannot tell whose registers are read, and says so."""
+    tool, cubin = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas", tmp_path / "cubin"
+    for name in {"gather_matmul", "matmul_push"} & set(kernels(call)):
+        ptx = tmp_path / f"{name}.ptx"
+        ptx.write_text(kernels(call)[name].asm["ptx"])
+        command = [tool, "-v", "-arch=sm_90a", ptx, "-o", cubin]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "serialized" not in said, said
+
+
 @pytest.mark.parametrize("row", _table(), ids=lambda row: "-".join(map(str, row)))
 def test_tiles_of_the_table_compile(row: tuple, tmp_path: Path) -> None:
     op, itemsize, ranks, M, N, K = row

@@ -203,10 +203,26 @@ def _add(acc, sums, it, empty, HAS_BEFORE: gl.constexpr, FAST: gl.constexpr, STA
         if HAS_BEFORE:
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
     else:
-        sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-        mbarrier.arrive(empty.index(it % STAGES), count=1)
-        acc += sums
+        acc, sums = _take(acc, sums, it, empty, 0, STAGES)
     return acc, sums
+
+
+@gluon.jit
+def _take(acc, sums, it, empty, BEHIND: gl.constexpr, STAGES: gl.constexpr):
+    """Wait for the product of step `it`, with BEHIND of them started after it; give its buffers back, and add it."""
+    sums = warpgroup_mma_wait(num_outstanding=BEHIND, deps=(sums,))
+    mbarrier.arrive(empty.index(it % STAGES), count=1)
+    return acc + sums, sums
+
+
+@gluon.jit
+def _steps(K, BN: gl.constexpr, BK: gl.constexpr, FAST: gl.constexpr):
+    """Steps of a tile. Where products are taken in pairs there may be one behind the end, whose operands are zeros."""
+    steps = gl.cdiv(K, BK)
+    if not FAST:
+        parts: gl.constexpr = BN // PART
+        steps = parts + gl.cdiv(steps - parts, 2) * 2
+    return steps
 
 
 @gluon.jit
@@ -260,13 +276,21 @@ def _multiply(
                 _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
             acc, sums = _add(acc, sums, it, empty, k > 0, FAST, STAGES)
             it += 1
-        for _ in range(PARTS, steps):
-            sums = _step(sums, FAST, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-            acc, sums = _add(acc, sums, it, empty, True, FAST, STAGES)
-            it += 1
         if FAST:
+            for _ in range(PARTS, steps):
+                sums = _step(sums, True, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                acc, sums = _add(acc, sums, it, empty, True, FAST, STAGES)
+                it += 1
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        else:  # one product is added while the tensor cores make the other; more in flight want more registers
+            others = gl.zeros((BM, BN), gl.float32, layout)
+            for _ in range((steps - PARTS) // 2):
+                first = _step(sums, False, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                second = _step(others, False, it + 1, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                acc, sums = _take(acc, first, it, empty, 1, STAGES)
+                acc, others = _take(acc, second, it + 1, empty, 0, STAGES)
+                it += 2
         acc = _scaled(
             acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
             OF_ROWS, OF_COLUMNS, OWNERS, BM, BN,
@@ -627,7 +651,7 @@ def gather_matmul(
     segments = rows // segment
     per_segment = segment // BM
     y_tiles = gl.cdiv(N, BN)
-    steps = gl.cdiv(K, BK)
+    steps = _steps(K, BN, BK, FAST)
     gl.warp_specialize(
         [
             (_multiply, (
@@ -699,7 +723,7 @@ def matmul_push(
         mbarrier.init(empty.index(i), count=1)
     staged_tiles = staged_rows // BM
     y_tiles = gl.cdiv(N, BN)
-    steps = gl.cdiv(K, BK)
+    steps = _steps(K, BN, BK, FAST)
     gl.warp_specialize(
         [
             (_multiply, (
