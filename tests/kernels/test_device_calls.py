@@ -5,6 +5,7 @@ key, an operand whose numbers do not lie as the kernel reads them, and one that 
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tests.kernels.collective_cases import (
     BF16,
     E4M3,
+    E5M2,
     FLOAT8,
     Gather,
     Scatter,
@@ -32,6 +34,7 @@ from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
+from titanlite.kernels.device import float8_cast, swiglu
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.products import NOTHING
@@ -59,14 +62,15 @@ class Launches:
                 stays = {x.untyped_storage().data_ptr() for x in fixed}
                 assert memory.untyped_storage().data_ptr() in stays, f"{kernel.fn.__name__}: not among the tensors"
         blocks = [(a.shape, a.stride, a.box) for a in arguments if isinstance(a, Blocks)]  # kept with the kernel
+        numbers = [a for a in arguments if isinstance(a, int | float)]  # kept, too
         arguments = [a.descriptor() if isinstance(a, Blocks) else a for a in arguments]
         named, *specialised = bind(*arguments, **options)
         unaligned = tuple(i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.data_ptr() % 16)
-        specialised = str((blocks, *specialised))
+        specialised = str((blocks, numbers, *specialised))
         known = self.by_key.setdefault((kernel.fn.__name__, key, unaligned), specialised)
         assert known == specialised, f"{kernel.fn.__name__}: two kernels under the key {key}"
         for name, argument in named.items():
-            if isinstance(argument, Tensor):
+            if isinstance(argument, Tensor) and not (name == "x" and "stride" in named):
                 assert argument.is_contiguous(), f"{kernel.fn.__name__}: {name} has strides {argument.stride()}"
             elif hasattr(argument, "block_shape"):
                 *rows, column = argument.strides
@@ -83,8 +87,9 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
+    for module in (gather, scatter, float8_cast, swiglu):
+        monkeypatch.setattr(module, "launch", found.launch)
     for stem in (gather, scatter):
-        monkeypatch.setattr(stem, "launch", found.launch)
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
         monkeypatch.setattr(stem, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(stem, "_plans", {})
@@ -232,3 +237,26 @@ def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, ot
 def test_nothing_to_scatter(M: int, K: int, N: int):
     args = [torch.zeros(M, K, dtype=BF16)], [torch.zeros(K, N, dtype=BF16)]
     assert scatter.obstacle(*args, 0, 4) == NOTHING
+
+
+def test_casts(launches: Launches):
+    for M, F, dtype, other, pow2 in product(
+        (128, 384), (256, 1280), (BF16, torch.float32), (E4M3, E5M2), (False, True)
+    ):
+        x, grad = torch.zeros(M, 2 * F, dtype=dtype), torch.zeros(M, F, dtype=dtype)
+        float8_cast.cast_rows(x, other)
+        float8_cast.cast_rows(x, other, torch.ones(()))
+        float8_cast.turn(x.to(other))
+        for by_row in (False, True):
+            for strided in (x, grad, x[:, :F]):
+                float8_cast.cast_turned(strided, torch.ones(M, 1), by_row, other, pow2)
+            swiglu.swiglu_cast(x, by_row, other, pow2)
+            swiglu.swiglu_grad_cast(grad, x, by_row, other, E4M3, pow2)
+        swiglu.swiglu_grad(grad, x)
+        swiglu.swiglu_grad(grad.to(BF16), x)
+        for rows, rows_turned in ((1, 1), (128, 0), (0, 128)):
+            bytes_of, units = torch.zeros(M, 2 * F).to(other), torch.ones(M, 2 * F)
+            float8_cast.cast_blocks(x, bytes_of, units, bytes_of.view(2 * F, M), units, rows, rows_turned, pow2)
+    kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
+    of_float8 = {"_amax", "_cast_turned", "_turn", "_cast_rows", "_cast_blocks"}
+    assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}

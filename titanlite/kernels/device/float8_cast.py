@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titanlite.kernels.device.launch import launch
 from titanlite.kernels.float8_cast import BLOCK
 from titanlite.kernels.float8_cast import EPS as LEAST
 
@@ -193,8 +194,11 @@ def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tup
     M, K = x.shape
     out = torch.empty_like(x, dtype=dtype)
     unit = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
-    BK = min(triton.next_power_of_2(K), 4096)
-    _cast_rows[(M,)](x, scale, out, unit, K, torch.finfo(dtype).max, scale is not None, BK, num_warps=8)
+    tensors, BK, known = (x, scale, out, unit), min(triton.next_power_of_2(K), 4096), scale is not None
+    launch(
+        _cast_rows, (K, x.dtype, dtype, known), M, tensors,
+        lambda: (*tensors, K, torch.finfo(dtype).max, known, BK), num_warps=8,
+    )  # fmt: skip
     return out, unit
 
 
@@ -213,13 +217,18 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
     """
     M, K = x.shape
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
-    grid = triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)
-    _amax[grid](x, factors, amax, M, K, x.stride(0), by_column, CHUNK, 64, WIDTH, num_warps=4)
     out, unit = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
-    grid, most = (triton.cdiv(M, ROWS), triton.cdiv(K, COLUMNS)), torch.finfo(dtype).max
-    _cast_turned[grid](
-        x, factors, amax, out, unit, M, K, x.stride(0), most, by_column, pow2, ROWS, COLUMNS, num_warps=4
-    )
+    stride = x.stride(0)
+    key = M, K, stride, x.dtype, dtype, by_column, pow2
+    launch(
+        _amax, key, (triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)), (x, factors, amax),
+        lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 64, WIDTH), num_warps=4,
+    )  # fmt: skip
+    tensors = x, factors, amax, out, unit
+    launch(
+        _cast_turned, key, (triton.cdiv(M, ROWS), triton.cdiv(K, COLUMNS)), tensors,
+        lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, by_column, pow2, ROWS, COLUMNS), num_warps=4,
+    )  # fmt: skip
     return out, unit
 
 
@@ -227,8 +236,9 @@ def turn(x: Tensor) -> Tensor:
     """The transpose of float8 bytes [M, K], contiguous."""
     M, K = x.shape
     out = x.new_empty((K, M))
+    tensors = x.view(torch.uint8), out.view(torch.uint8)
     grid = triton.cdiv(M, ROWS), triton.cdiv(K, 128)
-    _turn[grid](x.view(torch.uint8), out.view(torch.uint8), M, K, ROWS, 128, num_warps=8)
+    launch(_turn, (M, K), grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
     return out
 
 
@@ -254,7 +264,9 @@ def cast_blocks(
         rows_turned: of a block of its transpose; 0 if it is not wanted.
         pow2: round scales down to a power of two.
     """
-    (M, K), most = x.shape, torch.finfo(out.dtype).max
-    grid = M // BLOCK, K // BLOCK
+    (M, K), stride = x.shape, x.stride(0)
     tensors = x, out, units, out_turned, units_turned
-    _cast_blocks[grid](*tensors, M, K, x.stride(0), most, rows, rows_turned, pow2, BLOCK, num_warps=4)
+    launch(
+        _cast_blocks, (M, K, stride, x.dtype, out.dtype, rows, rows_turned, pow2), (M // BLOCK, K // BLOCK), tensors,
+        lambda: (*tensors, M, K, stride, torch.finfo(out.dtype).max, rows, rows_turned, pow2, BLOCK), num_warps=4,
+    )  # fmt: skip

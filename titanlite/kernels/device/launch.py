@@ -84,7 +84,7 @@ class _Known:
         made = blocks.descriptor()
         return [made] if self.metas is None else make_tensordesc_arg(made, self.metas[n])
 
-    def launch(self, blocks: int, tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> None:
+    def launch(self, blocks: tuple[int, int], tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> None:
         passed = self.passed.copy()
         for at, j in self.addresses:
             passed[at] = addresses[j]
@@ -98,7 +98,7 @@ class _Known:
                     self.encoded[n, addresses[j]] = found
             passed[at] = found
         stream = driver.active.get_current_stream(driver.active.get_current_device())
-        self.run(blocks, 1, 1, stream, self.function, self.metadata, None, None, None, *passed)
+        self.run(*blocks, 1, stream, self.function, self.metadata, None, None, None, *passed)
 
 
 _compiled: dict[tuple[int, Hashable, Hashable, Hashable], CompiledKernel | _Known] = {}
@@ -107,7 +107,7 @@ _compiled: dict[tuple[int, Hashable, Hashable, Hashable], CompiledKernel | _Know
 def launch(
     kernel: JITFunction,
     key: Hashable,
-    blocks: int,
+    blocks: int | tuple[int, int],
     tensors: Sequence[Tensor | None],
     arguments: Callable[[], Sequence[Any]],
     **options: int,
@@ -117,21 +117,22 @@ def launch(
     Args:
         kernel: of Triton or Gluon.
         key: equal keys mean equal arguments but for the addresses of `tensors`; their alignment is looked at here.
-        blocks: thread blocks.
+        blocks: thread blocks, along one dim or two.
         tensors: those among the arguments that lie elsewhere at each call.
         arguments: gives all of the kernel's parameters, in order; called at the first two launches.
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
+    grid = blocks if isinstance(blocks, tuple) else (blocks, 1)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     ids = [id(tensor) for tensor in tensors]
     same = tuple([ids.index(i) for i in ids])  # one tensor in two places is another launch than two tensors
     name = id(kernel), key, same, tuple([address % 16 for address in addresses])
     known = _compiled.get(name)
     if type(known) is _Known:
-        known.launch(blocks, tensors, addresses)
+        known.launch(grid, tensors, addresses)
     elif known is None:
         first = [a.descriptor() if type(a) is Blocks else a for a in arguments()]
-        _compiled[name] = kernel[(blocks,)](*first, **options)
+        _compiled[name] = kernel[grid](*first, **options)
     else:
         made = _compiled[name] = _Known(known, arguments(), tensors)
-        made.launch(blocks, tensors, addresses)
+        made.launch(grid, tensors, addresses)

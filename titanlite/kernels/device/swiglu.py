@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.float8_cast import scale_of, to_bytes
+from titanlite.kernels.device.launch import launch
 
 BLOCK = tl.constexpr(128)
 WIDEST = 128
@@ -217,7 +218,9 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     """As `titanlite.kernels.swiglu.swiglu_grad`; `grad` and `x` are contiguous."""
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out = torch.empty_like(x)
-    _swiglu_grad[M, triton.cdiv(blocks, PART)](grad, x, out, blocks, PART, num_warps=4)
+    tensors = grad, x, out
+    grid = M, triton.cdiv(blocks, PART)
+    launch(_swiglu_grad, (blocks, grad.dtype, x.dtype), grid, tensors, lambda: (*tensors, blocks, PART), num_warps=4)
     return out
 
 
@@ -228,11 +231,21 @@ def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tupl
     unit = x.new_empty((M, 1) if by_row else (), dtype=torch.float32)
     if by_row:
         n = min(triton.next_power_of_2(blocks), WIDEST)
-        _swiglu_rows[(M,)](x, out, unit, blocks, most, pow2, n, blocks <= n, num_warps=_warps(n))
+        launch(
+            _swiglu_rows, (blocks, x.dtype, dtype, pow2), M, (x, out, unit),
+            lambda: (x, out, unit, blocks, most, pow2, n, blocks <= n), num_warps=_warps(n),
+        )  # fmt: skip
         return out, unit
     amax, parts = torch.zeros(1, dtype=torch.int32, device=x.device), triton.cdiv(blocks, PART)
-    _amax[triton.cdiv(M, ROWS), parts](x, x, amax, M, blocks, False, PART, ROWS, num_warps=4)
-    _swiglu_by[M, parts](x, amax, out, unit, blocks, most, pow2, PART, num_warps=4)
+    launch(
+        _amax, (M, blocks, x.dtype), (triton.cdiv(M, ROWS), parts), (x, amax),
+        lambda: (x, x, amax, M, blocks, False, PART, ROWS), num_warps=4,
+    )  # fmt: skip
+    tensors = x, amax, out, unit
+    launch(
+        _swiglu_by, (blocks, x.dtype, dtype, pow2), (M, parts), tensors,
+        lambda: (*tensors, blocks, most, pow2, PART), num_warps=4,
+    )  # fmt: skip
     return out, unit
 
 
@@ -244,13 +257,24 @@ def swiglu_grad_cast(
     out, h = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
     most = torch.finfo(dtype).max, torch.finfo(result_dtype).max
     unit, h_unit = (x.new_empty((M, 1) if by_row else (), dtype=torch.float32) for _ in range(2))
+    key = blocks, grad.dtype, x.dtype, dtype, result_dtype, pow2
     if by_row:
+        tensors = grad, x, out, unit, h, h_unit
         n = min(triton.next_power_of_2(blocks), WIDEST)
-        _swiglu_grad_rows[(M,)](grad, x, out, unit, h, h_unit, blocks, *most, pow2, n, blocks <= n, num_warps=_warps(n))
+        launch(
+            _swiglu_grad_rows, key, M, tensors,
+            lambda: (*tensors, blocks, *most, pow2, n, blocks <= n), num_warps=_warps(n),
+        )  # fmt: skip
         return out, unit, h, h_unit
     amax, parts = torch.zeros(2, dtype=torch.int32, device=x.device), triton.cdiv(blocks, PART)
-    _amax[triton.cdiv(M, ROWS), parts](grad, x, amax, M, blocks, True, PART, ROWS, num_warps=4)
-    _swiglu_grad_by[M, parts](grad, x, amax, out, unit, h, h_unit, blocks, *most, pow2, PART, num_warps=4)
+    launch(
+        _amax, (M, blocks, grad.dtype, x.dtype), (triton.cdiv(M, ROWS), parts), (grad, x, amax),
+        lambda: (grad, x, amax, M, blocks, True, PART, ROWS), num_warps=4,
+    )  # fmt: skip
+    tensors = grad, x, amax, out, unit, h, h_unit
+    launch(
+        _swiglu_grad_by, key, (M, parts), tensors, lambda: (*tensors, blocks, *most, pow2, PART), num_warps=4
+    )  # fmt: skip
     return out, unit, h, h_unit
 
 
