@@ -25,7 +25,7 @@ def state(sizes: tuple[int, ...], moment: torch.dtype, device: str) -> AdamWStat
         parameters=[normal(n, i, device) for i, n in enumerate(sizes)],
         exp_avg=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
         exp_avg_sq=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
-        decays=[0.1, 0.0, 0.1, 0.5],
+        weight_decays=[0.1, 0.0, 0.1, 0.5],
         updates=torch.zeros((), device=device),
         beta1=BETA1,
         beta2=BETA2,
@@ -50,7 +50,7 @@ def test_update(sizes, moment, device):
             m = BETA1 * m + (1 - BETA1) * given[i]
             v = BETA2 * v + (1 - BETA2) * given[i] ** 2
             change = LR * (m / (1 - BETA1**t)) / ((v / (1 - BETA2**t)).sqrt() + TINY)
-            p = p * (1 - LR * got.decays[i]) - change
+            p = p * (1 - LR * got.weight_decays[i]) - change
             rounded = torch.finfo(moment).eps / 2
             most = given[i].abs().max()  # m is a sum that may cancel
             assert ((got.exp_avg[i] - m).abs() <= rounded * m.abs() + 4 * EPS * most).all()
@@ -78,8 +78,8 @@ def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(sizes, at_once):
     got, one = state(SIZES[sizes], torch.float32, "cpu"), torch.ones(())
     gradients = [normal(n, 7, "cpu") for n in SIZES[sizes]]
     with compiling() as compiled:
-        device.Work(got).update(gradients, LR, one, one * 0)
-    ptx = compiled["_update"].asm["ptx"]
+        device.Update(got).step(gradients, LR, one, one * 0)
+    ptx = compiled["_adamw"].asm["ptx"]
     moved = [(way, int(n or 1)) for way, n in re.findall(r"\b(ld|st)\.global(?:\.v([24]))?\.b32 ", ptx)]
     times = device.BLOCK // (32 * device.WARPS) // at_once  # by each thread
     assert moved.count(("st", at_once)) == 3 * times == sum(way == "st" for way, _ in moved)

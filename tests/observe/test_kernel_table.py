@@ -89,6 +89,8 @@ def test_an_empty_trace_says_so():
         ("triton_red_fused_abs_amax_scaled_matmul_silu_0", "triton"),
         ("_swiglu_grad_rows", "triton"),
         ("_cast_turned", "triton"),
+        ("_cast_blocks", "triton"),
+        ("_adamw", "optimizer"),
         ("gather_matmul", "matmul"),
         ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),

@@ -14,7 +14,8 @@ ASYNC = "--parallelism.async_tensor_parallel"
 FLOAT8 = "--float8.recipe"
 BATCH = "--training.local_batch_size"
 QWEN3 = ("--model.name", "qwen3", "--model.flavor")
-# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said.
+# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said; of the third host there, else the
+# latest. Where the host was the limit (TP 4 rowwise on the fourth, 10,602) nothing is predicted.
 MEASURED = {
     ("8b", 4, "full"): 8_722,
     ("8b", 4, "balanced"): 10_330,
@@ -27,7 +28,7 @@ MEASURED = {
     ("8b", 4, "balanced", FLOAT8, "rowwise"): 14_340,
     ("8b", 4, "none", FLOAT8, "rowwise"): 14_555,
     ("8b", 4, "none", FLOAT8, "tensorwise"): 14_566,
-    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 13_268,
+    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 12_738,
     ("8b", 4, "none", FLOAT8, "tensorwise", TP, "2", ASYNC): 12_318,
     ("8b", 4, "none", FLOAT8, "rowwise", TP, "4", ASYNC): 11_918,
     ("1b", 1, "none"): 58_275,
@@ -51,8 +52,9 @@ def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeM
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """Async TP is 2 to 15 % too fast: nothing here waits. Narrower models than these are faster here than measured.
-    Rates were taken from four of the runs in docs/sharding_plan.md, which says which."""
+    """Hosts differ by 3 %, of which rates have those of the fastest; 2 % are the model's. Waiting is not in it, for the
+    host or for peers, so async TP is 2 to 15 % too fast. Rates were taken from four of the runs in
+    docs/sharding_plan.md, which says which."""
     predicted, step = model(*case)
     bound = 0.15 if ASYNC in case else 0.05
     assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=bound)
@@ -149,9 +151,9 @@ def test_the_optimizer_moves_its_bytes() -> None:
     """Norm 4, update 28; moments in bfloat16 are two bytes less to read and two to write, of each."""
     parameters = 8_030_261_248 / 4
     _, wide = model("8b", 4, "none")
-    assert wide.optimizer == pytest.approx(32 * parameters / 4061e9 * 1e3)
+    assert wide.optimizer == pytest.approx(32 * parameters / 4087e9 * 1e3)
     _, narrow = model("8b", 4, "none", "--optimizer.state_dtype", "bfloat16")
-    assert narrow.optimizer == pytest.approx(24 * parameters / 4061e9 * 1e3)
+    assert narrow.optimizer == pytest.approx(24 * parameters / 4087e9 * 1e3)
     others = {name: ms for name, ms in wide.categories().items() if name != "optimizer"}
     assert {name: narrow.categories()[name] for name in others} == others
 

@@ -22,7 +22,7 @@ class AdamWState:
         parameters: float32, contiguous, none of them empty.
         exp_avg: running mean of the gradients, float32 or bfloat16, all alike.
         exp_avg_sq: running mean of their squares, the same.
-        decays: weight decay of each parameter.
+        weight_decays: of each parameter.
         updates: [] float32, how many there have been; counted by the caller.
         beta1: decay of `exp_avg`.
         beta2: decay of `exp_avg_sq`.
@@ -32,7 +32,7 @@ class AdamWState:
     parameters: list[Tensor]
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
-    decays: list[float]
+    weight_decays: list[float]
     updates: Tensor
     beta1: float
     beta2: float
@@ -56,30 +56,29 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], 
         `state.updates` already counts the update that is asked for.
 
     Raises:
-        ValueError: on a GPU, tensors that are not contiguous, or of another dtype.
+        ValueError: on a GPU, tensors that are not contiguous, or of another dtype or size.
     """
     if state.updates.is_cuda and state.parameters:
-        from titanlite.kernels.device.adamw import Work
+        from titanlite.kernels.device.adamw import Update
 
-        return Work(state).update
+        return Update(state).step
     return functools.partial(_definition, state)
 
 
 def _definition(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
-    for decay in set(state.decays):
-        of_group = [i for i, own in enumerate(state.decays) if own == decay]
-        kept = [state.exp_avg[i] for i in of_group], [state.exp_avg_sq[i] for i in of_group]
-        wide = [m.float() for m in kept[0]], [m.float() for m in kept[1]]  # no copy if they are float32
+    tensors = state.parameters, gradients, state.exp_avg, state.exp_avg_sq, state.weight_decays
+    for parameter, gradient, *kept, weight_decay in zip(*tensors, strict=True):
+        wide = [moment.float() for moment in kept]  # no copy if they are float32
         torch._fused_adamw_(
-            [state.parameters[i] for i in of_group],
-            [gradients[i] for i in of_group],
-            *wide,
+            [parameter],
+            [gradient],
+            *([moment] for moment in wide),
             [],  # no running maxima
-            [state.updates] * len(of_group),
+            [state.updates],
             lr=lr,
             beta1=state.beta1,
             beta2=state.beta2,
-            weight_decay=decay,
+            weight_decay=weight_decay,
             eps=state.eps,
             amsgrad=False,
             maximize=False,
@@ -87,5 +86,5 @@ def _definition(state: AdamWState, gradients: list[Tensor], lr: float, divisor: 
             found_inf=skip,
         )
         for narrow, updated in zip(kept, wide, strict=True):
-            if narrow[0].dtype != torch.float32:
-                torch._foreach_copy_(narrow, updated)
+            if narrow is not updated:
+                narrow.copy_(updated)

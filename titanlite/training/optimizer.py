@@ -53,7 +53,7 @@ class AdamW:
         self.names = names = [n for n, p in self.locals.items() if p.numel()]
         state = AdamWState(
             *([tensors[n] for n in names] for tensors in (self.locals, self.exp_avg, self.exp_avg_sq)),
-            decays=[0.0 if n in excluded else config.weight_decay for n in names],
+            weight_decays=[0.0 if n in excluded else config.weight_decay for n in names],
             updates=self.updates,
             beta1=config.beta1,
             beta2=config.beta2,

@@ -1,7 +1,7 @@
 """Device code of `titanlite.kernels.adamw`: one kernel for all tensors, which it finds by a table.
 
-torch's takes a launch for each handful of tensors and writes the clipped gradient back: 36 bytes of each parameter in
-float32 where 28 are needed, at three quarters of memory's speed.
+torch's takes a launch for each handful of tensors and writes the clipped gradient back: 32 bytes of each parameter in
+float32 where 28 are needed, at three quarters of memory's speed (`scripts/bench/optimizer.py`).
 """
 
 import torch
@@ -17,7 +17,7 @@ WARPS = 4
 
 
 @triton.jit
-def _update(
+def _adamw(
     parameter, moment, gradients, distances, owners, blocks, sizes, decays, corrections, divisor, skip,
     lr, one_less_beta1, beta2, one_less_beta2, eps, n,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -25,7 +25,7 @@ def _update(
     """One block of one tensor.
 
     parameter, moment: the first of each; distances: [3, n] of parameters and both moments from these, in elements;
-    gradients: [n] of gradients from the first parameter; owners, blocks: which tensor's how manieth block;
+    gradients: [n] of gradients from the first parameter; owners, blocks: which block of which tensor;
     corrections: [2], 1 − β^t. ALIGNED: whether all addresses, and the sizes, allow for 16 bytes at once.
     """
     if tl.load(skip) == 0:
@@ -56,7 +56,7 @@ def _update(
         tl.store(moment + to_v + at, v.to(moment.dtype.element_ty), mask=inside)
 
 
-class Work:
+class Update:
     """The blocks of a state, and where its tensors lie. Gradients lie elsewhere in every step."""
 
     def __init__(self, state: AdamWState) -> None:
@@ -65,10 +65,8 @@ class Work:
         per_tensor = (sizes + BLOCK - 1) // BLOCK
         firsts = per_tensor.cumsum(0) - per_tensor
         owners = torch.arange(len(sizes)).repeat_interleave(per_tensor)
-        placed = [
-            _distances(tensors, base)
-            for tensors, base in ((state.parameters, first), (state.exp_avg, moment), (state.exp_avg_sq, moment))
-        ]
+        kinds = ("parameter", state.parameters, first), ("exp_avg", state.exp_avg, moment)
+        placed = [_distances(*kind, state) for kind in (*kinds, ("exp_avg_sq", state.exp_avg_sq, moment))]
         self.state = state
         self.blocks = int(per_tensor.sum())
         self.aligned = bool((sizes % 4 == 0).all()) and all(aligned for _, aligned in placed)
@@ -76,28 +74,28 @@ class Work:
         self.owners = owners.int().to(device)
         self.numbers = (torch.arange(self.blocks) - firsts[owners]).int().to(device)
         self.sizes = sizes.to(device)
-        self.decays = torch.tensor(state.decays, dtype=torch.float32, device=device)
+        self.decays = torch.tensor(state.weight_decays, dtype=torch.float32, device=device)
         self.betas = torch.tensor([state.beta1, state.beta2], dtype=torch.float64, device=device)
 
-    def update(self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
         """What `titanlite.kernels.adamw.adamw` returns."""
         state, first = self.state, self.state.parameters[0]
-        found, aligned = _distances(gradients, first)
+        found, aligned = _distances("gradient", gradients, first, state)
         distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
         corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
-        _update[(self.blocks,)](
+        _adamw[(self.blocks,)](
             first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
             corrections, divisor, skip,
-            lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(found),
+            lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
             self.aligned and aligned, BLOCK, num_warps=WARPS,
         )  # fmt: skip
 
 
-def _distances(tensors: list[Tensor], base: Tensor) -> tuple[list[int], bool]:
+def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:
     """How many elements behind `base` each tensor lies, and whether all begin at a multiple of 16 bytes."""
-    for t in tensors:
-        if t.dtype != base.dtype or not t.is_contiguous():
-            how = "contiguous" if t.is_contiguous() else f"with strides {t.stride()}"
-            raise ValueError(f"AdamW got a tensor of {t.dtype}, {how}; it takes contiguous ones of {base.dtype} there")
+    for i, (t, p) in enumerate(zip(tensors, state.parameters, strict=True)):
+        if t.dtype != base.dtype or t.numel() != p.numel() or not t.is_contiguous():
+            found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
+            raise ValueError(f"AdamW: {kind} {i} is {found}; it must be {base.dtype}, contiguous, {p.numel()} elements")
     addresses, start = [t.data_ptr() for t in tensors], base.data_ptr()
     return [(a - start) // base.itemsize for a in addresses], not any(a % 16 for a in addresses)

@@ -112,7 +112,7 @@ def launch(
     arguments: Callable[[], Sequence[Any]],
     **options: int,
 ) -> None:
-    """Run a kernel on the current stream.
+    """Run a kernel on the current stream. A process has one device.
 
     Args:
         kernel: of Triton or Gluon.
