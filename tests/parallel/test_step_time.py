@@ -14,8 +14,8 @@ ASYNC = "--parallelism.async_tensor_parallel"
 FLOAT8 = "--float8.recipe"
 BATCH = "--training.local_batch_size"
 QWEN3 = ("--model.name", "qwen3", "--model.flavor")
-# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said; of the third host there, else the
-# latest. Where the host was the limit (TP 4 rowwise on the fourth, 10,602) nothing is predicted.
+# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said; of the third host there, else
+# the latest. Where the host was the limit (TP 4 rowwise on the fourth, 10,602) nothing is predicted.
 MEASURED = {
     ("8b", 4, "full"): 8_722,
     ("8b", 4, "balanced"): 10_330,
