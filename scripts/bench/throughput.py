@@ -20,7 +20,8 @@ SETTLE = 5  # steps before speed is steady: compilation, the allocator, clocks
 
 _8B = "--config configs/llama3_8b.toml --activation_checkpoint.recipe"
 _1B = "--config configs/llama3_1b.toml --activation_checkpoint.recipe"
-_TP = "--parallelism.tensor_parallel_degree"
+_70B = "--config configs/llama3_70b.toml --model.n_layers 16 --training.local_batch_size 2"
+_TP, _ASYNC = "--parallelism.tensor_parallel_degree", "--parallelism.async_tensor_parallel"
 LAYOUTS = {
     "fsdp bf16": f"{_8B} balanced_tight",
     "fsdp bf16 balanced": f"{_8B} balanced",
@@ -30,11 +31,18 @@ LAYOUTS = {
     "fsdp rowwise": f"{_8B} none --float8.recipe rowwise",
     "fsdp tensorwise balanced": f"{_8B} balanced --float8.recipe tensorwise",
     "fsdp rowwise balanced": f"{_8B} balanced --float8.recipe rowwise",
+    "fsdp blockwise": f"{_8B} none --float8.recipe blockwise",
     "tp4 bf16": f"{_8B} none {_TP} 4",
-    "tp4 tensorwise": f"{_8B} none {_TP} 4 --float8.recipe tensorwise",
-    "tp4 rowwise": f"{_8B} none {_TP} 4 --float8.recipe rowwise",
+    "tp4 bf16 async": f"{_8B} none {_TP} 4 {_ASYNC}",
+    "tp4 bf16 async batch 8": f"{_8B} none {_TP} 4 {_ASYNC} --training.local_batch_size 8",
+    "tp4 tensorwise async": f"{_8B} none {_TP} 4 {_ASYNC} --float8.recipe tensorwise",
+    "tp4 rowwise async": f"{_8B} none {_TP} 4 {_ASYNC} --float8.recipe rowwise",
     "tp2 bf16": f"{_8B} none {_TP} 2",
     "tp8 bf16": f"{_8B} none {_TP} 8",
+    "tp8 bf16 async": f"{_8B} none {_TP} 8 {_ASYNC}",
+    "tp8 rowwise async": f"{_8B} none {_TP} 8 {_ASYNC} --float8.recipe rowwise",
+    "70b wide tp8 bf16": f"{_70B} --activation_checkpoint.recipe none {_TP} 8",
+    "70b wide tp8 bf16 async": f"{_70B} --activation_checkpoint.recipe none {_TP} 8 {_ASYNC}",
     "1b bf16": f"{_1B} none --training.seq_len 8192 --training.local_batch_size 2",
 }
 
