@@ -68,11 +68,12 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], 
 def _definition(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
     tensors = state.parameters, gradients, state.exp_avg, state.exp_avg_sq, state.weight_decays
     for parameter, gradient, *kept, weight_decay in zip(*tensors, strict=True):
-        wide = [moment.float() for moment in kept]  # no copy if they are float32
+        exp_avg, exp_avg_sq = (moment.float() for moment in kept)  # no copy if they are float32
         torch._fused_adamw_(
             [parameter],
             [gradient],
-            *([moment] for moment in wide),
+            [exp_avg],
+            [exp_avg_sq],
             [],  # no running maxima
             [state.updates],
             lr=lr,
@@ -85,6 +86,6 @@ def _definition(state: AdamWState, gradients: list[Tensor], lr: float, divisor: 
             grad_scale=divisor,
             found_inf=skip,
         )
-        for narrow, updated in zip(kept, wide, strict=True):
+        for narrow, updated in zip(kept, (exp_avg, exp_avg_sq), strict=True):
             if narrow is not updated:
                 narrow.copy_(updated)
