@@ -20,7 +20,8 @@ SETTLE = 5  # steps before speed is steady: compilation, the allocator, clocks
 
 _8B = "--config configs/llama3_8b.toml --activation_checkpoint.recipe"
 _1B = "--config configs/llama3_1b.toml --activation_checkpoint.recipe"
-_70B = "--config configs/llama3_70b.toml --model.n_layers 16 --training.local_batch_size 2"
+_70B = "--config configs/llama3_70b.toml --activation_checkpoint.recipe"
+_WIDE = "--model.n_layers 16 --training.local_batch_size 2"
 _TP, _ASYNC = "--parallelism.tensor_parallel_degree", "--parallelism.async_tensor_parallel"
 LAYOUTS = {
     "fsdp bf16": f"{_8B} balanced_tight",
@@ -41,8 +42,8 @@ LAYOUTS = {
     "tp8 bf16": f"{_8B} none {_TP} 8",
     "tp8 bf16 async": f"{_8B} none {_TP} 8 {_ASYNC}",
     "tp8 rowwise async": f"{_8B} none {_TP} 8 {_ASYNC} --float8.recipe rowwise",
-    "70b wide tp8 bf16": f"{_70B} --activation_checkpoint.recipe none {_TP} 8",
-    "70b wide tp8 bf16 async": f"{_70B} --activation_checkpoint.recipe none {_TP} 8 {_ASYNC}",
+    "70b wide tp8 bf16": f"{_70B} none {_WIDE} {_TP} 8",
+    "70b wide tp8 bf16 async": f"{_70B} none {_WIDE} {_TP} 8 {_ASYNC}",
     "1b bf16": f"{_1B} none --training.seq_len 8192 --training.local_batch_size 2",
 }
 

@@ -12,7 +12,7 @@ from titanlite.kernels.adamw import AdamWState, adamw
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EPS = torch.finfo(torch.float32).eps
 LR, BETA1, BETA2, TINY = 1e-2, 0.9, 0.999, 1e-8
-# Less than a block, one to the last number, more than one, and rows that begin at no multiple of 16 bytes.
+# Less than a block, whole blocks, a piece more; and sizes that are no multiple of 16 bytes.
 SIZES = {"aligned": (4, 4096, 8192, 12292), "odd": (1, 5, 4097, 9999)}
 
 

@@ -1,5 +1,7 @@
 """The predicted time of a step against measured runs, and what it must obey on any layout."""
 
+from dataclasses import replace
+
 import pytest
 
 from titanlite.commands.validate import checked_run
@@ -14,28 +16,28 @@ ASYNC = "--parallelism.async_tensor_parallel"
 FLOAT8 = "--float8.recipe"
 BATCH = "--training.local_batch_size"
 QWEN3 = ("--model.name", "qwen3", "--model.flavor")
-# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said; of the third host there, else
-# the latest. Where the host was the limit (TP 4 rowwise on the fourth, 10,602) nothing is predicted.
+# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said; runs with torch's AdamW, on
+# hosts as fast as those that rates are from. Later ones, of a host slower by 3 %, are in docs/sharding_plan.md.
 MEASURED = {
     ("8b", 4, "full"): 8_722,
     ("8b", 4, "balanced"): 10_330,
-    ("8b", 4, "none"): 10_491,
-    ("8b", 4, "none", TP, "4"): 8_694,
-    ("8b", 4, "none", TP, "4", ASYNC): 9_392,
-    ("8b", 4, "matmuls", TP, "4", ASYNC, BATCH, "8"): 10_122,
+    ("8b", 4, "none"): 10_777,
+    ("8b", 4, "none", TP, "4"): 8_706,
+    ("8b", 4, "none", TP, "4", ASYNC): 9_494,
+    ("8b", 4, "matmuls", TP, "4", ASYNC, BATCH, "8"): 10_261,
     ("8b", 4, "none", TP, "2"): 9_681,
-    ("8b", 4, "none", TP, "2", ASYNC): 9_913,
+    ("8b", 4, "none", TP, "2", ASYNC): 10_011,
     ("8b", 4, "balanced", FLOAT8, "rowwise"): 14_340,
-    ("8b", 4, "none", FLOAT8, "rowwise"): 14_555,
-    ("8b", 4, "none", FLOAT8, "tensorwise"): 14_566,
-    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 12_738,
-    ("8b", 4, "none", FLOAT8, "tensorwise", TP, "2", ASYNC): 12_318,
-    ("8b", 4, "none", FLOAT8, "rowwise", TP, "4", ASYNC): 11_918,
-    ("1b", 1, "none"): 58_275,
-    ("1b", 1, "none", FLOAT8, "rowwise"): 67_085,
-    ("1b", 1, "none", FLOAT8, "tensorwise"): 65_001,
+    ("8b", 4, "none", FLOAT8, "rowwise"): 15_159,
+    ("8b", 4, "none", FLOAT8, "tensorwise"): 14_646,
+    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 12_528,
+    ("8b", 4, "none", FLOAT8, "tensorwise", TP, "2", ASYNC): 12_439,
+    ("8b", 4, "none", FLOAT8, "rowwise", TP, "4", ASYNC): 11_942,
+    ("1b", 1, "none"): 55_896,
+    ("1b", 1, "none", FLOAT8, "rowwise"): 65_780,
+    ("1b", 1, "none", FLOAT8, "tensorwise"): 64_573,
     ("1b", 1, "none", *QWEN3, "0.6B"): 70_887,
-    ("1b", 1, "none", *QWEN3, "1.7B"): 38_585,
+    ("1b", 1, "none", *QWEN3, "1.7B"): 38_897,
 }
 
 
@@ -52,11 +54,12 @@ def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeM
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """Hosts differ by 3 %, of which rates have those of the fastest; 2 % are the model's. Waiting is not in it, for the
-    host or for peers, so async TP is 2 to 15 % too fast. Rates were taken from four of the runs in
-    docs/sharding_plan.md, which says which."""
+    """Async TP is 1 to 12 % too fast: nothing here waits. Narrower models than these are faster here than measured.
+    Rates were taken from four of the runs in docs/sharding_plan.md, which says which."""
     predicted, step = model(*case)
-    bound = 0.15 if ASYNC in case else 0.05
+    torchs_adamw = 36 / 3184e9 * 1e3  # 11.35 ms for 1.004e9 parameters
+    step = replace(step, optimizer=torchs_adamw * predicted.memory.parameters / predicted.memory.shards)
+    bound = 0.125 if ASYNC in case else 0.04
     assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=bound)
 
 

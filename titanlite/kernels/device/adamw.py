@@ -65,8 +65,11 @@ class Update:
         per_tensor = (sizes + BLOCK - 1) // BLOCK
         firsts = per_tensor.cumsum(0) - per_tensor
         owners = torch.arange(len(sizes)).repeat_interleave(per_tensor)
-        kinds = ("parameter", state.parameters, first), ("exp_avg", state.exp_avg, moment)
-        placed = [_distances(*kind, state) for kind in (*kinds, ("exp_avg_sq", state.exp_avg_sq, moment))]
+        placed = [
+            _distances("parameter", state.parameters, first, state),
+            _distances("exp_avg", state.exp_avg, moment, state),
+            _distances("exp_avg_sq", state.exp_avg_sq, moment, state),
+        ]
         self.state = state
         self.blocks = int(per_tensor.sum())
         self.aligned = bool((sizes % 4 == 0).all()) and all(aligned for _, aligned in placed)
