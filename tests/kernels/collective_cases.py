@@ -32,7 +32,7 @@ E4M3, E5M2 = FLOAT8
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # Lower case: ragged. On "cuda", rows of k, n and m numbers are whole multiples of 16 bytes and of no tile; those of x,
-# y and z are neither; T is in whole tiles on every rank.
+# y and z are neither; T and K are in whole tiles on every rank.
 SIZES = {
     "cpu": {
         "T": 24,
@@ -53,7 +53,7 @@ SIZES = {
         "T": 3072,
         "M": 768,
         "S": 384,
-        "K": 384,
+        "K": 3072,
         "N": 384,
         "P": 192,
         "m": 600,
