@@ -50,9 +50,8 @@ from tests.kernels.collective_cases import (
     prepared,
     scatters,
 )
-from titanlite.kernels import collectives
+from tests.kernels.shared_gpus import take_gpu
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
-from titanlite.kernels.collectives import Group
 from titanlite.kernels.lowering import lowered, no_peer_access, peer_failure
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -475,24 +474,17 @@ def _rank(rank: int, world: int, device: str, folder: str, todo: list[str], chec
 
 def start(rank: int, world: int, device: str, folder: str, check_timeout_s: float) -> dist.ProcessGroup:
     """Join the ranks, and return a group by which they agree on the host."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast, which nothing here needs
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     on_gpu = device == "cuda"
-    nccl = on_gpu and world <= torch.cuda.device_count()
     if on_gpu:
-        if not nccl:
-            _share_gpus()
-        torch.cuda.set_device(rank % torch.cuda.device_count())
         # Sums that are split along K would be added in bfloat16 otherwise, which is not what products promise.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=dist.FileStore(f"{folder}/store", world),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=check_timeout_s),
-        device_id=torch.device("cuda", rank) if nccl else None,
+        **(take_gpu(rank, world) if on_gpu else {"backend": "gloo"}),
     )
     if on_gpu and find_spec("titanlite.kernels.device") and find_spec("triton"):
         from titanlite.kernels.device import channel
@@ -501,14 +493,6 @@ def start(rank: int, world: int, device: str, folder: str, check_timeout_s: floa
     control = dist.new_group(backend="gloo")
     assert isinstance(control, dist.ProcessGroup)
     return control
-
-
-def _share_gpus() -> None:
-    """Torch wants a GPU for each rank, but lets it be; NCCL does not, and gloo takes no tensor on a GPU."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    for name in ("all_gather", "reduce_scatter"):
-        on_host: Callable[[Tensor, Group], Tensor] = getattr(collectives, name)
-        setattr(collectives, name, lambda x, group, on_host=on_host: on_host(x.cpu(), group).to(x.device))
 
 
 def main() -> None:

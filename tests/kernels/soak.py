@@ -1,8 +1,9 @@
 """The collective matmuls under load: torchrun --nproc-per-node 8 -m tests.kernels.soak [--ops 10000]
 
 Operators of random kind and shape in random order, the same on all ranks, while each rank is delayed at random and NCCL
-gathers and scatters on a stream of its own. Every result is compared, bit for bit, with the operator's first, which has
-been held against the definition. Now and then a captured graph of several operators is replayed in between.
+gathers and scatters on a stream of its own, unless ranks share a GPU. Every result is compared, bit for bit, with the
+operator's first, which has been held against the definition. Now and then a captured graph of several operators is
+replayed in between.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.shared_gpus import take_gpu
 from titanlite.kernels import all_gather_matmul as gather
 from titanlite.kernels import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.channel import set_deadline
@@ -94,9 +96,10 @@ def main() -> None:
     parser.add_argument("--kinds", type=int, default=24)
     args = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(rank)
+    of_rank = take_gpu(rank, int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank), timeout=timedelta(seconds=60))
+    dist.init_process_group(**of_rank, timeout=timedelta(seconds=60))
+    nccl = "nccl" in of_rank["backend"]
     set_deadline(30)
     torch.manual_seed(rank)
     group, network = dist.new_group(), dist.new_group()
@@ -121,7 +124,7 @@ def main() -> None:
     for number in range(args.ops):
         if own.random() < 0.05:
             torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
-        if number % 4 == 0:
+        if nccl and number % 4 == 0:
             with torch.cuda.stream(side):
                 dist.all_gather_into_tensor(large, small, group=network)
                 dist.reduce_scatter_tensor(small, large, group=network)
@@ -135,12 +138,15 @@ def main() -> None:
         if number % 500 == 0:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
+    wrong = wrong.cpu()
     dist.all_reduce(wrong)
     if rank == 0:
         fused = sum(count for call, count in lowered.items() if call.reason is None)
         reasons = {call.reason for call in lowered if call.reason}
         seconds = time.monotonic() - start
-        print(f"{args.ops} operators and {replays} replays in {seconds:.0f} s, {fused} calls fused, plain: {reasons}")
+        beside = "beside" if nccl else "without"
+        print(f"{args.ops} operators and {replays} replays {beside} NCCL in {seconds:.0f} s, {fused} calls fused")
+        print(f"plain: {reasons or 'none'}")
         print(f"{wrong.item()} results with a wrong bit")
     os._exit(int(wrong.item() > 0))
 
