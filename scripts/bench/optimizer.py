@@ -56,7 +56,7 @@ def milliseconds(optimizer: AdamW, gradients: dict[str, Tensor], keep: Tensor) -
 
 
 def by_torch(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
-    """The same in one call."""
+    """torch's fused AdamW on all tensors at once, with equal weight decays; it wants moments in float32."""
     moments = [state.exp_avg, state.exp_avg_sq]
     wide = [[moment.float() for moment in of_all] for of_all in moments]  # no copies if they are float32
     torch._fused_adamw_(

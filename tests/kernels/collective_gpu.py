@@ -1,11 +1,11 @@
 """All cases of the collective matmuls on GPUs, a process for each, and what only GPUs can get wrong.
 
-    python -m tests.kernels.collective_gpu --world 4 --timeout-s 500 [--workers 8] [--only PART-OF-A-NAME]
+    python -m tests.kernels.collective_gpu --world 4 --timeout-s 500 [--only PART-OF-A-NAME]
 
 Ranks are slow to start, so they run one check after the other, in step. A check that hangs or ends a process costs that
 check alone: the ranks are started anew for what is left. Between operators, memory that is free and the buffers that
-ranks share are filled with NaN. More ranks than GPUs take turns on them, 8 on one too. `--device cpu` tries this
-program itself out, over gloo.
+ranks share are filled with NaN. Ranks may be more than GPUs (`shared_gpus.py`). `--device cpu` tries this program
+itself out, over gloo.
 """
 
 import argparse
@@ -330,7 +330,6 @@ def run(
     device: str = "cuda",
     *,
     only: str = "",
-    workers: int = 1,
     timeout_s: float = 1500,
     check_timeout_s: float = 120,
     tell: Callable[[Result], object] = lambda result: None,
@@ -341,12 +340,13 @@ def run(
         world: how many ranks.
         device: "cuda" or "cpu".
         only: what a check's name must contain.
-        workers: sets of ranks that share the checks and the devices; most of a check's time is compilation.
         timeout_s: for everything; what has not run by then has failed.
         check_timeout_s: for one check; kernels are compiled in it.
         tell: called with each result as soon as it is there.
     """
     end, todo = time.monotonic() + timeout_s, [name for name in names(world, device) if only in name]
+    # Sets of ranks that share the checks and the devices: most of a check's time is compilation.
+    workers = min(8, max(1, (os.cpu_count() or 1) // world))
     with ThreadPoolExecutor(workers) as pool:
         parts = [pool.submit(_run, world, device, todo[i::workers], end, check_timeout_s, tell) for i in range(workers)]
     return [result for part in parts for result in part.result()]
@@ -484,7 +484,7 @@ def start(rank: int, world: int, device: str, folder: str, check_timeout_s: floa
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=check_timeout_s),
-        **(take_gpu(rank, world) if on_gpu else {"backend": "gloo"}),
+        **(take_gpu(rank, world)._asdict() if on_gpu else {"backend": "gloo"}),
     )
     if on_gpu and find_spec("titanlite.kernels.device") and find_spec("triton"):
         from titanlite.kernels.device import channel
@@ -500,7 +500,6 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", default="", help="run what has this in its name")
-    parser.add_argument("--workers", type=int, default=8, help="sets of ranks that share the devices")
     parser.add_argument("--timeout-s", type=float, default=540)
     parser.add_argument("--check-timeout-s", type=float, default=120)
     args = parser.parse_args()
@@ -508,7 +507,6 @@ def main() -> None:
         args.world,
         args.device,
         only=args.only,
-        workers=args.workers,
         timeout_s=args.timeout_s,
         check_timeout_s=args.check_timeout_s,
         tell=lambda result: print(result, flush=True),

@@ -96,10 +96,10 @@ def main() -> None:
     parser.add_argument("--kinds", type=int, default=24)
     args = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
-    of_rank = take_gpu(rank, int(os.environ["LOCAL_WORLD_SIZE"]))
+    communication = take_gpu(rank, int(os.environ["LOCAL_WORLD_SIZE"]))
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    dist.init_process_group(**of_rank, timeout=timedelta(seconds=60))
-    nccl = "nccl" in of_rank["backend"]
+    dist.init_process_group(**communication._asdict(), timeout=timedelta(seconds=60))
+    nccl = communication.device_id is not None
     set_deadline(30)
     torch.manual_seed(rank)
     group, network = dist.new_group(), dist.new_group()

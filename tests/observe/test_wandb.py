@@ -147,6 +147,16 @@ def test_a_failing_finish_is_one_warning(monkeypatch, tmp_path, warned):
     assert "still gone" in warned[0]
 
 
+@pytest.fixture
+def _no_session_stays():
+    """wandb refuses to start in what is forked from a process that has one."""
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("_no_session_stays")
 def test_a_folder_that_cannot_be_written_is_one_warning_and_shows_no_secret(monkeypatch, tmp_path, warned):
     monkeypatch.setenv("WANDB_API_KEY", "not-a-folder")
     (tmp_path / "not-a-folder").write_text("")

@@ -49,12 +49,6 @@ def all_on_two_ranks(*cases: T) -> tuple[T, ...]:
     return cases if dist.get_world_size() == 2 else cases[-1:]
 
 
-def missed(f: Callable, *inputs: Tensor, reason: str) -> None:
-    """On two ranks: what is left alone, and why, does not depend on their number."""
-    if dist.get_world_size() == 2:
-        check(f, *inputs, fused=False, reason=reason)
-
-
 def gather_cases() -> None:
     w, v, bias = tensor(K, N, seed=1), tensor(K, N, seed=2), tensor(N, seed=3)
     n = dist.get_world_size()
@@ -96,6 +90,7 @@ def gather_cases() -> None:
         lambda x, w, go: (y := gather(x), y @ w, y.t() @ go)[1:], x, w, tensor(6 * n, N), reason="another form, left_t"
     )  # fmt: skip
     # What cannot be fused, and says why.
+    missed = functools.partial(check, fused=False)
     missed(lambda x, w: gather(x).relu() @ w, x, w, reason="relu stands between it and mm")
     missed(lambda x: gather(x) * 2, x, reason="no matmul reads it, but mul")
     missed(lambda x: gather(x), x, reason="no matmul reads it, but the graph's result")
@@ -153,6 +148,7 @@ def scatter_cases() -> None:
     check(lambda x, w: (y := c10d.reduce_scatter_tensor(x @ w, "sum", n, group()), c10d.wait_tensor(y) * 2), x, w)
     check(lambda x, w, v: scatter(gather(x) @ w) @ v, tensor(2, K), w, tensor(4 * n, N),
           fused=[True, False], reason="its matmul is fused with an all-gather")  # fmt: skip
+    missed = functools.partial(check, fused=False)
     y = tensor(4 * n, K)
     missed(lambda y, w: scatter((y @ w)[:n] + (y @ w.cos())[:n]), y, w, reason="do not lie alike")
     missed(lambda x, w: scatter(x @ w, 0, "max"), x, w, reason="reduces by 'max'")
@@ -182,8 +178,8 @@ def scatter_cases() -> None:
     )
     missed(lambda x, w: scatter((x @ w)[:n]), x, w, reason="a part of mm")
     missed(lambda x: scatter(x), x, reason="an input of the graph")
-    check(lambda x, w: scatter((x @ w).view(2 * n, 2, 2 * n).transpose(0, 1).reshape(4 * n, 2 * n)), x, w,
-          fused=False, reason="parts of the ranks") if n == 4 else None  # fmt: skip
+    missed(lambda x, w: scatter((x @ w).view(2 * n, 2, 2 * n).transpose(0, 1).reshape(4 * n, 2 * n)), x, w,
+           reason="parts of the ranks") if n == 4 else None  # fmt: skip
 
 
 def float8_cases() -> None:
