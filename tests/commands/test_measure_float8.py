@@ -52,6 +52,7 @@ def test_the_names_are_those_that_filters_match() -> None:
 
 
 @pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.usefixtures("without_machine_code")
 def test_a_step_is_three_matmuls(compile: bool) -> None:
     sizes = [Layer("a", 128, 256, 384), Layer("odd", 128, 256, 96)]
     float8 = {name: recipes.load("float8", name) for name in ("rowwise", "blockwise")}
