@@ -113,11 +113,8 @@ def torch_requirement() -> str:
 
 
 def pip(*args: str) -> list[str | Path]:
-    """Return a command that installs into `.venv`.
-
-    It compiles nothing: Python does so with what is imported, and a third of the time would go to the rest.
-    """
-    return [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile", *args]
+    """Return a command that installs into `.venv`."""
+    return [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *args]
 
 
 def run(*command: str | Path) -> None:
