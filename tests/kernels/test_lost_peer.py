@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.kernels.shared_gpus import take_gpu
+
 DEADLINE_S = 4.0
 
 
@@ -20,14 +22,12 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str) -> None:
     from titanlite.kernels.lowering import peer_failure
     from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
-    torch.cuda.set_device(rank)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
+        **take_gpu(rank, world)._asdict(),
         store=dist.FileStore(str(folder / "store"), world),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
-        device_id=torch.device("cuda", rank),
     )
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
