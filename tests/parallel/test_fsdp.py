@@ -1,15 +1,18 @@
 """FSDP's units, and which of them are freed after forward."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Parallelism, Training
+from titanlite.float8.weight import local_data
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
@@ -74,3 +77,28 @@ def test_what_is_freed_after_forward(reshard, world, freed, tmp_path):
         assert {name for name, module in units.items() if isinstance(module.weight, DTensor)} == freed
 
     run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_are_put_together_by_our_kernel_and_not_copied_for_one_rank(world, tmp_path):
+    def body() -> None:
+        model, seen = sharded("default", tied=False), []
+
+        def spy(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+            assert (dim, num_chunks) == (0, world)
+            torch._chunk_cat(tensors, dim, num_chunks, out=out)
+            seen.append(out.untyped_storage().data_ptr())
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is another already
+            operators = torch.library.Library("fsdp", "IMPL")
+            operators.impl("chunk_cat", spy, "CPU", allow_override=True)
+        model(torch.arange(S)).sum().backward()
+        assert len(seen) == len(units(model))
+        held = {local_data(p.grad).untyped_storage().data_ptr() for p in model.parameters()}
+        assert len(held) == len(seen)
+        assert (held == set(seen)) == (world == 1)
+
+    run_ranks(body, tmp_path, world)
+    on_gpus = next(x for x in torch._C._dispatch_dump("fsdp::chunk_cat").splitlines() if x.startswith("CUDA:"))
+    assert "titanlite/parallel/fsdp.py" in on_gpus

@@ -23,7 +23,7 @@ from torch import Tensor
 from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
-from titanlite.kernels.device.launch import Blocks, launch
+from titanlite.kernels.device.launch import Blocks, cdiv, launch
 from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
@@ -564,7 +564,7 @@ def _plan(
     tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store
     specialised = specialised and dtype.itemsize == 2
-    specialised = specialised and pick.n // PART.value <= triton.cdiv(at.K, pick.k)  # stored in parts, one a step
+    specialised = specialised and pick.n // PART.value <= cdiv(at.K, pick.k)  # stored in parts, one a step
     own = at.whole.length(to.rank)
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))
@@ -591,7 +591,7 @@ def _plan(
         own_segment=at.rows if by_columns else max(1, own * at.whole.inner // at.columns),
         size=0 if by_columns else at.whole.size * at.whole.inner // at.columns,
         block=block,
-        publishers=min(PUBLISHERS, max(1, at.whole.outer * triton.cdiv(length, block))),
+        publishers=min(PUBLISHERS, max(1, at.whole.outer * cdiv(length, block))),
         lanes=triton.next_power_of_2(to.ranks),
     )
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.launch import launch
+from titanlite.kernels.device.launch import cdiv, launch
 from titanlite.kernels.float8_cast import BLOCK
 from titanlite.kernels.float8_cast import EPS as LEAST
 
@@ -221,12 +221,12 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
     stride = x.stride(0)
     key = M, K, stride, x.dtype, dtype, by_column, pow2
     launch(
-        _amax, key, (triton.cdiv(K, WIDTH), triton.cdiv(M, CHUNK)), (x, factors, amax),
+        _amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, amax),
         lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 64, WIDTH), num_warps=4,
     )  # fmt: skip
     tensors = x, factors, amax, out, unit
     launch(
-        _cast_turned, key, (triton.cdiv(M, ROWS), triton.cdiv(K, COLUMNS)), tensors,
+        _cast_turned, key, (cdiv(M, ROWS), cdiv(K, COLUMNS)), tensors,
         lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, by_column, pow2, ROWS, COLUMNS), num_warps=4,
     )  # fmt: skip
     return out, unit
@@ -237,7 +237,7 @@ def turn(x: Tensor) -> Tensor:
     M, K = x.shape
     out = x.new_empty((K, M))
     tensors = x.view(torch.uint8), out.view(torch.uint8)
-    grid = triton.cdiv(M, ROWS), triton.cdiv(K, 128)
+    grid = cdiv(M, ROWS), cdiv(K, 128)
     launch(_turn, (M, K), grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
     return out
 

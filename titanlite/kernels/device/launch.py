@@ -23,6 +23,11 @@ MOST_DESCRIPTORS = 4096
 """Kept for one kernel."""
 
 
+def cdiv(n: int, size: int) -> int:
+    """How many blocks of `size` cover n. `triton.cdiv` serves kernels too, and takes microseconds for it."""
+    return -(-n // size)
+
+
 class Blocks(NamedTuple):
     """A row-major matrix that TMA reads or writes block by block.
 
@@ -59,6 +64,7 @@ class _Known:
         self.run.launch = inside.get("launcher", wrapped)
         self.metas = inside.get("tensordesc_meta")
         self.function, self.metadata = compiled.function, compiled.packed_metadata
+        self.device, self.current_stream = driver.active.get_current_device(), driver.active.get_current_stream
         place = {id(tensor): j for j, tensor in enumerate(tensors) if tensor is not None}
         self.passed: list[Any] = []  # what the launcher wants
         self.addresses: list[tuple[int, int]] = []  # where in it which tensor's address goes,
@@ -97,8 +103,7 @@ class _Known:
                         self.encoded.clear()
                     self.encoded[n, addresses[j]] = found
             passed[at] = found
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
-        self.run(*blocks, 1, stream, self.function, self.metadata, None, None, None, *passed)
+        self.run(*blocks, 1, self.current_stream(self.device), self.function, self.metadata, None, None, None, *passed)
 
 
 _compiled: dict[tuple[int, Hashable, Hashable, Hashable], CompiledKernel | _Known] = {}

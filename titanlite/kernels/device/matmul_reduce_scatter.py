@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
-from titanlite.kernels.device.launch import Blocks, launch
+from titanlite.kernels.device.launch import Blocks, cdiv, launch
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
@@ -404,7 +404,7 @@ def _plan(
     tma_store = row_bytes % 16 == 0 and whole_tiles and whole.even
     specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
     specialised = specialised and dtype.itemsize == 2
-    specialised = specialised and pick.n // PART.value <= triton.cdiv(K, pick.k)  # stored in parts, one a step
+    specialised = specialised and pick.n // PART.value <= cdiv(K, pick.k)  # stored in parts, one a step
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.float8_cast import scale_of, to_bytes
-from titanlite.kernels.device.launch import launch
+from titanlite.kernels.device.launch import cdiv, launch
 
 BLOCK = tl.constexpr(128)
 WIDEST = 128
@@ -219,7 +219,7 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out = torch.empty_like(x)
     tensors = grad, x, out
-    grid = M, triton.cdiv(blocks, PART)
+    grid = M, cdiv(blocks, PART)
     launch(_swiglu_grad, (blocks, grad.dtype, x.dtype), grid, tensors, lambda: (*tensors, blocks, PART), num_warps=4)
     return out
 
@@ -236,9 +236,9 @@ def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tupl
             lambda: (x, out, unit, blocks, most, pow2, n, blocks <= n), num_warps=_warps(n),
         )  # fmt: skip
         return out, unit
-    amax, parts = torch.zeros(1, dtype=torch.int32, device=x.device), triton.cdiv(blocks, PART)
+    amax, parts = torch.zeros(1, dtype=torch.int32, device=x.device), cdiv(blocks, PART)
     launch(
-        _amax, (M, blocks, x.dtype), (triton.cdiv(M, ROWS), parts), (x, amax),
+        _amax, (M, blocks, x.dtype), (cdiv(M, ROWS), parts), (x, amax),
         lambda: (x, x, amax, M, blocks, False, PART, ROWS), num_warps=4,
     )  # fmt: skip
     tensors = x, amax, out, unit
@@ -266,9 +266,9 @@ def swiglu_grad_cast(
             lambda: (*tensors, blocks, *most, pow2, n, blocks <= n), num_warps=_warps(n),
         )  # fmt: skip
         return out, unit, h, h_unit
-    amax, parts = torch.zeros(2, dtype=torch.int32, device=x.device), triton.cdiv(blocks, PART)
+    amax, parts = torch.zeros(2, dtype=torch.int32, device=x.device), cdiv(blocks, PART)
     launch(
-        _amax, (M, blocks, grad.dtype, x.dtype), (triton.cdiv(M, ROWS), parts), (grad, x, amax),
+        _amax, (M, blocks, grad.dtype, x.dtype), (cdiv(M, ROWS), parts), (grad, x, amax),
         lambda: (grad, x, amax, M, blocks, True, PART, ROWS), num_warps=4,
     )  # fmt: skip
     tensors = grad, x, amax, out, unit, h, h_unit

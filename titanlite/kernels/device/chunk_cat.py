@@ -1,0 +1,41 @@
+"""Device code of `titanlite.kernels.chunk_cat`: a copy of each tensor, all its parts in one launch."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.launch import cdiv, launch
+
+BLOCK = 1024
+"""Elements of a thread block."""
+
+
+@triton.jit
+def _chunk_cat(source, out, size, part, width, first, BLOCK: tl.constexpr):
+    """A piece of one tensor's part for one rank.
+
+    size: of the tensor; part: of it for a rank; width: of a row of `out`; first: where the tensor begins in a row.
+    """
+    rank = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + rank * part + at, mask=(at < part) & (rank * part + at < size), other=0.0)
+    tl.store(out + rank * width + first + at, value.to(out.dtype.element_ty), mask=at < part)
+
+
+def chunk_cat(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
+    """What `titanlite.kernels.chunk_cat.chunk_cat` does."""
+    first = 0
+    for tensor in tensors:
+        first += _put(tensor.contiguous(), n_chunks, out, first)
+
+
+def _put(tensor: Tensor, n_chunks: int, out: Tensor, first: int) -> int:
+    """Copy one tensor, and say how many columns it takes."""
+    size, rows = tensor.numel(), cdiv(tensor.shape[0], n_chunks)
+    part = rows * (size // tensor.shape[0])
+    numbers = size, part, out.shape[1], first
+    launch(
+        _chunk_cat, (*numbers, tensor.dtype, out.dtype), (cdiv(part, BLOCK), n_chunks), (tensor, out),
+        lambda: (tensor, out, *numbers, BLOCK), num_warps=4,
+    )  # fmt: skip
+    return part
