@@ -4,6 +4,8 @@ A shard is made of whole rows, so its rows' scales are its own affair; a scale o
 after each update (`titanlite.float8.convert.precompute_scales`).
 """
 
+import functools
+import inspect
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -146,8 +148,8 @@ class WeightShard(Tensor):
         """Cast. Returns what is to be gathered, and what is known without."""
         if self.how.by_row:
             bits, unit = cast_rows(self.master, self.how.dtype)
-            alone = mesh.size(mesh.ndim - 1) == 1  # FSDP then takes one tensor of each weight, and gathers nothing
-            return ((bits,), unit) if alone else ((bits, unit), None)
+            # A rank alone gathers nothing, and FSDP takes one tensor of each of its weights.
+            return ((bits,), unit) if _is_alone(mesh) else ((bits, unit), None)
         if self.scale is None:
             agree_on_scales([self], mesh)
         return (cast_by(self.master, cast("Tensor", self.scale), self.how.dtype),), self.unit
@@ -164,6 +166,16 @@ class WeightShard(Tensor):
             getattr(out, "_local_tensor", out).unit = unit
             return None
         return Float8Weight(bits, unit, dtype), gathered
+
+
+# FSDP asks for the signature at each gather; to find it takes longer than to launch the cast.
+WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _is_alone(mesh: DeviceMesh) -> bool:
+    """Whether weights are sharded over one rank. To ask the mesh takes 10 µs."""
+    return mesh.size(mesh.ndim - 1) == 1
 
 
 def local_data(parameter: Tensor) -> Tensor:
