@@ -1,4 +1,4 @@
-"""Gradients as a reduce-scatter takes them: each rank's parts, behind one another. No arithmetic, so bit for bit."""
+"""Gradients as a reduce-scatter takes them: each rank's parts, behind one another, rounded once; so bit for bit."""
 
 import re
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from tests.kernels.compile_only import compiling
 from titanlite.kernels.chunk_cat import chunk_cat
+from titanlite.parallel import fsdp  # noqa: F401  takes the place of torch's operator
 
+BF16, F32 = torch.bfloat16, torch.float32
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {
     "equal parts": [(16, 96), (8, 1024), (48,), (24, 3, 5)],
@@ -27,7 +29,7 @@ def truth(tensors: list[Tensor], n_chunks: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16,) * 2, (torch.float32,) * 2])
+@pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (BF16, BF16), (F32, F32)])
 @pytest.mark.parametrize("n_chunks", [1, 2, 8])
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_parts(shapes, n_chunks, dtypes, device):
@@ -40,6 +42,9 @@ def test_parts(shapes, n_chunks, dtypes, device):
         out = torch.full_like(want, torch.nan)
         chunk_cat(tensors, n_chunks, out)
         assert torch.equal(out, want)
+        as_fsdp_does = torch.full_like(want, torch.nan)
+        torch.ops.fsdp.chunk_cat(tensors, dim=0, num_chunks=n_chunks, out=as_fsdp_does)
+        assert torch.equal(as_fsdp_does, want)
 
 
 @pytest.mark.parametrize(("rows", "at_once"), [(4096, True), (4095, False)])

@@ -168,13 +168,13 @@ class WeightShard(Tensor):
         return Float8Weight(bits, unit, dtype), gathered
 
 
-# FSDP asks for the signature at each gather; to find it takes longer than to launch the cast.
+# FSDP asks for it at each gather, and Python would make it anew.
 WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _is_alone(mesh: DeviceMesh) -> bool:
-    """Whether weights are sharded over one rank. To ask the mesh takes 10 µs."""
+    """Whether weights are sharded over one rank. A mesh is slow to answer."""
     return mesh.size(mesh.ndim - 1) == 1
 
 

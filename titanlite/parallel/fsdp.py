@@ -43,41 +43,19 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
         if isinstance(module, FSDPModule):
             # gloo cannot divide while it reduces, hence the plain sum.
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.dp_size > 1:
+            if mesh.dp_size > 1:  # a single rank divides by its count of one anyway, without a pass over the gradient
                 module.set_gradient_divide_factor(1.0)
-            else:  # it divides by its count of one anyway, without a pass over the gradients
-                module.set_custom_reduce_scatter(_OneRank())  # type: ignore[arg-type]
-
-
-class _OneRank:
-    """Of one rank: FSDP would copy its gradients once more. The sum's memory is the input's, and then nothing is."""
-
-    def __init__(self) -> None:
-        self.input: Tensor | None = None
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called for the input, and then, on the stream that reduces, for the sum."""
-        if self.input is None:
-            self.input = torch.empty(*size, dtype=dtype, device=device)
-            return self.input
-        sum_, self.input = self.input, None
-        if sum_.is_cuda:  # freed while that stream may still add it to the gradients of other micro-batches
-            sum_.record_stream(torch.cuda.current_stream())
-        return sum_
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Never reached: FSDP knows that there is nobody to reduce with."""
-        raise AssertionError("a reduce-scatter of one rank")
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-    """In the place of torch's, on GPUs. FSDP cuts gradients along dim 0."""
-    if dim != 0:
-        raise ValueError(f"fsdp::chunk_cat of dim {dim}; titanlite's cuts along dim 0")
-    chunk_cat(tensors, num_chunks, out)
+    """In the place of torch's `fsdp::chunk_cat`, for whatever uses FSDP in this process."""
+    if dim == 0 and len(out) == num_chunks and out.is_contiguous() and out.is_floating_point():
+        chunk_cat(tensors, num_chunks, out)
+    else:  # not what FSDP does with the gradients of our models
+        torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
 _FSDP_OPERATORS = torch.library.Library("fsdp", "IMPL")  # ours as long as it lives
-with warnings.catch_warnings():
+with warnings.catch_warnings():  # torch's C++ says so once in a process, for whichever operator comes first
     warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel", category=UserWarning)
     _FSDP_OPERATORS.impl("chunk_cat", _chunk_cat, "CUDA", allow_override=True)

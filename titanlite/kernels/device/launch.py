@@ -24,7 +24,7 @@ MOST_DESCRIPTORS = 4096
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many blocks of `size` cover n. `triton.cdiv` serves kernels too, and takes microseconds for it."""
+    """How many blocks of `size` cover n. `triton.cdiv` serves kernels too, and is slow for it."""
     return -(-n // size)
 
 
