@@ -13,16 +13,28 @@ from titanlite.kernels import all_gather_matmul as gather
 from titanlite.kernels import lowering
 from titanlite.kernels import matmul_reduce_scatter as scatter
 from titanlite.kernels.lowering import Lowered, agree, lowered, set_deadline
+from titanlite.kernels.products import NOTHING
 
 
 def test_ranks_in_two_calls_are_told_before_they_wait_for_each_other(tmp_path):
     def body() -> None:
         group, rank = dist.group.WORLD.group_name, dist.get_rank()  # type: ignore[union-attr]
-        agree("all_gather_matmul", group, "8×6")
-        agree("all_gather_matmul", group, "8×6")
+        for _ in range(2):
+            assert agree("all_gather_matmul", group, "8×6", "6×3", None) is None
         for op, what in (("all_gather_matmul", f"{9 + rank}×6"), (f"operator {rank}", "8×6")):
             with pytest.raises(ValueError, match=r"(?s)rank 0  .*: [89]×6\n  rank 1  .*want: equal shapes.*fix: "):
-                agree(op, group, what)
+                agree(op, group, what, "6×3", None)
+
+    run_ranks(body, tmp_path)
+
+
+def test_what_one_rank_cannot_none_does(tmp_path):
+    def body() -> None:
+        group, rank = dist.group.WORLD.group_name, dist.get_rank()  # type: ignore[union-attr]
+        for _ in range(2):  # the second time without asking
+            assert agree("op", group, "8×6", f"6×{3 - rank}", None) == "6×3 on rank 0 and 6×2 on rank 1"
+            assert agree("op", group, "8×7", "7×3", "no kernel" if rank else None) == "no kernel"
+            assert agree("op", group, "8×8", f"8×{rank}", None if rank else NOTHING) == NOTHING
 
     run_ranks(body, tmp_path)
 
@@ -47,8 +59,17 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
                 bias = torch.zeros(other.shape[1]) if rank else None
                 lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None, False)
         assert next(calls) == 4  # two operators with w, and two with another shape
+        for _ in range(2):  # a weight that does not divide: what stays on a rank need not be equal
+            (out,) = lowering.all_gather_matmul(
+                shard, [torch.ones(6, 7 - rank)], 0, 7, group, "left", [], None, "tensor", none, None, False
+            )[1:]
+            assert out.shape == (7, 7 - rank)
+            left, right = torch.ones(8, 7 - rank), torch.ones(7 - rank, 2)
+            out = lowering.matmul_reduce_scatter([left], [right], 0, group, None, none, none, None, False)
+            assert torch.equal(out, torch.full((4, 2), 13.0))
+        assert next(calls) == 4 + 1 + 2
         unequal = torch.zeros(6, 7 - 2 * rank)
-        with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×6, 6×5 scattered"):
+        with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×5 scattered"):
             lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
 
     run_ranks(body, tmp_path)

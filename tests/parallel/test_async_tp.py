@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.fx import GraphModule
+from torch.nn.functional import pad
 
 from tests.parallel.collective_graphs import around_the_pass, c10d, gather, group, scatter, tensor, traced
 from tests.parallel.dtensor_llama import Block, parallel
@@ -44,19 +47,23 @@ class Compiler:
         return make_boxed_func(lambda *inputs: (both.fused if self.fused else both.plain)(*inputs))
 
 
-def block_runs(batch: int, tokens: int, bias: bool, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[Pair]]:
-    """Output, gradient of the input and of all parameters of one block, without and with the pass; and its report."""
+def runs_of(model: nn.Module, batch: int, tokens: int, dtype: torch.dtype) -> tuple[list[list[Tensor]], list[Pair]]:
+    """Output, gradient of the input and of all parameters, without and with the pass; and its report."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    block, compiler = parallel(Block(bias=bias).to(dtype)), Compiler()
-    compiled, runs = torch.compile(block, backend=compiler.backend, fullgraph=True), []
+    compiler = Compiler()
+    compiled, runs = torch.compile(model, backend=compiler.backend, fullgraph=True), []
     for compiler.fused in (False, True):
         x = tensor(batch, tokens, 16, dtype=dtype).requires_grad_()
         out = local(compiled(x))
-        block.zero_grad()
+        model.zero_grad()
         out.square().sum().backward()
-        runs.append([out.detach(), x.grad, *(local(p.grad) for p in block.parameters())])  # type: ignore[arg-type]
+        runs.append([out.detach(), x.grad, *(local(p.grad) for p in model.parameters())])  # type: ignore[arg-type]
     return runs, compiler.report
+
+
+def block(bias: bool, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return parallel(Block(bias=bias).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +74,7 @@ def block_runs(batch: int, tokens: int, bias: bool, dtype: torch.dtype) -> tuple
 def test_block_of_dtensors(bias, dtype, batches, tmp_path):
     def body() -> None:
         for batch in batches:
-            (truth, got), report = block_runs(batch, 4, bias, dtype)
+            (truth, got), report = runs_of(block(bias, dtype), batch, 4, dtype)
             assert [pair.fused for pair in report] == [True] * 8, "\n".join(map(str, report))
             # Products are summed in one accumulator instead of being rounded each and after each addition: 5 roundings
             # for q, k, v and 3 for gate and up, of eps/2 each.
@@ -75,6 +82,24 @@ def test_block_of_dtensors(bias, dtype, batches, tmp_path):
                 assert (g - t).double().norm() <= 4 * torch.finfo(dtype).eps * t.double().norm()
 
     run_ranks(body, tmp_path, 2)
+
+
+def test_a_weight_of_which_the_last_rank_has_nothing(tmp_path):
+    def body() -> None:
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.Linear(16, 4, bias=False)).double()
+        style = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        model = parallelize_module(head, init_device_mesh("cpu", (3,)), {"0": style})
+        assert model[0].weight.to_local().shape[0] == (2, 2, 0)[dist.get_rank()]  # type: ignore[operator]
+        (truth, got), report = runs_of(model, 2, 6, torch.float64)
+        assert [(pair.collective, pair.fused) for pair in report if pair.matmuls] == [
+            ("all_gather_into_tensor", True),
+            ("reduce_scatter_tensor", True),
+        ], "\n".join(map(str, report))
+        for g, t in zip(got, truth, strict=True):
+            torch.testing.assert_close(g, t, rtol=1e-12, atol=1e-12)
+
+    run_ranks(body, tmp_path, 3)
 
 
 def test_training_with_inductor(tmp_path):
@@ -144,6 +169,14 @@ def strict_cases() -> None:
     )
     read_twice = error(lambda x, w: (scatter(y := x @ w), y * 2), kernel)
     assert "reduce_scatter_tensor: mm is read by mul as well" in read_twice
+    for stands, between in {
+        "convert_element_type": lambda x, w: gather(x).half() @ w.half(),
+        "div": lambda x, w: scatter((x @ w) / n),
+        "constant_pad_nd": lambda x, w: scatter(pad((x @ w)[: 6 - n], (0, 0, 0, n))),
+        "select": lambda x, w: gather(x.view(1, 6, 16), 1)[0] @ w,
+    }.items():
+        missed = error(lambda x, w, f=between: (product(x, w), f(x, w)), kernel)
+        assert f"{stands} stands between it and mm_1" in missed
     # An operator without its kernel.
     assert "no operator: has run on a GPU; a CPU computes their definitions" in error(product)
     for reason in ("no peer access between the GPUs of rank 0", "torch.float32 operands; the kernels take bfloat16"):

@@ -1,11 +1,12 @@
 """Which lowering a collective matmul takes on a GPU, and the record of it.
 
-The choice is equal on all ranks of a group: it depends on shapes and dtypes, which a call that is new compares over the
-ranks, on the group, and on what all of its ranks have said of their GPUs. What was chosen is counted by shape, for the
+The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks tell each other when a call is
+new, on the group, and on what all of its ranks have said of their GPUs. What was chosen is counted by shape, for the
 receipt.
 """
 
 import importlib.util
+import logging
 import os
 import socket
 from collections import Counter
@@ -38,6 +39,8 @@ class Lowered(NamedTuple):
 
 lowered: Counter[Lowered] = Counter()
 """All collective matmuls that this process has run on its GPU."""
+
+_logger = logging.getLogger(__name__)
 
 _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
 _library = torch.library.Library("titanlite", "FRAGMENT")
@@ -131,20 +134,19 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
         stem.check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
         at = dim % shard.ndim
         whole = _dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
-        agree(
-            "all_gather_matmul",
-            group,
-            f"{shard.dtype} {whole} gathered along dim {at}, {form} of {_shapes(*others)}, scaled by {scale_of}, to "
-            f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}",
+        what = (
+            f"{shard.dtype} {whole} gathered along dim {at}, {form}, scaled by {scale_of}, to "
+            f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}"
         )
         reason, run = no_peer_access(group), stem.definition
         if reason is None:
             from titanlite.kernels.device import all_gather_matmul as device
 
             reason = device.obstacle(shard, others, dim, size, named_group(group).size, form, scale_of)
-            run = stem.definition if reason else device.all_gather_matmul
-        row = Lowered("all_gather_matmul", _shapes(shard, *others), reason, reason == NOTHING)
-        known = _verdicts[call] = row, run
+            run = device.all_gather_matmul
+        reason = agree("all_gather_matmul", group, what, _shapes(*others), reason)
+        row = _row("all_gather_matmul", group, _shapes(shard, *others), reason)
+        known = _verdicts[call] = row, stem.definition if reason else run
     row, run = known
     lowered[row] += 1
     return run(shard, others, dim, size, group, form, *rest)
@@ -161,54 +163,73 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
         stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)
         shapes = _shapes(*lefts, *rights)
         dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
-        what = f"{shapes} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
-        agree("matmul_reduce_scatter", group, what)
+        product = _dims([*lefts[0].shape[:-1], rights[0].shape[-1]])
+        what = f"{product} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
         reason, run = no_peer_access(group), stem.definition
         if reason is None:
             from titanlite.kernels.device import matmul_reduce_scatter as device
 
-            reason = device.obstacle(lefts, rights, dim, named_group(group).size)
-            run = stem.definition if reason else device.matmul_reduce_scatter
-        row = Lowered("matmul_reduce_scatter", shapes, reason, reason == NOTHING)
-        known = _verdicts[call] = row, run
+            reason, run = device.obstacle(lefts, rights, dim, named_group(group).size), device.matmul_reduce_scatter
+        reason = agree("matmul_reduce_scatter", group, what, shapes, reason)
+        row = _row("matmul_reduce_scatter", group, shapes, reason)
+        known = _verdicts[call] = row, stem.definition if reason else run
     row, run = known
     lowered[row] += 1
     return run(lefts, rights, dim, group, *rest)
 
 
-_agreed: set[tuple[dist.ProcessGroup, str, str]] = set()
+def _row(op: str, group: str, shapes: str, reason: str | None) -> Lowered:
+    """What is counted of a call; if it should have been fused and is not, that is said, by one rank."""
+    row = Lowered(op, shapes, reason, reason == NOTHING)
+    if row.reason and not row.declared and named_group(group).rank == 0:
+        _logger.warning("%s of %s is not fused: %s", op, shapes, reason)
+    return row
 
 
-def agree(op: str, group: str, what: str) -> None:
-    """Make sure that all ranks of a group are in the same call, when the first of its kind comes; a collective.
+_agreed: dict[tuple[dist.ProcessGroup, str, str, str], str | None] = {}
 
-    Ranks whose shapes differ would wait for each other in vain, or read each other's memory by different maps.
+
+def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str | None:
+    """Decide with all ranks of a group whether a call is fused, when the first of its kind comes; a collective.
+
+    Ranks that differ in what is moved would wait for each other in vain, or read each other's memory by different maps.
+    They may differ in the operand that stays where it is, as where a weight does not divide, and do without kernels.
 
     Args:
         op: the operator.
         group: name of the process group.
         what: all that must be equal on all ranks, in words. Nothing else, so that a call is new to all or to none.
+        own: shapes of the operands that need not be equal.
+        reason: why this rank cannot fuse it, or None.
+
+    Returns:
+        Why none of them does, or None.
 
     Raises:
         ValueError: on every rank, if two ranks are in different calls.
     """
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    if (process_group, op, what) in _agreed or (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    ):
-        return  # nobody can be asked while a graph is captured; its calls have run before
+    key = process_group, op, what, own
+    if key in _agreed:
+        return _agreed[key]
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return reason  # nobody can be asked while a graph is captured; its calls have run before
     said: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(said, f"{op}: {what}", group=process_group)
-    for rank, theirs in enumerate(said):
-        if theirs != said[0]:
+    dist.all_gather_object(said, (f"{op}: {what}", own, reason), group=process_group)
+    call, first, _ = said[0]
+    for rank, (theirs, _, _) in enumerate(said):
+        if theirs != call:
             raise ValueError(
                 f"group {group}, a call that is new to its ranks\n"
-                f"  rank 0  {said[0]}\n"
+                f"  rank 0  {call}\n"
                 f"  rank {rank}  {theirs}\n"
                 "  want: equal shapes and dtypes on all ranks, in the same order of calls\n"
                 "  fix:  pad what is shorter on some ranks"
             )
-    _agreed.add((process_group, op, what))
+    reasons = [theirs for _, _, theirs in said if theirs]
+    unequal = [f"{first} on rank 0 and {own} on rank {r}" for r, (_, own, _) in enumerate(said) if own != first]
+    _agreed[key] = min([r for r in reasons if r != NOTHING] or reasons or unequal, default=None)
+    return _agreed[key]
 
 
 _verdicts: dict[object, tuple[Lowered, Callable[..., Any]]] = {}

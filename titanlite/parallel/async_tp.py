@@ -120,7 +120,8 @@ def enable(report: list[Pair] | None = None, strict: bool = False) -> Iterator[N
 
     Args:
         report: receives the pairs of each graph. A graph from inductor's cache passes nothing, so with a report that
-            cache is not used. Without one, misses are logged by this module, at level INFO.
+            cache is not used. With or without one, misses are logged by this module: at level WARNING, or INFO where
+            they are `declared`.
         strict: hold the first step, forward and backward, against what was asked for: every pair fused, by a kernel.
             Needs a report, and makes one where none is given.
 
@@ -173,7 +174,7 @@ class _Pass(CustomGraphPass):
             self._report.extend(pairs)
         for pair in pairs:
             if pair.reason:
-                _logger.info("%s", pair)
+                _logger.log(logging.INFO if pair.fused or pair.declared else logging.WARNING, "%s", pair)
 
     def uuid(self) -> bytes | None:
         """What a compiled graph depends on beside its source; None to compile each graph anew."""

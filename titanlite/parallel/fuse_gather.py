@@ -7,6 +7,7 @@ does.
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from titanlite.parallel.rewriting import (
     UnpairedError,
     check_ranks,
     collective_of,
+    could_be_passed,
     descendants,
     is_matmul,
     matmul_of,
@@ -74,7 +76,7 @@ def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
     moved, uses = _readers(node)
     matmuls = dict.fromkeys(user for _, user in uses if is_matmul(user))
     if not matmuls:
-        raise UnpairedError(_bystanders([user for _, user in uses]))
+        raise _no_matmul([user for _, user in uses])
     check_ranks(collective)
     dependent = descendants(node)
     groups: dict[Gathered, list[Product]] = defaultdict(list)
@@ -202,20 +204,34 @@ def _is_row_major(value: torch.Tensor) -> bool:
     return value.stride() == tuple(math.prod(value.shape[i + 1 :]) for i in range(value.ndim))
 
 
-def _bystanders(users: list[Node]) -> str:
-    """What reads the gathered tensor, where no matmul does."""
+def _no_matmul(users: list[Node]) -> MissedError:
+    """Why no matmul reads the gathered tensor. That is as it should be unless one is near."""
+    for user in users:
+        if (near := _reached(user, could_be_passed)) is not None:
+            return MissedError(f"{name_of(user)} stands between it and {near.name}")
     for user in users:
         if user.target in (aten.bmm.default, aten.baddbmm.default):
-            return f"{user.name} multiplies batches of matrices (bmm), for which there is no operator"
+            return UnpairedError(f"{user.name} multiplies batches of matrices (bmm), for which there is no operator")
     for user in users:
-        found, left = {user}, [user]
-        while left:
-            last = left.pop()
-            if is_matmul(last):
-                return f"{name_of(user)} stands between it and {last.name}"
-            if torch.Tag.pointwise in getattr(last.target, "tags", ()) or sources(last):
-                fresh = [n for n in last.users if n not in found]
-                found.update(fresh)
-                left += fresh
+        if (far := _reached(user, lambda n: _is_pointwise(n) or bool(sources(n)))) is not None:
+            return UnpairedError(f"{name_of(user)} stands between it and {far.name}")
     names = ", ".join(dict.fromkeys(map(name_of, users)))
-    return f"no matmul reads it, but {names}" if names else "nothing reads it"
+    return UnpairedError(f"no matmul reads it, but {names}" if names else "nothing reads it")
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _reached(start: Node, passes: Callable[[Node], bool]) -> Node | None:
+    """The first matmul behind a node, with such nodes alone before it."""
+    found, left = {start}, [start]
+    while left:
+        last = left.pop()
+        if is_matmul(last):
+            return last
+        if passes(last):
+            fresh = [n for n in last.users if n not in found]
+            found.update(fresh)
+            left += fresh
+    return None

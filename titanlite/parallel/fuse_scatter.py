@@ -24,6 +24,7 @@ from titanlite.parallel.rewriting import (
     UnpairedError,
     check_ranks,
     collective_of,
+    could_be_passed,
     is_matmul,
     matmul_of,
     name_of,
@@ -91,7 +92,7 @@ def _add(source: Node, movements: Movements, total: Sum) -> None:
             total.biases.append(matmul.bias)
         return
     if source.target != aten.add.Tensor or source.kwargs.get("alpha", 1) != 1:
-        raise UnpairedError(_obstacle(source))
+        raise _no_matmul(source)
     shape = source.meta["val"].shape
     for term in source.args[:2]:
         if not isinstance(term, Node) or not is_static(term):
@@ -107,16 +108,21 @@ def _add(source: Node, movements: Movements, total: Sum) -> None:
         _add(inner, movements, total)
 
 
-def _obstacle(source: Node) -> str:
-    """Why what is reduced is no product."""
+def _no_matmul(source: Node) -> MissedError:
+    """Why what is reduced is no product. That is as it should be unless one is near."""
     reads = source.args[0] if source.args else None
     if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
-        return "its matmul is fused with an all-gather"
+        return UnpairedError("its matmul is fused with an all-gather")
     if source.target in (aten.bmm.default, aten.baddbmm.default):
-        return f"{source.name} multiplies batches of matrices (bmm), for which there is no operator"
+        return UnpairedError(f"{source.name} multiplies batches of matrices (bmm), for which there is no operator")
     if source.op == "placeholder":
-        return f"it reduces an input of the graph, {source.name}"
-    return f"{name_of(source)} stands between it and a matmul, or there is none"
+        return UnpairedError(f"it reduces an input of the graph, {source.name}")
+    near = source
+    while could_be_passed(near) and near.all_input_nodes:
+        near = near.all_input_nodes[0]
+    if is_matmul(near):
+        return MissedError(f"{name_of(source)} stands between it and {near.name}")
+    return UnpairedError(f"{name_of(source)} stands between it and a matmul, or there is none")
 
 
 def _check(total: Sum, node: Node) -> None:

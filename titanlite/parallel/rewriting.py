@@ -10,7 +10,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from titanlite.parallel.movement import Atoms, arguments, is_static, steps
+from titanlite.parallel.movement import Atoms, arguments, is_static, length, sources, steps
 
 aten = torch.ops.aten
 
@@ -23,6 +23,15 @@ MATMULS = {
 }
 MOST_RANKS = 8
 """Of a group: the GPUs of one host."""
+
+
+_NO_ARITHMETIC = {
+    aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+    aten.select.int,
+    aten.constant_pad_nd.default,
+}
+_FACTORS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 class MissedError(Exception):
@@ -66,6 +75,13 @@ def is_matmul(node: Node) -> bool:
     return node.target in MATMULS
 
 
+def could_be_passed(node: Node) -> bool:
+    """Whether a pair with this between its two would be one with it before or behind: a cast, a part, a factor."""
+    if node.target in _FACTORS:
+        return not isinstance(node.args[1], Node)
+    return node.target in _NO_ARITHMETIC or bool(sources(node))
+
+
 def matmul_of(node: Node) -> Matmul:
     """Read a matmul.
 
@@ -79,8 +95,8 @@ def matmul_of(node: Node) -> Matmul:
         MissedError: it does what the fused operators cannot.
     """
     given = arguments(node)
-    if not is_static(node):
-        raise MissedError(f"{node.name} has a size that is symbolic or zero")
+    if not all(type(n) is int for n in node.meta["val"].shape):
+        raise MissedError(f"{node.name} has a size that is symbolic")
     names = ("mat1", "mat2") if "mat1" in given else ("self", "mat2")
     left, right = (given[name] for name in names)
     if any(given.get(name, 1) != 1 for name in ("alpha", "beta")):
@@ -189,7 +205,10 @@ class Rewriting:
         Raises:
             MissedError: `dims` does not hold each element once.
         """
-        how = steps(dims, math.prod(node.meta["val"].shape))
+        total = math.prod(node.meta["val"].shape)
+        if not total:  # on a rank for whose part of the weight nothing was left; it takes part in the collective
+            return self.reshape(node, [length(atoms) for atoms in dims])
+        how = steps(dims, total)
         if how is None:
             raise MissedError("rows that neither lie apart nor follow each other")
         if how.order != sorted(how.order):
