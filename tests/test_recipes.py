@@ -202,7 +202,10 @@ def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None
     text = 'extends = "{}"\nscale_rounding = "{}"\n'
     said = message("float8", write(tmp_path, "float8", "mine", text.format("rowwise", "exact")))
     assert "1 problem\n" in said
-    assert 'unless scale_rounding is "pow2_floor"' in said
+    assert (
+        'mine.toml: 1 problem\n  line 2  scale_rounding = "exact"' in said
+    )  # not the line of the file that it extends
+    assert 'beside fsdp_all_gather = "float8", scale_rounding = "pow2_floor"' in said
     assert load("float8", str(write(tmp_path, "float8", "mine", text.format("tensorwise", "pow2_floor"))))
 
 
@@ -239,7 +242,7 @@ def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None
         ),
         (
             'extends = "blockwise"\nfsdp_all_gather = "float8"\n',
-            ['line 2  fsdp_all_gather = "float8"', 'are "tensor"', 'fsdp_all_gather = "high_precision"'],
+            ['line 2  fsdp_all_gather = "float8"', 'both "tensor"', 'fsdp_all_gather = "high_precision"'],
         ),
         (
             'extends = "rowwise"\nreduce_amax = true\n',

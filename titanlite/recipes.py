@@ -185,13 +185,16 @@ def _find(
         return files[name]
     if name.endswith(".toml") and (base / name).is_file():
         return base / name
-    asked, choices = name, [*KINDS[kind].words, *files]
+    words = () if key is not None or name in KINDS[kind].words else KINDS[kind].words
+    asked, choices = name, [*words, *files]
     if kind == "model" and key is None:  # a config says name and flavor apart
         architecture, _, asked = name.partition("-")
         choices = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
     problems, key = Problems(origin), key or KINDS[kind].key
     spelling = {c.lower(): c for c in choices}
     near = [spelling[c] for c in difflib.get_close_matches(asked.lower(), spelling, n=1)]
+    if kind == "float8" and asked in OLD_FLOAT8_RECIPES:
+        near = [OLD_FLOAT8_RECIPES[asked]]
     fix = f'did you mean "{near[0]}"?' if near else f"see `titanlite recipes {kind}`"
     want = f"one of {', '.join(choices)}" + ("" if kind == "model" else ", or a .toml file that exists")
     problems.add(key, show(asked), want, fix)
@@ -256,13 +259,17 @@ def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         problems.add("scale_rounding", '"exact"', want, 'scale_rounding = "e8m0_rceil"')
     weight = recipe.weight
     if recipe.fsdp_all_gather == "float8":
-        fix = 'fsdp_all_gather = "high_precision"'
+        given = {"fsdp_all_gather": "float8"}
         if weight.output != weight.grad_input or weight.output not in ("tensor", "row"):
-            want = 'high_precision, unless weight.output and weight.grad_input are "tensor", or "row": one cast travels'
-            problems.add("fsdp_all_gather", '"float8"', want, fix)
+            given |= {"weight.output": weight.output, "weight.grad_input": weight.grad_input}
+            want = 'weight.output and weight.grad_input both "tensor", or both "row": one cast travels'
         elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
-            want = 'high_precision, unless scale_rounding is "pow2_floor": backward casts rows again, by column'
-            problems.add("fsdp_all_gather", '"float8"', want, fix)
+            given["scale_rounding"] = recipe.scale_rounding
+            want = 'scale_rounding = "pow2_floor": backward casts rows again, by column'
+        if len(given) > 1:  # what a base says was right there
+            key = next(filter(problems.is_own, given), "fsdp_all_gather")
+            want = f'beside fsdp_all_gather = "float8", {want}'
+            problems.add(key, show(given[key]), want, 'fsdp_all_gather = "high_precision"')
     if recipe.reduce_amax:
         if others := sorted(set(recipe.granularities) - {"tensor"}):
             want = f'false, unless every operand has one scale, "tensor"; {", ".join(others)} would stay a rank\'s own'

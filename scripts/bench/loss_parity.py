@@ -24,7 +24,8 @@ SIGMAS = 3
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", default=["rowwise", "tensorwise", "rowwise_with_gw_hp"])
+    names = sorted(path.stem for path in (ROOT / "recipes" / "float8").glob("*.toml"))
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", default=names, help=f"of: {', '.join(names)}")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--config", default="configs/llama3_150m.toml")
     parser.add_argument("--flags", default="", help="more flags of train.py, for all runs")

@@ -133,6 +133,7 @@ def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')
     assert receipt.entries[0].applied["lowering"] in said
     assert receipt.entries[0].applied["fsdp_all_gather"].startswith("high_precision")
+    assert receipt.entries[0].applied["each"] == dict.fromkeys(ALL, "emulated")
     if is_error:
         with pytest.raises(StrictError, match=r"applied nowhere\n.*layers\.0\.attention\.wqkv: emulated: slower than"):
             receipt.enforce(strict=True, warn=pytest.fail)

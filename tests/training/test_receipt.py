@@ -109,6 +109,10 @@ def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ende
     assert entry["applied"]["layers"] == 8
     assert entry["applied"]["lowering"] == "definition"
     assert entry["applied"]["fsdp_all_gather"] == "float8"
+    each = entry["applied"]["each"]
+    assert len(each) == 8
+    assert set(each.values()) == {"definition, weight gathered in float8"}
+    assert "layers.1.feed_forward.w13" in each
     assert "fused with their collectives" not in entry["applied"]
     assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
 

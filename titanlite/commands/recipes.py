@@ -14,7 +14,7 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.problems import Origin
 from titanlite.config.write import to_toml
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.recipes import Kind, load, names
+from titanlite.recipes import Kind, current_name, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _MEASURE = "--measure"
@@ -70,4 +70,6 @@ def _listing(kind: Kind) -> str:
 
 def _one(kind: Kind, name: str) -> str:
     """One recipe as TOML, after a line that says which."""
-    return f"# {kind} recipe {name}\n" + to_toml(load(kind, name, origin=Origin("command line")))
+    recipe, current = load(kind, name, origin=Origin("command line")), current_name(kind, name)
+    hint = "" if current == name else f", which others call {name}"
+    return f"# {kind} recipe {current}{hint}\n" + to_toml(recipe)

@@ -23,7 +23,7 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
-from titanlite.float8.convert import apply_float8, precompute_scales
+from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
@@ -161,12 +161,24 @@ def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
     return None
 
 
+def _arithmetic(model: nn.Module, name: str, done: Conversion, gathered: str) -> str:
+    """What runs in place of a linear layer."""
+    layer, said = model.get_submodule(name), [done.lowering.name]
+    if isinstance(layer, ParallelLinear) and layer.fused is not None:
+        said.append("fused with its collectives")
+    if name.rpartition(".")[0] in done.joined:
+        said.append("one function with the rest of its feed-forward")
+    if gathered == "float8" and name not in done.tied:
+        said.append("weight gathered in float8")
+    return ", ".join(said)
+
+
 def _float8(
     model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt
 ) -> tuple[str, ...]:
     """Convert and report it; returns warnings. A definition is all that CPUs have; on a GPU it is no gain in speed."""
     done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, mesh.fsdp.size(-1))
-    applied: dict[str, int | str] = {"layers": len(done.converted), "lowering": done.lowering.name}
+    applied: dict[str, object] = {"layers": len(done.converted), "lowering": done.lowering.name}
     missed: list[Skipped] = []
     warnings: tuple[str, ...] = ()
     if done.lowering.name == "emulated" and mesh.device.type == "cuda":
@@ -181,15 +193,19 @@ def _float8(
         applied["feed-forwards in float8 throughout"] = len(done.joined)
     if done.maxima:
         applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
-    gathered = recipe.fsdp_all_gather
-    if gathered == "float8" and done.lowering.why is not None:
+    gathered = recipe.fsdp_all_gather if done.lowering.why is None else "high_precision"
+    applied["each"] = {name: _arithmetic(model, name, done, gathered) for name in done.converted}
+    if recipe.fsdp_all_gather != gathered:
         gathered = f"high_precision: {done.lowering.name} products take no weights in float8"
     elif done.tied:
         gathered = f"{gathered}; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
     receipt.add(
         "float8",
         config.float8.recipe,
-        {**applied, "fsdp_all_gather": gathered},
+        {
+            **applied,
+            "fsdp_all_gather": gathered,
+        },
         count=len(done.converted) - len(missed),
         skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],
         missed=missed,
