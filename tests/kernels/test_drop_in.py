@@ -339,3 +339,24 @@ def test_what_cannot_be_done_is_said(tmp_path) -> None:
             kernels.fused_all_gather_matmul(A, [B], 5, group())
 
     run_ranks(body, tmp_path, WORLD)
+
+
+def test_compiled_in_one_graph(tmp_path):
+    def body() -> None:
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        torch.manual_seed(dist.get_rank())
+        a, b, one = torch.randn(4, 8), torch.randn(8, 6), torch.ones(())
+        a8, b8, bf16 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.bfloat16
+        for call in (
+            lambda: kernels.fused_all_gather_matmul(a, [b], 0, group),
+            lambda: kernels.fused_matmul_reduce_scatter(a, b, "avg", 1, group),
+            lambda: kernels.fused_all_gather_scaled_matmul(
+                a8, [b8], one, [one], 0, group, [None], [None], [bf16], [False]
+            ),
+            lambda: kernels.fused_scaled_matmul_reduce_scatter(
+                a8, b8, one, one, "sum", 0, 0, group, None, None, None, bf16
+            ),
+        ):
+            torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(), call())
+
+    run_ranks(body, tmp_path)

@@ -115,8 +115,13 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
 
 def named_group(name: str) -> Group:
     """The process group of that name, as operators receive it."""
+    return Group(name, *_size_and_rank(name))
+
+
+@torch.compiler.assume_constant_result
+def _size_and_rank(name: str) -> tuple[int, int]:
     group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return Group(name, group.size(), group.rank())
+    return group.size(), group.rank()
 
 
 def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
