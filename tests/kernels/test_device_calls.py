@@ -38,7 +38,7 @@ from titanlite.kernels.device import float8_cast, swiglu
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
-from titanlite.kernels.products import NOTHING
+from titanlite.kernels.products import NOTHING, SLOWER
 
 
 class Launches:
@@ -263,3 +263,10 @@ def test_casts(launches: Launches):
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_amax", "_cast_turned", "_turn", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}
+
+
+@pytest.mark.parametrize(("ranks", "reason"), [(4, SLOWER), (2, None)])
+def test_the_table_may_have_the_plain_path_as_faster(ranks: int, reason: str | None):
+    left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
+    assert scatter.obstacle([left], [right], 0, ranks) == reason
+    assert gather.obstacle(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
-from titanlite.kernels.products import NOTHING, out_dtype_of
+from titanlite.kernels.products import DECLARED, NOTHING, out_dtype_of
 
 
 class Lowered(NamedTuple):
@@ -28,7 +28,7 @@ class Lowered(NamedTuple):
         op: "all_gather_matmul" or "matmul_reduce_scatter".
         shapes: of its operands.
         reason: why it was not fused, or None.
-        declared: whether that is as it should be: there was nothing to fuse.
+        declared: whether that is as it should be: there was nothing to fuse, or fusing is slower.
     """
 
     op: str
@@ -180,7 +180,7 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
 
 def _row(op: str, group: str, shapes: str, reason: str | None) -> Lowered:
     """What is counted of a call; if it should have been fused and is not, that is said, by one rank."""
-    row = Lowered(op, shapes, reason, reason == NOTHING)
+    row = Lowered(op, shapes, reason, reason in DECLARED)
     if row.reason and not row.declared and named_group(group).rank == 0:
         _logger.warning("%s of %s is not fused: %s", op, shapes, reason)
     return row

@@ -10,6 +10,9 @@ from titanlite.kernels.shapes import unviewed
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOTHING = "nothing to multiply"
 """Why a call is not fused that only gathers, or is empty."""
+SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
+DECLARED = (NOTHING, SLOWER)
+"""Reasons for which a call should not be fused."""
 
 
 def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -> list[int]:

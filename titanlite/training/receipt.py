@@ -140,10 +140,12 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
     layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, ParallelLinear)]
     plain = [Skipped(name, "its collectives were left beside its matmuls") for name, m in layers if not m.asynchronous]
     count = sum(m.fused is not None for _, m in layers)
-    applied: dict[str, int | str] = {"layers": count, "lowering": "definition"}
+    applied: dict[str, object] = {"layers": count, "lowering": "definition"}
     if run.mesh.device.type == "cuda":
-        fused = sum(n for call, n in lowered.items() if call.reason is None)
+        each = {f"{call.op} {call.shapes}": n for call, n in lowered.items() if call.reason is None}
+        fused = sum(each.values())
         applied = {"layers": count, "fused": fused, "plain": lowered.total() - fused, "lowering": "fused kernels"}
+        applied["each"] = each
         count = sum(call.reason is None for call in lowered)  # shapes, as what was missed
     receipt.add(
         "async_tensor_parallel",

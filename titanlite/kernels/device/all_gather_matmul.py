@@ -28,7 +28,7 @@ from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_o
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, NOTHING, out_dtype_of
+from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of
 from titanlite.kernels.shapes import Split, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
@@ -324,7 +324,7 @@ def layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> Layo
 def obstacle(
     shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
 ) -> str | None:
-    """Why this call cannot be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
+    """Why this call is not to be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
     if shard.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
         return f"{shard.dtype} operands; the kernels take bfloat16, float16 and float8"
     if not 2 <= ranks <= MAX_RANKS:
@@ -348,7 +348,15 @@ def obstacle(
         return f"{at.K} contracted, {at.K * itemsize} bytes; the kernels want a multiple of 16"
     if ranks * -(-at.rows // UNIT) > COUNTERS - COUNTERS_HEADER:
         return f"{at.rows} rows of a shard; the kernels count up to {(COUNTERS - COUNTERS_HEADER) // ranks * UNIT}"
-    return None
+    M, N = _product(at, others[0], form)
+    return SLOWER if tiles("all_gather_matmul", itemsize, ranks, M, N, at.K, fast_accum=True).plain else None
+
+
+def _product(at: Layout, other: Tensor, form: str) -> tuple[int, int]:
+    """Rows and columns of the first product."""
+    if form.startswith("left"):
+        return at.X, other.shape[1]
+    return math.prod(other.shape[:-1]), at.X
 
 
 def all_gather_matmul(
@@ -553,8 +561,7 @@ def _plan(
     at = layout(list(shard.shape), dim, size, to.ranks, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
     dtype = out_dtype_of(shard.dtype, out_dtype)
-    Y = other.shape[1] if left else math.prod(other.shape[:-1])
-    M, N = (at.X, Y) if left else (Y, at.X)
+    M, N = _product(at, other, form)
     pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K, fast_accum, dtype.itemsize)
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)

@@ -20,7 +20,7 @@ from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, NOTHING, out_dtype_of, product_shape
+from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of, product_shape
 from titanlite.kernels.shapes import Split, split
 
 MAX_PAIRS = 3
@@ -205,7 +205,7 @@ def _reduce(
 
 
 def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) -> str | None:
-    """Why this call cannot be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
+    """Why this call is not to be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
     left = lefts[0]
     if left.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
         return f"{left.dtype} operands; the kernels take bfloat16, float16 and float8"
@@ -221,7 +221,9 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
             return (
                 f"{a.shape[-1]} contracted, {a.shape[-1] * a.dtype.itemsize} bytes; the kernels want a multiple of 16"
             )
-    return None
+    M, N, K = math.prod(shape[:-1]), shape[-1], sum(a.shape[-1] for a in lefts)
+    plain = tiles("matmul_reduce_scatter", left.dtype.itemsize, ranks, M, N, K, fast_accum=True).plain
+    return SLOWER if plain else None
 
 
 def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:

@@ -23,6 +23,7 @@ class Tiles:
         group: blocks of rows that share a pass over all columns, for the cache's sake (all-gather only).
         copiers: thread blocks that copy first (all-gather, not specialised).
         copy_rows: rows of 128 bytes that one copy takes (all-gather, specialised).
+        plain: take none of them: NCCL and cuBLAS one after the other are faster.
         specialised: take the kernel whose warps are specialised (`specialised`), where the shape allows it.
     """
 
@@ -34,6 +35,7 @@ class Tiles:
     group: int = 4
     copiers: int = 48
     copy_rows: int = 32
+    plain: bool = False
     specialised: bool = True
 
 
