@@ -18,7 +18,7 @@ from titanlite.run_folder import RunFolder
 def main() -> None:
     """Check everything, claim the run's folder, train."""
     run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    folder, notices = RunFolder(Path(run.config.job.dump_folder) / run.config.job.name), [*run.hints]
+    folder, notices = RunFolder(Path(run.config.job.dump_folder).expanduser() / run.config.job.name), [*run.hints]
     if os.environ.get("RANK", "0") == "0":
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:

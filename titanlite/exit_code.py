@@ -1,5 +1,6 @@
 """How a process ends: one message for a mistake, the traceback for a bug, once for all ranks."""
 
+import io
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ def exit_code(action: Callable[[], object]) -> int:
         0, 2 for a mistake that the user can mend, 1 for a bug, or 130 if interrupted before training. The message of
         the mistake, or the bug's traceback, is then on stderr, without secrets.
     """
+    print_whatever_the_encoding()
     try:
         action()
     except TitanliteError as error:
@@ -48,6 +50,12 @@ def exit_code(action: Callable[[], object]) -> int:
         sys.stderr.write(redact(traceback.format_exc()))
         return 1
     return 0
+
+
+def print_whatever_the_encoding() -> None:
+    """A terminal of ASCII gets escapes, and not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def leave(code: int) -> NoReturn:

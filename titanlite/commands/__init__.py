@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.exit_code import print_whatever_the_encoding
 from titanlite.redact import redact
 
 _COMMANDS = {
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr, or 130 if
         interrupted.
     """
+    print_whatever_the_encoding()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--help", "-h"):
         sys.stdout.write(_overview())

@@ -114,10 +114,15 @@ def difference(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
 def _read(folder: Path, name: str) -> RunRecord:
     rows = read_metrics(folder / "metrics.jsonl")
     try:
-        config = tomli.loads((folder / "config.toml").read_text())
-    except tomli.TOMLDecodeError as error:
+        config = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
         raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
+    if bad := [row for row in rows if "loss" in row and not isinstance(row.get("tokens"), int)]:
+        problem = Problem(
+            f"step {bad[0].get('step')}", "tokens missing", "rows of steps as a run writes them", "restore it"
+        )
+        raise RunError(describe(str(folder / "metrics.jsonl"), [problem]))
     return RunRecord(
         name=name,
         steps=[row for row in rows if "loss" in row],

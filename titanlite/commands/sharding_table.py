@@ -179,7 +179,7 @@ def alike(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
         groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))
     found: list[tuple[str, int, T]] = []
     for same in groups.values():
-        numbers = sorted(int(n) for name, _ in same for n in re.findall(r"\b\d+\b", name)[:1])
+        numbers = sorted({int(n) for name, _ in same for n in re.findall(r"\b\d+\b", name)[:1]})
         span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
         if len(numbers) > 1 and numbers != list(range(numbers[0], numbers[-1] + 1)):
             span = ",".join(map(str, numbers))

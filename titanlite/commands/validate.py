@@ -207,7 +207,7 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}, tokenizer {config.data.tokenizer}",
-        "folder": os.path.join(config.job.dump_folder, config.job.name),
+        "folder": os.path.join(os.path.expanduser(config.job.dump_folder), config.job.name),
     }
     hints = "".join(f"  {hint}\n" for hint in checked.hints)
     return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())

@@ -73,7 +73,7 @@ def check(config: Config, model: ModelRecipe | None, world_size: int | None, ori
     _check_ranges(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
-        _check_model(model, problems)
+        _check_model(model, bool(config.model.file), problems)
         longest, seq_len = model.max_seq_len, config.training.seq_len
         if 0 < longest < seq_len:
             want = f"at most {longest}, the positions that the model has an embedding for"
@@ -139,8 +139,8 @@ def _inside(value: float, span: str) -> bool:
     return (value >= low if span[0] == "[" else value > low) and (value <= high if span[-1] == "]" else value < high)
 
 
-def _check_model(model: ModelRecipe, problems: Problems) -> None:
-    """The heads divide the width, and each width suits the kernels."""
+def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:
+    """The heads divide the width, and each width suits the kernels; those of one's `own` file are its affair."""
     dim, heads, kv_heads = model.dim, model.n_heads, model.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
@@ -159,7 +159,7 @@ def _check_model(model: ModelRecipe, problems: Problems) -> None:
     if heads % kv_heads:
         fix = _pick("n_kv_heads", kv_heads, _divisors(heads))
         problems.add("model.n_kv_heads", str(kv_heads), f"a divisor of model.n_heads = {heads}", fix)
-    if model.ffn_dim % 128:
+    if model.ffn_dim % 128 and not own:
         fix = f"ffn_dim = {-(-model.ffn_dim // 128) * 128}"
         problems.add("model.ffn_dim", str(model.ffn_dim), "a multiple of 128", fix)
 
@@ -176,7 +176,7 @@ def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, pr
         any_number = True  # what is left for the others cannot be said
     tokens = config.training.seq_len * config.training.local_batch_size
     split: dict[str, int] = {}
-    if model is not None:
+    if model is not None and not config.model.file:  # of one's own the sharding plan says what divides
         split = {
             f"model.n_heads = {model.n_heads}": model.n_heads,
             f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,

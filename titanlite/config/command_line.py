@@ -76,6 +76,9 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
         if arg.startswith("--") and len(arg) > 2:
             name, has_value, value = arg[2:].partition("=")
             key = name.replace("-", "_")
+            if key == "config" and key in flags:
+                fix = 'extends = ["a.toml", "b.toml"] in a file merges several'
+                raise ConfigError(describe("command line", [Problem("--config", value, "one TOML file", fix)]))
             flags[key] = [value] if has_value else []
         elif _is_flag_without_dashes(arg, first=not (key and flags[key])):
             fix = f"--{arg.lstrip('-')}"

@@ -71,7 +71,7 @@ def _read(path: Path, find: Callable[[str, Path], Path], above: tuple[Path, ...]
 def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
     """Parse one file, and find the lines of its keys."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return tomli.loads(text), key_lines(text)
     except tomli.TOMLDecodeError as error:
         seen = error.doc.splitlines()[error.lineno - 1].strip() if error.pos < len(error.doc) else "end of file"

@@ -167,7 +167,8 @@ def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:
     compute = _names(list(block.parameters()))
     block.reshard()
     group = block._get_fsdp_state()._fsdp_param_group
-    reduction = group and (group._reduce_dtype or group._orig_dtype)
+    # FSDP keeps no dtype of the reduction where it is that of the gradients.
+    reduction = group and (group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype)
     moments = [*run.optimizer.exp_avg.values(), *run.optimizer.exp_avg_sq.values()]
     found = {
         "parameters": _names([local_data(p) for p in run.parameters]),
@@ -188,7 +189,8 @@ def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:
         if found[what] != dtype
     ]
     requested = {what: dtype for what, (dtype, _) in wanted.items()}
-    receipt.add("dtypes", requested, found, count=len(wanted) - len(missed), missed=missed)
+    key = missed[0].what if missed else "training"
+    receipt.add("dtypes", requested, found, count=len(wanted) - len(missed), missed=missed, key=key)
 
 
 def _names(tensors: list[Tensor]) -> str:

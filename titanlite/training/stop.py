@@ -29,7 +29,9 @@ class StopSignals:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # under nohup
             self._before[number] = signal.signal(number, self._note)
         return self
 

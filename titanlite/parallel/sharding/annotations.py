@@ -10,6 +10,7 @@ exactly as its annotation says.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -56,6 +57,11 @@ def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -
     pinned: dict[Node, Pinned] = {}
     held = {name: node for node, name in graph.names.items() if node.op == "placeholder"}
     names = {**held, **graph.aliases, **{f"@{name}": node for name, node in graph.calls.items()}}
+    if not isinstance(annotations, Mapping) or not all(isinstance(text, str) for text in annotations.values()):
+        want = 'a dict of pattern → placement, as {"layers.*.wqkv.weight": "tp:0"}'
+        raise ShardingError(
+            describe("sharding annotations", [Problem("sharding", repr(annotations), want, "write one")])
+        )
     for pattern, text in annotations.items():
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
@@ -87,9 +93,14 @@ def _placements(
         return tuple(placed.values())
     count = len(problems)
     dims: set[int] = set()
-    for part in text.split():
+    parts = text.split()
+    if not parts or len({part.partition(":")[0] for part in parts}) < len(parts):
+        want = '"replicate", or each axis once'
+        problems.append(Problem(pattern, text, want, f'"{pattern}" = "{next(iter(axes))}:0"'))
+        return None
+    for part in parts:
         axis, _, number = part.partition(":")
-        dim = int(number) if number.lstrip("-").isdecimal() else None
+        dim = int(number) if re.fullmatch(r"-?\d+", number) else None
         if axis not in axes or dim is None:
             want = f'"replicate", or an axis of {", ".join(axes)} with a dim, as "{next(iter(axes))}:0"'
             problems.append(Problem(pattern, text, want, f'"{pattern}" = "{next(iter(axes))}:0"'))
