@@ -128,6 +128,17 @@ def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "a/config.toml").write_text("[job\n")
     with pytest.raises(RunError, match=r"a/config\.toml: .*line 1"):
         run([folder])
+    (tmp_path / "a/config.toml").write_bytes(b"[job]\nname = '\xff'\n")
+    with pytest.raises(RunError, match=r"a/config\.toml: .*utf-8"):
+        run([folder])
+
+
+def test_half_a_row_of_metrics_is_named(tmp_path):
+    folder = make_run(tmp_path / "a", [5.0])
+    with (tmp_path / "a/metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": 4.0}\n')
+    with pytest.raises(RunError, match=r"a/metrics\.jsonl: 1 problem\n  tokens of step 2 = None\n +want: as many"):
+        run([folder])
 
 
 @pytest.mark.parametrize("text", ["", '{"state"', "[]"])

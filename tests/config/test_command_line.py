@@ -121,6 +121,7 @@ def test_the_config_must_be_named_once(file: str) -> None:
     assert "fix:  name it: --config" in message("--training.steps", "5")
     assert "--config" in message("--config")
     assert "flags, as" in message(file)
+    assert "want: one TOML file\n      fix:  extends = " in message("--config", file, "--config", file)
 
 
 def test_nothing_is_printed_by_the_parser_underneath(file: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -141,6 +141,8 @@ def test_a_folder_and_a_binary_file_are_no_config(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"[job]\n\xff")
     assert "byte 6" in message(tmp_path / "x.toml")
     assert "UTF-8" in message(tmp_path / "x.toml")
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[job]\nnam = 'x'\n")  # as editors of Windows begin a file
+    assert "line 2  job.nam" in message(tmp_path / "x.toml")
 
 
 def test_extends_merges_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -
 def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = checked(tmp_path, 2, mine)
     assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2)
+    checked(tmp_path, 4, [*mine, "--parallelism.tensor_parallel_degree", "4", "--model.ffn_dim", "264"])  # its affair
     assert plan([DEBUG, *mine, *TP_2]) == 0
     assert "positions.weight" in capsys.readouterr().out
 

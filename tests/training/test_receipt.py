@@ -103,6 +103,11 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
     assert asked == [((2, 4, 96, 32), (2, 2, 96, 32))]  # those with a window have a kernel of their own, on GPUs
 
 
+def test_gradients_may_be_reduced_in_the_dtype_of_compute(desk: Desk) -> None:
+    both = [f"--training.mixed_precision_{what}=bfloat16" for what in ("param", "reduce")]
+    assert desk.run("narrow", 1, *both, "--training.steps=5").receipt["dtypes"]["applied"]["reduction"] == "bfloat16"
+
+
 def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ended) -> None:
     entry = everything.receipt["float8"]
     assert entry["requested"] == "rowwise"

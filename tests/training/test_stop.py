@@ -84,7 +84,7 @@ def test_a_signal_in_the_last_steps_does_not_skip_the_last_validation(desk: Desk
     assert "SIGTERM: stopping, and nothing is saved (checkpoint.enable = false), after this step" in run.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
     run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))
     assert run.status["state"] == "stopped"

@@ -119,9 +119,8 @@ def _read(folder: Path, name: str) -> RunRecord:
         problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
         raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
     if bad := [row for row in rows if "loss" in row and not isinstance(row.get("tokens"), int)]:
-        problem = Problem(
-            f"step {bad[0].get('step')}", "tokens missing", "rows of steps as a run writes them", "restore it"
-        )
+        want = "as many tokens as there were until then, a whole number"
+        problem = Problem(f"tokens of step {bad[0].get('step')}", str(bad[0].get("tokens")), want, "restore the file")
         raise RunError(describe(str(folder / "metrics.jsonl"), [problem]))
     return RunRecord(
         name=name,
