@@ -199,6 +199,23 @@ def without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return run
 
 
+def test_ranks_of_a_tensor_parallel_group_draw_the_same_numbers_in_every_run(tmp_path):
+    def drawn(name: str) -> list[str]:
+        def draw(run: Run) -> None:
+            with (tmp_path / name).open("a") as file:
+                file.write(f"{run.mesh.dp_rank} {torch.rand(()).item()}\n")
+
+        (tmp_path / f"{name}-run").mkdir()
+        train(tmp_path / f"{name}-run", 4, [*LR, BATCH, "2", *TP_2], steps=1, change=draw)
+        return sorted((tmp_path / name).read_text().splitlines())
+
+    first, second, third, fourth = drawn("once")
+    assert first == second
+    assert third == fourth
+    assert first.split()[1] != third.split()[1]
+    assert drawn("again") == [first, second, third, fourth]
+
+
 TIED = """
 help = "Two layers with tied embeddings, and widths that three ranks cannot share equally."
 n_layers = 2

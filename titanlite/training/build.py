@@ -119,6 +119,8 @@ def build(
     model.to_empty(device=device)
     model.fill_buffers()
     initialise(model, config.training.seed)
+    # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
+    torch.manual_seed((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
     # FSDP moves shards that need padding when it is first used; the optimizer must see where they end up.
     for module in model.modules():
         if isinstance(module, FSDPModule):
