@@ -24,6 +24,9 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 #                    step at hand and a large checkpoint. (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the same as a variable.)
 # --local-ranks-filter, --tee, --log-dir   Of each host, only local rank 0 writes to the terminal; what every rank writes
 #                    is in outputs/torchrun. The first rank that failed has the last word, with its traceback.
+# A mistake in the config ends here, with one message; torchrun would start the processes again.
+[[ ${1-} != --config ]] || titanlite validate "${@:2}" > /dev/null
+
 exec torchrun \
     --nnodes "${NNODES:-2}" \
     --nproc-per-node "${NPROC:-gpu}" \

@@ -173,12 +173,22 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert ["total", "80.6"] in [line.split() for line in out.splitlines()]
     assert "--device-gib = 80\n      want: at least 81.9" in err
-    first = err.partition("costs least\n")[2].split()[:2]
+    first = err.partition("one of these\n")[2].split()[:2]
     assert first == ["--activation_checkpoint.recipe", "balanced_tight"]
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
     capsys.readouterr()
     assert main(["plan", LARGE, "--world", "4", "--training.local_batch_size", "8"]) == 2
     assert "--device-gib = 139.8 (not given, so that of NVIDIA H200)" in capsys.readouterr().err
+    # No flag alone: two, or more processes.
+    assert main(["plan", LARGE, "--world", "8", "--device-gib", "24"]) == 2
+    two = capsys.readouterr().err.partition("one of these\n")[2].split()[:4]
+    assert two == ["--training.local_batch_size", "1", "--activation_checkpoint.recipe", "full"]
+    assert main(["plan", LARGE, "--world", "8", "--device-gib", "24", *two]) == 0
+    capsys.readouterr()
+    huge = [str(Path(LARGE).with_name("llama3_405b.toml")), "--device-gib", "80", "--world"]
+    assert main(["plan", *huge, "64"]) == 2
+    assert "fix:  128 processes: no two flags together are enough" in capsys.readouterr().err
+    assert main(["plan", *huge, "128"]) == 0
 
 
 def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from titanlite.errors import ConfigError, Problem, describe
 from titanlite.parallel.activation_bytes import Layout, block_prices, is_windowed, price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
-from titanlite.parallel.overrides import overrides_that_fit
+from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
 from titanlite.parallel.save_rules import BLOCK, CLASSES, is_whole
 from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
 
@@ -175,8 +175,12 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
     if predicted.memory.total <= usable(gib):
         return
     run = replace(checked, save_list=predicted.save_list)
-    flags = overrides_that_fit(run.config, run.dimensions, run.float8, world, predicted.save_list, usable(gib))
+    asked = (run.config, run.dimensions, run.float8, world, predicted.save_list, usable(gib))
+    flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
     want = f"at least {predicted.memory.total / usable(1):.1f}: the predicted peak, of which {MARGIN:.1%} stay free"
     listed = "".join(f"\n          {flag}" for flag in flags)
-    fix = f"the first costs least{listed}" if flags else "no one flag is enough: more processes, or several flags"
+    if flags:
+        fix = f"one of these{listed}" + (f"\n          or {more} processes" if more else "")
+    else:
+        fix = f"{f'{more} processes' if more else 'a smaller model'}: no two flags together are enough"
     raise ConfigError(describe("the run does not fit", [Problem("--device-gib", saw, want, fix)]))

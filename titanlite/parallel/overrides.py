@@ -4,7 +4,8 @@ Each change is a flag of train.py, checked as a config would be, and priced by `
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,11 +66,11 @@ def overrides_that_fit(
     save_list: SaveList,
     limit: float,
 ) -> list[Override]:
-    """List changes with which a run would fit, the one that costs least first.
+    """List changes with which a run would fit.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
     each, what keeps most first. With a layout comes the global batch that keeps the step what it was. Three at most, of
-    every kind one before a second.
+    every kind one before a second. If none is enough alone, two together.
 
     Args:
         config: checked.
@@ -81,7 +82,7 @@ def overrides_that_fit(
     """
     now = predicted_peak(config, sizes, float8, world, save_list)
 
-    def fitting(changes: "Iterator[_Change]") -> list[Override]:
+    def fitting(changes: "Iterable[_Change]") -> list[Override]:
         found: list[Override] = []
         for change in changes:
             try:
@@ -101,11 +102,38 @@ def overrides_that_fit(
             lists = [Override(flag, int(budget * GIB), now - int(budget * GIB))]
     sequences = sequences_per_step(config, world)
     layouts, batches = fitting(_layouts(config, save_list, sequences)), fitting(_batches(config, save_list))
+    if not (lists or layouts or batches):
+        lists = fitting(
+            replace(second, flag=f"{first.flag} {second.flag}")
+            for first in (*_layouts(config, save_list, sequences), *_batches(config, save_list))
+            for second in (*_save_lists(first.config, save_list), *_batches(first.config, save_list))
+        )
     kinds = [kind for kind in (lists, layouts, batches) if kind]
     return sorted(
         [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN],
         key=lambda override: next(i for i, kind in enumerate(kinds) if override in kind),
     )
+
+
+def processes_that_fit(
+    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int, save_list: SaveList, limit: float
+) -> int | None:
+    """Double the processes until the run fits; None if a thousand times as many are not enough.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        world: number of processes.
+        save_list: of the run; it has a price.
+        limit: bytes.
+    """
+    for more in (world << n for n in range(1, 11)):
+        with suppress(ConfigError):
+            check(config, sizes, more)
+            if predicted_peak(config, sizes, float8, more, save_list) <= limit:
+                return more
+    return None
 
 
 def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:

@@ -115,8 +115,10 @@ def explanation(
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
     limit = _MARGIN * predicted.total if fits else room
     if flags := overrides_that_fit(config, sizes, float8, world, save_list, limit):
-        lines.append("    fix:  one of these; the first costs least")
+        lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]
     else:
-        lines.append("    fix:  more GPUs, or a smaller model: no other save-list, layout or batch alone would fit")
+        lines.append(
+            "    fix:  more GPUs, or a smaller model: no other save-list, layout or batch would fit, nor two of them"
+        )
     return "\n".join(lines)
