@@ -118,5 +118,5 @@ def explanation(
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]
     else:
-        lines.append("    fix:  more GPUs, or a smaller model: no save-list, layout or batch would fit, nor two of them")
+        lines.append("    fix:  more GPUs or a smaller model: no save-list, layout or batch would fit, nor two of them")
     return "\n".join(lines)
