@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_signal_in_the_last_steps_does_not_skip_the_last_validation(desk: Desk
     assert "SIGTERM: stopping, and nothing is saved (checkpoint.enable = false), after this step" in run.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
     run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))
     assert run.status["state"] == "stopped"
@@ -92,6 +93,16 @@ def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
     assert f"stopped by {number.name} after step 4" in run.output
     assert f"{number.name}: saving and stopping after this step" in run.output
     assert run.checkpoints() == [4]
+
+
+@pytest.mark.parametrize(("handler", "state"), [(signal.SIG_DFL, "stopped"), (signal.SIG_IGN, "finished")])
+def test_a_terminal_that_is_gone_stops_a_run_but_not_one_under_nohup(desk: Desk, handler: Any, state: str) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        run = desk.run(f"left {state}", 1, "--training.steps=6", plant=at_step(2, kill(signal.SIGHUP)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.status["state"] == state
 
 
 def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:
