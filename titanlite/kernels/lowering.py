@@ -227,7 +227,7 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
                 "  fix:  pad what is shorter on some ranks"
             )
     reasons = [theirs for _, _, theirs in said if theirs]
-    unequal = [f"{first} on rank 0 and {own} on rank {r}" for r, (_, own, _) in enumerate(said) if own != first]
+    unequal = [f"{first} on rank 0 and {its} on rank {r}" for r, (_, its, _) in enumerate(said) if its != first]
     _agreed[key] = min([r for r in reasons if r != NOTHING] or reasons or unequal, default=None)
     return _agreed[key]
 

@@ -5,7 +5,6 @@ Each change is a flag of train.py, checked as a config would be, and priced by `
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,12 +84,8 @@ def overrides_that_fit(
     def fitting(changes: "Iterable[_Change]") -> list[Override]:
         found: list[Override] = []
         for change in changes:
-            try:
-                check(change.config, sizes, world)
-                peak = predicted_peak(change.config, sizes, float8, world, change.save_list)
-            except ConfigError:  # impossible here, or without a price
-                continue
-            if peak <= limit and peak < now:
+            peak = _peak_if_possible(change.config, sizes, float8, world, change.save_list)
+            if peak is not None and peak <= limit and peak < now:
                 found.append(Override(change.flag, peak, now - peak))
         return sorted(found, key=lambda override: -override.peak)
 
@@ -120,20 +115,24 @@ def processes_that_fit(
 ) -> int | None:
     """Double the processes until the run fits; None if a thousand times as many are not enough.
 
-    Args:
-        config: checked.
-        sizes: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
-        world: number of processes.
-        save_list: of the run; it has a price.
-        limit: bytes.
+    Takes what `overrides_that_fit` takes.
     """
     for more in (world << n for n in range(1, 11)):
-        with suppress(ConfigError):
-            check(config, sizes, more)
-            if predicted_peak(config, sizes, float8, more, save_list) <= limit:
-                return more
+        peak = _peak_if_possible(config, sizes, float8, more, save_list)
+        if peak is not None and peak <= limit:
+            return more
     return None
+
+
+def _peak_if_possible(
+    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int, save_list: SaveList
+) -> int | None:
+    """The predicted peak of a config that has not been checked; None if it cannot be, or has no price."""
+    try:
+        check(config, sizes, world)
+        return predicted_peak(config, sizes, float8, world, save_list)
+    except ConfigError:
+        return None
 
 
 def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:

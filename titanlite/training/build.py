@@ -204,10 +204,7 @@ def _float8(
     receipt.add(
         "float8",
         config.float8.recipe,
-        {
-            **applied,
-            "fsdp_all_gather": gathered,
-        },
+        {**applied, "fsdp_all_gather": gathered},
         count=len(done.converted) - len(missed),
         skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],
         missed=missed,
