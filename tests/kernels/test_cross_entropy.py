@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ranks import run_ranks
+from titanlite.kernels import cross_entropy
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.cross_entropy import IGNORE_INDEX, CrossEntropy
 
@@ -72,6 +73,15 @@ def test_split_vocabulary_is_the_whole_one(tp, dtype, tmp_path):
         assert all(torch.equal(loss, other) for other in everyone)
 
     run_ranks(body, tmp_path, tp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_at_a_time_are_all_at_once(dtype, monkeypatch):
+    logits, targets = inputs(dtype)
+    whole = loss_and_gradient(CrossEntropy(), logits, targets, 0.25)
+    monkeypatch.setattr(cross_entropy, "ROWS", 7)
+    for part, all_at_once in zip(loss_and_gradient(CrossEntropy(), logits, targets, 0.25), whole, strict=True):
+        assert torch.equal(part, all_at_once)
 
 
 def test_all_targets_ignored():

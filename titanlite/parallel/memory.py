@@ -39,6 +39,10 @@ MARGIN = 0.015
 its present arithmetic."""
 
 
+EAGER_LOSS_TOKENS = 256
+"""`titanlite.kernels.cross_entropy.ROWS`, which needs torch."""
+
+
 def usable(budget_gib: float) -> float:
     """Give the bytes that a predicted peak may have, so that the measured one keeps to a budget."""
     return budget_gib * GIB * (1 - MARGIN)
@@ -209,7 +213,7 @@ class MemoryModel:
             casts_weight = 8 * (V * D // t) if self.gathered_head == e * self.head else 0  # before there are logits
             if self.layout.is_own(HEAD):
                 gradients += 2 * logits + M * D  # their bytes, and both factors turned
-        in_eager_loss = 0 if self.layout.compiled else 12 * logits  # three float32 tensors of its size
+        in_eager_loss = 0 if self.layout.compiled else 12 * min(M, EAGER_LOSS_TOKENS) * V // t  # three float32 tensors
         return kept + max(e * logits + max(gradients, casts_logits, in_eager_loss), casts_weight)
 
     def _in_block(self) -> int:
