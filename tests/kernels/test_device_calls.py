@@ -34,7 +34,7 @@ from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
-from titanlite.kernels.device import float8_cast, swiglu
+from titanlite.kernels.device import block_cast, float8_cast, swiglu
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
@@ -88,7 +88,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
-    for module in (gather, scatter, float8_cast, swiglu):
+    for module in (gather, scatter, block_cast, float8_cast, swiglu):
         monkeypatch.setattr(module, "launch", found.launch)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
@@ -259,7 +259,7 @@ def test_casts(launches: Launches):
         for rows, rows_turned in ((1, 1), (128, 0), (0, 128)):
             for strided in (x, grad, x[:, :F]):
                 out = *_blocks_like(strided, rows, other), *_blocks_like(strided.t(), rows_turned, other)
-                float8_cast.cast_blocks(strided, *out, rows, rows_turned, pow2)
+                block_cast.cast_blocks(strided, *out, rows, rows_turned, pow2)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_amax", "_cast_turned", "_turn", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}

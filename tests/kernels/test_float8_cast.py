@@ -73,14 +73,19 @@ def test_a_gpus_conversion_saturates(dtype):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    from titanlite.kernels.device.block_cast import _cast_blocks
     from titanlite.kernels.device.float8_cast import _cast_rows
 
-    types = ["*bf16", "*fp32", f"*{dtype}", "*fp32", "i32", "fp32", "constexpr", "constexpr"]
-    source = ASTSource(_cast_rows, dict(zip(_cast_rows.arg_names, types, strict=True)), {"KNOWN": True, "BK": 1024})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    conversions = re.findall(r"cvt\.\S*e[45]m[32]x2\.f32", ptx)
-    assert conversions
-    assert all(".satfinite." in conversion for conversion in conversions)
+    bits = f"*{dtype}"
+    by_row = ["*bf16", "*fp32", bits, "*fp32", "i32", "fp32"], {"KNOWN": True, "BK": 1024}
+    both_ways = {"ROWS": 1, "ROWS_TURNED": 1, "POW2": False, "BLOCK": 128}
+    by_block = ["*bf16", bits, "*fp32", bits, "*fp32", "i32", "i32", "i32", "fp32"], both_ways
+    for kernel, (types, constants) in ((_cast_rows, by_row), (_cast_blocks, by_block)):
+        types = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
+        ptx = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        conversions = re.findall(r"cvt\.\S*e[45]m[32]x2\.f32", ptx)
+        assert conversions
+        assert all(".satfinite." in conversion for conversion in conversions)
 
 
 @pytest.mark.parametrize("device", DEVICES)

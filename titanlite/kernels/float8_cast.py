@@ -190,7 +190,7 @@ def _blocks_like(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 def _cast_blocks_on_gpus(
     x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from titanlite.kernels.device import float8_cast as device
+    from titanlite.kernels.device import block_cast as device
 
     if x.shape[0] % BLOCK or x.shape[1] % BLOCK:
         raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")

@@ -1,4 +1,7 @@
-"""Device code of `titanlite.kernels.float8_cast`: maxima, and casts and transposes by tiles."""
+"""Device code of `titanlite.kernels.float8_cast`: maxima, and casts and transposes by tiles.
+
+Those by blocks are in `block_cast.py`.
+"""
 
 import torch
 import triton
@@ -6,13 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.launch import cdiv, launch
-from titanlite.kernels.float8_cast import BLOCK
 from titanlite.kernels.float8_cast import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
 ROWS, COLUMNS = 128, 128
 """Of a tile: 128 bytes are written together."""
-CHUNK, WIDTH = 512, 128
+CHUNK, WIDTH = 1024, 128
 """Rows and columns whose maxima a thread block takes."""
 
 
@@ -43,20 +45,27 @@ def to_bytes(value, dtype: tl.constexpr):
 
 
 @triton.jit
+def _of_greater_size(a, b):
+    """One of two float32 numbers, with any sign; NaN if either is."""
+    return tl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _amax(
     x, factors, out, M, K, stride, BY_COLUMN: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
 ):
     """Greatest size of `x · factors` by column, or of all, as the bits of a float32: those of NaN are the greatest."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
-    most = tl.zeros([BM, BK], tl.int32)
+    most = tl.zeros([BM, BK], tl.float32)
     first = tl.program_id(1) * CHUNK
     for start in tl.static_range(0, CHUNK, BM):  # unrolled, so that its loads are in flight together
         m = first + start + tl.arange(0, BM)
         inside = (m < M)[:, None] & (k < K)[None, :]
         value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-        value = tl.abs(value * tl.load(factors + m, mask=m < M, other=0.0)[:, None])
-        most = tl.maximum(most, value.to(tl.int32, bitcast=True))
-    by_column = tl.max(most, 0)
+        most = _of_greater_size(most, value * tl.load(factors + m, mask=m < M, other=0.0)[:, None])
+    by_column = tl.max(most.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     if BY_COLUMN:
         tl.atomic_max(out + k, by_column, mask=k < K, sem="relaxed")
     else:
@@ -98,64 +107,6 @@ def _turn(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     byte = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :])
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _greatest(value, axis: tl.constexpr):
-    """Greatest size along an axis, as the bits of a float32. It is found by integers as wide as the value."""
-    if value.dtype.primitive_bitwidth == 16:
-        size = value.to(tl.int16, bitcast=True) & 0x7FFF
-    else:
-        size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.reduce(size, axis, _larger)  # tl.max would widen it first
-    return amax.to(value.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _cast_blocks(
-    x,
-    out,
-    units,
-    out_turned,
-    units_turned,
-    M,
-    K,
-    stride,
-    most,
-    ROWS: tl.constexpr,
-    ROWS_TURNED: tl.constexpr,
-    POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One block of 128×128: what it is scaled by depends on nothing else."""
-    i, j = tl.program_id(0), tl.program_id(1)
-    m, k = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :])
-    if ROWS:
-        at = m[:, None].to(tl.int64) * K + k[None, :]
-        amax = _greatest(value, 1)
-        if ROWS == 1:
-            at_unit = j * M + m
-        else:
-            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), m * 0 + i * (K // BLOCK) + j
-        scale, unit = scale_of(amax, most, POW2)
-        tl.store(out + at, to_bytes(value.to(tl.float32) * scale[:, None], out.dtype.element_ty))
-        tl.store(units + at_unit, unit)
-    if ROWS_TURNED:
-        at = k[:, None].to(tl.int64) * M + m[None, :]
-        amax = _greatest(value, 0)
-        if ROWS_TURNED == 1:
-            at_unit = i * K + k
-        else:
-            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), k * 0 + j * (M // BLOCK) + i
-        scale, unit = scale_of(amax, most, POW2)
-        tl.store(out_turned + at, to_bytes(value.to(tl.float32) * scale[None, :], out_turned.dtype.element_ty).T)
-        tl.store(units_turned + at_unit, unit)
 
 
 @triton.jit
@@ -222,7 +173,7 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
     key = M, K, stride, x.dtype, dtype, by_column, pow2
     launch(
         _amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, amax),
-        lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 64, WIDTH), num_warps=4,
+        lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 32, WIDTH), num_warps=4,
     )  # fmt: skip
     tensors = x, factors, amax, out, unit
     launch(
@@ -240,33 +191,3 @@ def turn(x: Tensor) -> Tensor:
     grid = cdiv(M, ROWS), cdiv(K, 128)
     launch(_turn, (M, K), grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
     return out
-
-
-def cast_blocks(
-    x: Tensor,
-    out: Tensor,
-    units: Tensor,
-    out_turned: Tensor,
-    units_turned: Tensor,
-    rows: int,
-    rows_turned: int,
-    pow2: bool,
-) -> None:
-    """Fill what `titanlite.kernels.float8_cast.cast_blocks` returns.
-
-    Args:
-        x: [M, K], rows contiguous; M and K are multiples of 128.
-        out: [M, K] float8, contiguous.
-        units: [M/rows, K/128] float32, laid out as is said there.
-        out_turned: [K, M] float8, contiguous.
-        units_turned: [K/rows_turned, M/128] float32.
-        rows: of a block of `x`; 0 if it is not wanted.
-        rows_turned: of a block of its transpose; 0 if it is not wanted.
-        pow2: round scales down to a power of two.
-    """
-    (M, K), stride = x.shape, x.stride(0)
-    tensors = x, out, units, out_turned, units_turned
-    launch(
-        _cast_blocks, (M, K, stride, x.dtype, out.dtype, rows, rows_turned, pow2), (M // BLOCK, K // BLOCK), tensors,
-        lambda: (*tensors, M, K, stride, torch.finfo(out.dtype).max, rows, rows_turned, pow2, BLOCK), num_warps=4,
-    )  # fmt: skip

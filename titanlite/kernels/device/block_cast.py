@@ -1,0 +1,157 @@
+"""Device code of `titanlite.kernels.float8_cast.cast_blocks`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.float8_cast import scale_of, to_bytes
+from titanlite.kernels.device.launch import launch
+from titanlite.kernels.float8_cast import BLOCK
+
+_WORD = (
+    "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}x2.f32 low, $2, $1; cvt.rn.satfinite.{0}x2.f32 high, $4, $3;"
+    " mov.b32 $0, {{low, high}}; }}"
+)
+E4M3_WORD, E5M2_WORD = tl.constexpr(_WORD.format("e4m3")), tl.constexpr(_WORD.format("e5m2"))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _larger_of_each(a, b):
+    """Two integers of 16 bits with one instruction (SM90 and later)."""
+    if a.dtype.primitive_bitwidth == 16:
+        larger = tl.inline_asm_elementwise(
+            "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2
+        )
+    else:
+        larger = tl.maximum(a, b)
+    return larger
+
+
+@triton.jit
+def _size(value):
+    """Without its sign, as an integer as wide."""
+    if value.dtype.primitive_bitwidth == 16:
+        size = value.to(tl.int16, bitcast=True) & 0x7FFF
+    else:
+        size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return size
+
+
+@triton.jit
+def _greatest(size, axis: tl.constexpr, dtype: tl.constexpr):
+    """Along an axis, as the bits of a float32. `tl.max` would widen the integers first."""
+    return tl.reduce(size, axis, _larger).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _word(a, b, c, d, dtype: tl.constexpr):
+    """Four float32 numbers in float8, the first in the lowest byte; saturating, as `to_bytes`."""
+    asm: tl.constexpr = E4M3_WORD if dtype == tl.float8e4nv else E5M2_WORD
+    return tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _cast_blocks(
+    x,
+    out,
+    units,
+    out_turned,
+    units_turned,
+    M,
+    K,
+    stride,
+    most,
+    ROWS: tl.constexpr,
+    ROWS_TURNED: tl.constexpr,
+    POW2: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of 128×128: what it is scaled by depends on nothing else.
+
+    It is read as four matrices, of every fourth row each, so that a thread has four bytes that follow one another in
+    the transpose: threads exchange words, not bytes.
+    """
+    i, j = tl.program_id(0), tl.program_id(1)
+    q = tl.arange(0, BLOCK // 4)
+    m, k = i * BLOCK + 4 * q, j * BLOCK + tl.arange(0, BLOCK)
+    at = x + m[:, None].to(tl.int64) * stride + k[None, :]
+    a = tl.load(at)
+    b = tl.load(at + stride)
+    c = tl.load(at + 2 * stride)
+    d = tl.load(at + 3 * stride)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if ROWS_TURNED:
+        sizes = _larger_of_each(_larger_of_each(_size(a), _size(b)), _larger_of_each(_size(c), _size(d)))
+        amax = _greatest(sizes, 0, dtype)
+        if ROWS_TURNED == 1:
+            at_unit = i * K + k
+        else:
+            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), k * 0 + j * (M // BLOCK) + i
+        scale, unit = scale_of(amax, most, POW2)
+        tl.store(units_turned + at_unit, unit)
+        by = scale[None, :]
+        word = _word(
+            a.to(tl.float32) * by,
+            b.to(tl.float32) * by,
+            c.to(tl.float32) * by,
+            d.to(tl.float32) * by,
+            out_turned.dtype.element_ty,
+        )
+        words = out_turned.to(tl.pointer_type(tl.int32))
+        tl.store(words + k[:, None].to(tl.int64) * (M // 4) + (i * (BLOCK // 4) + q)[None, :], word.T)
+    if ROWS:
+        even = tl.join(_greatest(_size(a), 1, dtype), _greatest(_size(c), 1, dtype))
+        odd = tl.join(_greatest(_size(b), 1, dtype), _greatest(_size(d), 1, dtype))
+        amax = tl.join(even, odd).reshape([BLOCK])  # of rows 0, 1, 2, 3 of the first four, and so on
+        row = i * BLOCK + tl.arange(0, BLOCK)
+        if ROWS == 1:
+            at_unit = j * M + row
+        else:
+            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), row * 0 + i * (K // BLOCK) + j
+        scale, unit = scale_of(amax, most, POW2)
+        tl.store(units + at_unit, unit)
+        even, odd = tl.split(scale.reshape([BLOCK // 4, 2, 2]))
+        of_a, of_c = tl.split(even)
+        of_b, of_d = tl.split(odd)
+        bits: tl.constexpr = out.dtype.element_ty
+        at = out + m[:, None].to(tl.int64) * K + k[None, :]
+        tl.store(at, to_bytes(a.to(tl.float32) * of_a[:, None], bits))
+        tl.store(at + K, to_bytes(b.to(tl.float32) * of_b[:, None], bits))
+        tl.store(at + 2 * K, to_bytes(c.to(tl.float32) * of_c[:, None], bits))
+        tl.store(at + 3 * K, to_bytes(d.to(tl.float32) * of_d[:, None], bits))
+
+
+def cast_blocks(
+    x: Tensor,
+    out: Tensor,
+    units: Tensor,
+    out_turned: Tensor,
+    units_turned: Tensor,
+    rows: int,
+    rows_turned: int,
+    pow2: bool,
+) -> None:
+    """Fill what `titanlite.kernels.float8_cast.cast_blocks` returns.
+
+    Args:
+        x: [M, K], rows contiguous; M and K are multiples of 128.
+        out: [M, K] float8, contiguous.
+        units: [M/rows, K/128] float32, laid out as is said there.
+        out_turned: [K, M] float8, contiguous.
+        units_turned: [K/rows_turned, M/128] float32.
+        rows: of a block of `x`; 0 if it is not wanted.
+        rows_turned: of a block of its transpose; 0 if it is not wanted.
+        pow2: round scales down to a power of two.
+    """
+    (M, K), stride = x.shape, x.stride(0)
+    tensors = x, out, units, out_turned, units_turned
+    launch(
+        _cast_blocks, (M, K, stride, x.dtype, out.dtype, rows, rows_turned, pow2), (M // BLOCK, K // BLOCK), tensors,
+        lambda: (*tensors, M, K, stride, torch.finfo(out.dtype).max, rows, rows_turned, pow2, BLOCK), num_warps=4,
+    )  # fmt: skip
