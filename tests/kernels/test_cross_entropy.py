@@ -79,7 +79,7 @@ def test_split_vocabulary_is_the_whole_one(tp, dtype, tmp_path):
 def test_rows_at_a_time_are_all_at_once(dtype, monkeypatch):
     logits, targets = inputs(dtype)
     whole = loss_and_gradient(CrossEntropy(), logits, targets, 0.25)
-    monkeypatch.setattr(cross_entropy, "EAGER_ROWS", 7)
+    monkeypatch.setattr(cross_entropy, "ROWS", 7)
     for part, all_at_once in zip(loss_and_gradient(CrossEntropy(), logits, targets, 0.25), whole, strict=True):
         assert torch.equal(part, all_at_once)
 

@@ -40,7 +40,7 @@ its present arithmetic."""
 
 
 EAGER_LOSS_TOKENS = 256
-"""`titanlite.kernels.cross_entropy.EAGER_ROWS`, which needs torch."""
+"""`titanlite.kernels.cross_entropy.ROWS`, which needs torch."""
 
 
 def usable(budget_gib: float) -> float:
