@@ -1,17 +1,19 @@
 """Real wandb, offline: no network, no login. A small reader of its file format checks what would be sent."""
 
+import contextlib
 import os
+import re
 import struct
 import subprocess
 import sys
-import warnings
+import time
 from pathlib import Path
 
 import pytest
 
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
-from titanlite.observe.metrics import ValidationRow
+from titanlite.observe.metrics import MetricsFile, ValidationRow
 from titanlite.observe.wandb import WandbRun
 
 RUN = """
@@ -19,31 +21,37 @@ import sys
 from pathlib import Path
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
-from titanlite.observe.metrics import StepRow, ValidationRow
+from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
 module._INIT_TIMEOUT_S = 2.0
 folder, mode, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 config = Config(job=Job(name="mine"), metrics=Metrics(wandb=mode, wandb_group="sweep", wandb_project="proj"))
-run = module.WandbRun(config, folder, lambda text: print("WARN", text))
+path = folder / "metrics.jsonl"
+metrics = MetricsFile(path, first - 1)
+run = module.WandbRun(config, folder, path, lambda text: print("WARN", text))
+def write(row):
+    metrics.write(row)
+    run.row_written()
 for step in range(first, last + 1):
-    run.log(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
-run.log(ValidationRow(last, 1000 * last, 2.25))
-run.finish()
+    write(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
+write(ValidationRow(last, 1000 * last, 2.25))
+assert "wandb" not in sys.modules
 """
+FINISH = "run.finish()"
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "deadbeef", "HF_TOKEN": "hf_verysecrettoken"}
 
 
-def train(folder, mode, first, last, **env):
-    """Run RUN in a process of its own, with secrets in its environment and on its command line."""
+def train(folder, mode, first, last, end=FINISH, code=0, **env):
+    """Run RUN and then `end` in a process of its own, with secrets in its environment and on its command line."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, str(folder), mode, str(first), str(last), "--password=argvsecret"],
+        [sys.executable, "-c", RUN + end, str(folder), mode, str(first), str(last), "--password=argvsecret"],
         capture_output=True,
         text=True,
         check=False,
         env={**clean, "HOME": str(folder.parent), "PYTHONPATH": str(Path(__file__).parents[2]), **env},
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     assert done.stderr == ""
     return done.stdout
 
@@ -116,12 +124,78 @@ def test_online_without_a_server_falls_back_to_offline(tmp_path):
         assert not any(secret.encode() in path.read_bytes() for secret in (*SECRETS.values(), "argvsecret")), path
 
 
-class Broken:
-    def log(self, row):
-        raise OSError("service is gone\nwith key supersecret1")
+def core_of(pid):
+    """The process id of wandb's service, below a process."""
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+            if fields["PPid"] == str(pid) and fields["Name"].startswith("wandb-core"):
+                return int(fields["Pid"])
+    return None
 
-    def finish(self, exit_code):
-        raise OSError("still gone")
+
+HANGS = """
+import os, signal, time
+sys.path.insert(0, {tests!r})
+from test_wandb import core_of
+while run._taken == 0:
+    time.sleep(0.05)
+    run._hear(None)
+core = core_of(run._process.pid)
+os.kill(core, signal.SIGSTOP)
+begin = time.monotonic()
+for step in range(5000):
+    write(StepRow(10 + step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.0))
+wrote = time.monotonic() - begin
+module._END_S["offline"] = 2.0
+run.finish(1)
+os.kill(core, signal.SIGKILL)
+assert wrote < 2.0, wrote
+assert time.monotonic() - begin < wrote + 4.0
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds wandb's service in /proc")
+def test_a_service_that_hangs_delays_neither_rows_nor_the_end(tmp_path):
+    out = train(tmp_path / "run", "offline", 1, 3, end=HANGS.format(tests=str(Path(__file__).parent)), code=7)
+    (line,) = out.splitlines()
+    said = re.fullmatch(
+        r"WARN wandb: cannot finish \(no end within 2 s\); it took (\d+) of 5004 rows, and may not have sent them all; "
+        r"training goes on, metrics.jsonl has every row",
+        line,
+    )
+    assert said
+    assert 4 <= int(said[1]) < 5004
+
+
+def test_a_run_that_is_killed_is_recorded_to_its_last_row(tmp_path):
+    folder = tmp_path / "run"
+    from google.protobuf.message import DecodeError
+
+    train(folder, "offline", 1, 40, end="import os; os._exit(9)", code=9)
+    by, seen = time.monotonic() + 30, []
+    while not any(r.WhichOneof("record_type") == "exit" for r in seen):
+        assert time.monotonic() < by
+        time.sleep(0.1)
+        with contextlib.suppress(ValueError, struct.error, DecodeError):  # no file yet, or one that is being written
+            (file,) = folder.rglob("*.wandb")
+            seen = list(records(file))
+    assert sum(r.WhichOneof("record_type") == "history" for r in seen) == 41
+    assert [r.exit.exit_code for r in seen if r.WhichOneof("record_type") == "exit"] == [1]
+
+
+STAND_IN = """
+import os, time
+def teardown(): pass
+setup = Settings = lambda *_, **__: None
+def hang(*_, **__): time.sleep(1e6)
+def end(*_, **__): os.kill(os.getpid(), 9)
+def fail(*_, **__): raise OSError(f"no service\\nwith {os.environ.get('WANDB_API_KEY')}")
+class Run:
+    log = finish = define_metric = lambda *_, **__: None
+def init(**_): return Run()
+"""
 
 
 @pytest.fixture
@@ -129,42 +203,70 @@ def warned():
     return []
 
 
-def test_a_failure_in_mid_run_is_one_warning(monkeypatch, tmp_path, warned):
-    monkeypatch.setattr(module, "_start", lambda *_: Broken())
-    run = WandbRun(Config(metrics=Metrics(wandb="online")), tmp_path, warned.append)
-    for step in range(3):
-        run.log(ValidationRow(step, step, 1.0))
-    run.finish()
-    assert warned == ["wandb: cannot log (service is gone); training goes on, metrics.jsonl has every row"]
-
-
-def test_a_failing_finish_is_one_warning(monkeypatch, tmp_path, warned):
-    monkeypatch.setattr(module, "_start", lambda *_: Broken())
-    run = WandbRun(Config(metrics=Metrics(wandb="offline")), tmp_path, warned.append)
-    run.finish(exit_code=1)
-    run.finish()
-    assert len(warned) == 1
-    assert "still gone" in warned[0]
-
-
 @pytest.fixture
-def _no_session_stays():
-    """wandb refuses to start in what is forked from a process that has one."""
-    yield
-    import wandb
+def run_with(tmp_path, monkeypatch, warned):
+    """Log three rows with a wandb that is STAND_IN but for one change, and finish."""
 
-    wandb.teardown()
+    def act(change, mode="offline"):
+        (tmp_path / "wandb.py").write_text(STAND_IN + change)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setitem(module._END_S, mode, 3.0)
+        path = tmp_path / "run/metrics.jsonl"
+        metrics = MetricsFile(path, 0)
+        config = Config(job=Job(name="x"), metrics=Metrics(wandb=mode))
+        run = WandbRun(config, path.parent, path, warned.append)
+        for step in range(3):
+            metrics.write(ValidationRow(step, step, 1.0))
+            run.row_written()
+        begin = time.monotonic()
+        run.finish(exit_code=1)
+        run.finish()
+        metrics.close()
+        assert time.monotonic() - begin < 5
+        return warned
+
+    return act
 
 
-@pytest.mark.usefixtures("_no_session_stays")
+LAST = "training goes on, metrics.jsonl has every row"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("Run.log = fail", "cannot log (no service); it took 0 of 3 rows, and may not have sent them all"),
+        ("Run.finish = fail", "cannot finish (no service); it took 3 of 3 rows, and may not have sent them all"),
+        ("init = fail", "cannot start (no service); it took 0 of 3 rows, and may not have sent them all"),
+        ("def init(**_): raise SystemExit(3)", "cannot start (3); it took 0 of 3 rows, and may not have sent them all"),
+        ("init = hang", "cannot finish (no end within 3 s); it took 0 of 3 rows, and may not have sent them all"),
+        (
+            "Run.log = end",
+            "cannot go on (its process ended with -9); it took 0 of 3 rows, and may not have sent them all",
+        ),
+    ],
+)
+def test_what_fails_is_one_warning(run_with, change, said):
+    assert run_with(change) == [f"wandb: {said}; {LAST}"]
+
+
+def test_nothing_is_said_where_nothing_fails(run_with):
+    assert run_with("") == []
+
+
+def test_a_failing_server_is_said_once_and_again_if_offline_fails_too(run_with):
+    assert run_with("init = fail", mode="online") == [
+        "wandb: online failed (no service); recording offline, send it later with `wandb sync`",
+        f"wandb: cannot start (no service); it took 0 of 3 rows, and may not have sent them all; {LAST}",
+    ]
+
+
 def test_a_folder_that_cannot_be_written_is_one_warning_and_shows_no_secret(monkeypatch, tmp_path, warned):
     monkeypatch.setenv("WANDB_API_KEY", "not-a-folder")
     (tmp_path / "not-a-folder").write_text("")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # wandb's imports
-        config = Config(job=Job(name="x"), metrics=Metrics(wandb="offline"))
-        run = WandbRun(config, tmp_path / "not-a-folder/run", warned.append)
-    run.log(ValidationRow(1, 1, 1.0))
+    config = Config(job=Job(name="x"), metrics=Metrics(wandb="offline"))
+    run = WandbRun(config, tmp_path / "not-a-folder/run", tmp_path / "metrics.jsonl", warned.append)
+    run.row_written()
+    run.finish()
     assert len(warned) == 1
     assert "wandb: cannot start (" in warned[0]
     assert "not-a-folder" not in warned[0]

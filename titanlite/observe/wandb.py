@@ -1,124 +1,140 @@
-"""Weights & Biases: the same rows as metrics.jsonl, on a page. It can never end or delay a run.
+"""Weights & Biases: the rows of metrics.jsonl, on a page. It can never end or delay a run.
 
-Every call is fenced: the first failure becomes one warning, and from then on nothing more is sent. If the server
-cannot be reached at the start, the run is recorded offline instead, and `wandb sync` sends it later.
+wandb runs in a process of its own (`wandb_process.py`), which follows metrics.jsonl. So the file is the queue: nothing
+of wandb's (its import, its start, a row, a service that hangs, what it does when an interpreter ends) happens in the
+process that trains, no row is dropped because wandb is slow, and a run that is killed is still finished there. The
+first failure becomes one warning, and from then on nothing more is sent. If the server cannot be reached at the start,
+the run is recorded offline instead, and `wandb sync` sends it later. Only the end is waited for, and not for long.
 
 A run that is restarted keeps its id (`wandb/run_id` in the run's folder). Its rows carry `step` and `tokens` as
 fields and the x axis is `tokens`: wandb's own step counter would drop every row that is not above the last one, which
 after a resume are the ones trained again.
-
-wandb is told as little as needed: the config (which has no key for a secret), the rows, and the machine's load. Not the
-command line, the environment, the git remote (which may hold a token), the source or the installed packages.
 """
 
+import json
+import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanlite.config.schema import Config
-from titanlite.observe.metrics import Row, json_row
 from titanlite.redact import redact
 
-if TYPE_CHECKING:
-    import wandb
-
-_INIT_TIMEOUT_S = 30.0  # the other ranks wait for this one
-_FINISH_TIMEOUT_S = 60.0  # what is not sent by then stays on disk
+_INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
+_FINISH_TIMEOUT_S = 60.0  # what wandb has not sent by then stays on disk
+_END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # then its process is killed
+_PROCESS = Path(__file__).with_name("wandb_process.py")
 
 
 class WandbRun:
     """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off"."""
 
-    def __init__(self, config: Config, folder: Path, warn: Callable[[str], object]) -> None:
-        """Start, or go on with, the run.
+    def __init__(self, config: Config, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:
+        """Have the run started, or gone on with, and return at once.
 
         Args:
             config: the whole config; `metrics.wandb` is "offline" or "online".
             folder: the run's folder; wandb writes to `wandb/` in it.
+            metrics: the file of rows; those that are there are not sent.
             warn: called with one text at the first failure.
         """
-        self._warn = warn
-        self._run: wandb.Run | None = None
-        mode = config.metrics.wandb
+        self._warn, self._mode = warn, config.metrics.wandb
+        self._rows = self._taken = 0
+        self._failed = False
+        self._heard = b""  # of a report that is not complete
+        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._run = _start(config, folder, mode)
-        except Exception as error:
-            if mode == "offline":
-                self._give_up("start", error)
-                return
-            warn(f"wandb: online failed ({_brief(error)}); recording offline, send it later with `wandb sync`")
-            try:
-                self._run = _start(config, folder, "offline")
-            except Exception as second:
-                self._give_up("start offline", second)
-
-    def log(self, row: Row) -> None:
-        """Send one row. Returns at once; wandb sends in a process of its own."""
-        if self._run is None:
+            own = folder / "wandb"
+            own.mkdir(parents=True, exist_ok=True)  # or wandb writes to a temporary folder
+            work = {
+                "mode": self._mode,
+                "project": config.metrics.wandb_project,
+                "group": config.metrics.wandb_group,
+                "name": config.job.name,
+                "id": _run_id(own / "run_id"),
+                "folder": str(folder.resolve()),
+                "config": asdict(config),
+                "metrics": str(metrics.resolve()),
+                "from": metrics.stat().st_size,
+                "trainer": os.getpid(),
+                "init_timeout_s": _INIT_TIMEOUT_S,
+                "finish_timeout_s": _FINISH_TIMEOUT_S,
+            }
+            # A session of its own: Ctrl-C is for the process that trains.
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(_PROCESS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._fail("start", str(error))
             return
-        try:
-            self._run.log({key: value for key, value in json_row(row).items() if value is not None})
-        except Exception as error:
-            self._give_up("log", error)
+        assert process.stdin is not None  # noqa: S101
+        assert process.stdout is not None  # noqa: S101
+        self._process, self._told, self._reports = process, process.stdin, process.stdout
+        os.set_blocking(self._reports.fileno(), False)
+        self._tell(json.dumps(work))
+
+    def row_written(self) -> None:
+        """Note that metrics.jsonl has one row more, and warn of what has failed meanwhile. Never waits."""
+        self._rows += 1
+        if self._process is not None and not self._failed:
+            self._hear(self._process.poll())
 
     def finish(self, exit_code: int = 0) -> None:
-        """Send what is left and end; waits a minute at most.
+        """Have what is left sent, and end; waits 15 seconds at most, and 75 online.
 
         Args:
             exit_code: of this process; any other than 0 marks the run as failed.
         """
-        if self._run is None:
+        process, self._process = self._process, None
+        if process is None:
             return
+        self._tell(str(exit_code))
         try:
-            self._run.finish(exit_code=exit_code)
-        except Exception as error:
-            self._give_up("finish", error)
-        self._run = None
+            self._hear(process.wait(_END_S[self._mode]))
+        except subprocess.TimeoutExpired:
+            self._hear(None)
+            self._fail("finish", f"no end within {_END_S[self._mode]:g} s")
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # not even that ends a process that waits for a dead disk
+                process.wait(1.0)
+        self._told.close()
+        self._reports.close()
 
-    def _give_up(self, what: str, error: Exception) -> None:
-        """Say so once, and send nothing more."""
-        self._run = None
-        self._warn(f"wandb: cannot {what} ({_brief(error)}); training goes on, metrics.jsonl has every row")
+    def _tell(self, line: str) -> None:
+        """Tell its process one line, which the pipe has room for."""
+        with suppress(BrokenPipeError):  # it has ended, and its reports say of what
+            self._told.write(line.encode() + b"\n")
 
+    def _hear(self, ended: int | None) -> None:
+        """Take up what its process has reported; `ended` with which exit code, None if it goes on."""
+        while more := self._reports.read(65536):  # None where there is nothing now
+            self._heard += more
+        *reports, self._heard = self._heard.split(b"\n")
+        for report in map(json.loads, reports):
+            self._taken = report.get("taken", self._taken)
+            if why := report.get("online_failed"):
+                self._warn(f"wandb: online failed ({_brief(why)}); recording offline, send it later with `wandb sync`")
+            if failed := report.get("failed"):
+                self._fail(*failed)
+        if ended:
+            self._fail("go on", f"its process ended with {ended}")
 
-def _start(config: Config, folder: Path, mode: str) -> "wandb.Run":
-    """Start wandb in one mode, saying nothing and sending only what we log."""
-    import wandb
-
-    # A failed attempt leaves its id "in use" in wandb's service process, and a silent setting holds only from here.
-    wandb.teardown()
-    wandb.setup(wandb.Settings(silent=True))
-    (folder / "wandb").mkdir(parents=True, exist_ok=True)  # or wandb writes to a temporary folder
-    run = wandb.init(
-        project=config.metrics.wandb_project,
-        group=config.metrics.wandb_group or None,
-        name=config.job.name,
-        id=_run_id(folder / "wandb" / "run_id"),
-        resume="allow" if mode == "online" else None,
-        mode="online" if mode == "online" else "offline",
-        dir=str(folder),
-        config=asdict(config),
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            disable_git=True,
-            disable_code=True,
-            save_code=False,
-            disable_job_creation=True,
-            x_save_requirements=False,
-            x_disable_meta=True,
-            program="",
-            init_timeout=_INIT_TIMEOUT_S,
-            login_timeout=1.0,  # ask nobody for a key while the other ranks wait
-            finish_timeout=_FINISH_TIMEOUT_S,
-        ),
-    )
-    run.define_metric("step")
-    run.define_metric("tokens")
-    run.define_metric("*", step_metric="tokens")
-    return run
+    def _fail(self, what: str, why: str) -> None:
+        """Say so once."""
+        if self._failed:
+            return
+        self._failed = True
+        taken = f"it took {self._taken} of {self._rows} rows, and may not have sent them all; " if self._rows else ""
+        self._warn(f"wandb: cannot {what} ({_brief(why)}); {taken}training goes on, metrics.jsonl has every row")
 
 
 def _run_id(path: Path) -> str:
@@ -128,7 +144,6 @@ def _run_id(path: Path) -> str:
     return path.read_text().strip()
 
 
-def _brief(error: Exception) -> str:
-    """One line of an exception."""
-    text = str(error).strip() or type(error).__name__
-    return redact(text.splitlines()[0])[:200]
+def _brief(text: str) -> str:
+    """The start of another's message."""
+    return redact(text)[:200]

@@ -195,7 +195,7 @@ class Report:
         if self.metrics:
             self.metrics.write(row)
         if self.wandb:
-            self.wandb.log(row)
+            self.wandb.row_written()
 
     def _check_finite(self, outcome: Outcome) -> None:
         if not outcome.skipped:

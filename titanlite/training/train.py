@@ -134,7 +134,9 @@ def _train(
     metrics = _open(folder, config, start, validates_first)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)
-    wandb = WandbRun(config, folder.path, console.warning) if rank == 0 and config.metrics.wandb != "off" else None
+    wandb = None
+    if metrics is not None and config.metrics.wandb != "off":
+        wandb = WandbRun(config, folder.path, folder.metrics, console.warning)
     cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
     flops = flops_per_token(run.model, sizes, seq_len)
     report = Report(
