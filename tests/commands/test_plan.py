@@ -215,6 +215,9 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "made of (docs/models.md)"
     ]
     assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
+    capsys.readouterr()
+    assert main(["plan", DEBUG, "--world", "2", *mine, "--optimizer.weight_decay_exclude", "*norms.weight"]) == 2
+    assert 'did you mean "*norm.weight"?' in capsys.readouterr().err
 
 
 def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

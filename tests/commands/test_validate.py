@@ -14,6 +14,7 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_parameters
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
+from titanlite.config.weight_decay import parameter_names
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
 
@@ -319,6 +320,50 @@ def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixtur
     debug = str(shipped_folder("configs") / "debug.toml")
     assert main(["validate", debug, "--float8.recipe", *flags]) == (2 if want else 0)
     assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fix"),
+    [
+        (["*norms.weight"], 'did you mean "*norm.weight"?'),
+        (["layers.*.atention_norm.weight"], 'did you mean "layers.*.attention_norm.weight"?'),
+        (["tok_embedings.weight"], 'did you mean "tok_embeddings.weight"?'),
+        (["*norm.weight", "*.bias"], "remove it"),
+        (["layers.2.*"], "remove it"),  # of two, they are 0 and 1
+        (["*norm.weight", "output.*", "layers.1.feed_forward.w1?.weight"], None),
+        ([], None),
+    ],
+)
+def test_a_pattern_of_weight_decay_that_matches_nothing(
+    patterns: list[str], fix: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug = str(shipped_folder("configs") / "debug.toml")
+    assert main(["validate", debug, "--optimizer.weight_decay_exclude", *patterns]) == (0 if fix is None else 2)
+    said = capsys.readouterr().err
+    if fix is not None:
+        assert f'optimizer.weight_decay_exclude = "{patterns[-1]}"\n' in said
+        assert "want: a pattern that matches a parameter: tok_embeddings.weight, layers.*.attention_norm.weight" in said
+        assert f"fix:  {fix}" in said
+
+
+def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).write_text(Path(file).read_text() + '[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
+    assert main(["validate", file]) == 2
+    assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_are_known_by_the_names_that_the_model_gives_them(name: str, tied: bool) -> None:
+    import torch
+
+    from titanlite.models.find import model_class
+
+    sizes = replace(load("model", f"{name}-debug"), tied_embeddings=tied)
+    with torch.device("meta"):
+        model = model_class(replace(Model(), name=name))(sizes, 16)
+    known = parameter_names(ARCHITECTURES[name].block, sizes)
+    assert sorted(known) == sorted(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

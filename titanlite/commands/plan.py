@@ -18,6 +18,7 @@ from titanlite.commands.columns import columns
 from titanlite.commands.forecast import Forecast, check_device, forecast, forecast_table, memory_rows, time_rows
 from titanlite.commands.validate import CheckedRun, checked_run, file_and_world
 from titanlite.config.check import sequences_per_step
+from titanlite.config.weight_decay import without_decay
 from titanlite.errors import ConfigError, Problem, describe
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
     if _PRICES in argv:
         from titanlite.commands.price_list import price_list
 
-        _hold_against_file(checked)
+        _check_own_model(checked)
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
     planned = _plan(checked, flags[1], world, every_block=bool({"--why", "--json"} & set(given)))
@@ -97,9 +98,8 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
     sequences = sequences_per_step(config, world) or config.training.local_batch_size
     micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
     sharding, pairs, maxima = None, (), ()
-    if mesh.tensor_parallel_degree == 1:
-        _hold_against_file(checked)
-    else:  # the sharding plan builds the model, too
+    _check_own_model(checked)
+    if mesh.tensor_parallel_degree > 1:
         from titanlite.commands.sharding_table import sharding_plan  # imports torch
 
         sharding = sharding_plan(checked, every_block)
@@ -114,12 +114,14 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
     return _Planned(checked, micro_steps, sharding, pairs, maxima, forecast(checked, world) if world else None)
 
 
-def _hold_against_file(checked: CheckedRun) -> None:
-    """Refuse what a recipe says of the blocks of a model of the user's own, if they are others."""
-    if checked.dimensions.block is not None:
+def _check_own_model(checked: CheckedRun) -> None:
+    """Refuse what a config or a recipe says of a model of the user's own, if its file has others."""
+    config = checked.config
+    if config.model.file:
         from titanlite.models.find import build_model  # imports torch
 
-        build_model(checked.config.model, checked.dimensions, checked.config.training.seq_len)
+        model = build_model(config.model, checked.dimensions, config.training.seq_len)
+        without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()))
 
 
 def _tables(planned: _Planned) -> str:

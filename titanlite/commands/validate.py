@@ -3,7 +3,7 @@
 What `train.py` checks before it imports torch is `checked_run`, and this command is nothing but that and a summary. A
 file that passes with `--world N` passes there on N processes of this machine, but for what needs torch to be known:
 whether torch has the single operations that a save-list names, whether a rule of it matches no operation that runs, and
-the layers of an architecture of the user's own (`model.file`).
+the layers and parameters of an architecture of the user's own (`model.file`).
 """
 
 import os
@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
-from titanlite.config.architectures import block_of, linear_layers, n_parameters
+from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
+from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, describe
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
@@ -84,6 +85,9 @@ def checked_run(
         hints = (f'float8.recipe = "{float8_name}" is called "{name}" here; write that',)
         config = replace(config, float8=replace(config.float8, recipe=name))
     attempt(lambda: check(config, dimensions, world_size, origin))
+    if dimensions is not None and not config.model.file and not wrong:
+        names = parameter_names(ARCHITECTURES[config.model.name].block, dimensions)
+        attempt(lambda: without_decay(config.optimizer.weight_decay_exclude, names, origin))
     vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
     attempt(lambda: check_inputs(config, vocab_size, sequences))
     if is_chosen_later and world_size is not None and dimensions is not None and not wrong:

@@ -10,14 +10,12 @@ parameter and two moments), 20 with moments in bfloat16.
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
 
-from fnmatch import fnmatch
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.config.weight_decay import without_decay
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.parallel.mesh import Mesh
@@ -38,17 +36,12 @@ class AdamW:
 
     def __init__(self, parameters: dict[str, nn.Parameter], config: Optimizer, mesh: Mesh) -> None:
         self.config, self.mesh, self.parameters = config, mesh, parameters
-        unused = [p for p in config.weight_decay_exclude if not any(fnmatch(name, p) for name in parameters)]
-        if unused:
-            want = f"a pattern that matches a parameter: {', '.join(list(parameters)[:4])}, …"
-            problems = [Problem("optimizer.weight_decay_exclude", f'"{p}"', want, "remove it") for p in unused]
-            raise ConfigError(describe("config", problems))
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         dtype = getattr(torch, config.state_dtype)
         self.exp_avg = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.locals.items()}
         self.exp_avg_sq = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.locals.items()}
         self.updates = torch.zeros((), device=mesh.device)  # steps applied so far; float32, as the kernel wants it
-        excluded = {n for n in parameters if any(fnmatch(n, p) for p in config.weight_decay_exclude)}
+        excluded = without_decay(config.weight_decay_exclude, parameters)
         # An empty shard (more ranks than rows) has nothing to update.
         self.names = names = [n for n, p in self.locals.items() if p.numel()]
         state = AdamWState(

@@ -1,0 +1,59 @@
+"""Which parameters weight decay leaves alone: `optimizer.weight_decay_exclude` against the names of the parameters.
+
+The names of shipped architectures are known without torch, so that a misspelt pattern is found when the config is
+checked; those of a model file of the user's own when it is imported.
+"""
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatch
+
+from titanlite.config.architectures import linear_layers
+from titanlite.config.build import show
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import Block, ModelRecipe
+
+_KEY = "optimizer.weight_decay_exclude"
+
+
+def without_decay(patterns: Sequence[str], parameters: Collection[str], origin: Origin | None = None) -> set[str]:
+    """Give the names that a pattern matches.
+
+    Args:
+        patterns: `optimizer.weight_decay_exclude`.
+        parameters: the names of all parameters.
+        origin: where the config came from, if that is known.
+
+    Raises:
+        ConfigError: a pattern matches no parameter.
+    """
+    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in parameters)  # blocks are alike
+    problems = Problems(origin or Origin("config"))
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in parameters):
+            # Those of all that end alike, too: "*attention_norm.weight", "*norm.weight", "*weight".
+            ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
+            near = difflib.get_close_matches(pattern, [*names, *ends], n=1)
+            want = f"a pattern that matches a parameter: {', '.join(list(names)[:4])}, …"
+            problems.add(_KEY, show(pattern), want, f"did you mean {show(near[0])}?" if near else "remove it")
+    problems.raise_all()
+    return {name for name in parameters if any(fnmatch(name, pattern) for pattern in patterns)}
+
+
+def parameter_names(block: Block, sizes: ModelRecipe) -> list[str]:
+    """Give the names of all parameters of a shipped architecture; embeddings that are tied have one.
+
+    Args:
+        block: what its blocks are made of.
+        sizes: its dimensions.
+    """
+    names = ["tok_embeddings.weight", *(["positions.weight"] if sizes.max_seq_len else [])]
+    kinds = ("weight", "bias") if block.layer_norms else ("weight",)
+    norms = ["attention_norm", "ffn_norm", *(["post_attention_norm", "post_ffn_norm"] if block.post_norms else [])]
+    own = [f"{norm}.{kind}" for norm in norms for kind in kinds]
+    own += ["attention.q_norm.weight", "attention.k_norm.weight"] if block.qk_norms else []
+    names += [f"layers.{n}.{name}" for n in range(sizes.n_layers) for name in own]
+    *linears, head = linear_layers(block, sizes)
+    names += [f"{name}.{kind}" for name in linears for kind in (("weight", "bias") if block.biases else ("weight",))]
+    return [*names, *(f"norm.{kind}" for kind in kinds), *([] if sizes.tied_embeddings else [f"{head}.weight"])]
