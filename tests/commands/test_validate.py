@@ -257,6 +257,25 @@ def test_a_bad_file_is_refused_in_a_moment_and_without_torch(file: str) -> None:
         assert not {"torch", "torchao", "wandb", "datasets", "matplotlib"} & set(modules)
 
 
+@pytest.mark.parametrize(
+    "program",
+    [["train.py", "--config"], ["-c", "from titanlite.commands import main; raise SystemExit(main())", "validate"]],
+    ids=["train", "titanlite"],
+)
+def test_a_working_directory_that_was_deleted(program: list[str], file: str, tmp_path: Path) -> None:
+    repository, gone = shipped_folder("configs").parent, tmp_path / "gone"
+    gone.mkdir()
+    python = [sys.executable, *(str(repository / word) if word == "train.py" else word for word in program), file]
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *python]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    done = subprocess.run(command, cwd=gone, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "this process: 1 problem\n  working directory = No such file or directory\n"
+        "      want: one that exists\n      fix:  cd to it\n"
+    )
+
+
 def test_help_lists_the_commands_without_importing_them() -> None:
     code = (
         "import sys; from titanlite.commands import main; main(['--help']); "

@@ -8,6 +8,7 @@ are found here, and if tyro refuses the rest, each flag is tried by itself to se
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ def parse_with_origin(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
     if "--help" in args:
         sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
         raise SystemExit(0)
+    _require_working_directory()
     flags, problems = _flags(args), Problems(Origin("command line"))
     files = flags.pop("config", [])
     if len(files) != 1:
@@ -66,6 +68,15 @@ def parse_with_origin(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
     if messages:
         raise ConfigError("\n".join(messages))
     return overridden, Origin(origin.source, {**origin.places, **dict.fromkeys(known, COMMAND_LINE)})
+
+
+def _require_working_directory() -> None:
+    """Refuse to start in a folder that was deleted: whatever looks for a file would fail in a way of its own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        problem = Problem("working directory", error.strerror or str(error), "one that exists", "cd to it")
+        raise ConfigError(describe("this process", [problem])) from None
 
 
 def _flags(args: Sequence[str]) -> dict[str, list[str]]:
