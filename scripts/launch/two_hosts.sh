@@ -9,6 +9,10 @@
 #
 #     NPROC=1 bash scripts/launch/two_hosts.sh localhost --config configs/debug.toml
 set -euo pipefail
+if [[ ${2-} != --config ]]; then
+    echo "usage: bash scripts/launch/two_hosts.sh HOST --config FILE [--section.key VALUE ...]" >&2
+    exit 2
+fi
 cd "$(dirname "$0")/../.."
 meet=$1
 shift
@@ -25,7 +29,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # --local-ranks-filter, --tee, --log-dir   Of each host, only local rank 0 writes to the terminal; what every rank writes
 #                    is in outputs/torchrun. The first rank that failed has the last word, with its traceback.
 # A mistake in the config ends here, with one message; torchrun would start the processes again.
-[[ ${1-} != --config ]] || titanlite validate "${@:2}" > /dev/null
+titanlite validate "${@:2}" > /dev/null
 
 exec torchrun \
     --nnodes "${NNODES:-2}" \
