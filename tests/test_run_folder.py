@@ -56,8 +56,8 @@ def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
 
 IDENTITY = [
     ("model.flavor", "1B", '"1B"', '"8B"'),
-    ("model.n_layers", 3, "3", "not given"),
-    ("model.rope_theta", 1e4, "10000.0", "not given"),
+    ("model.n_layers", 3, "3", "32"),
+    ("model.rope_theta", 1e4, "10000.0", "500000.0"),
     ("data.source", "other/*.txt", '"other/*.txt"', '"python_stdlib"'),
     ("data.tokenizer", "t.json", '"t.json"', '"bytes"'),
     ("training.seq_len", 4096, "4096", "2048"),
@@ -80,6 +80,65 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     with pytest.raises(ConfigError, match="2 problems"):
         claim(tmp_path, change(other, "optimizer.name", "Other"))
     claim(tmp_path, Config())  # a refused claim holds no lock
+
+
+SIZES = """help = "x"
+n_layers = 2
+dim = {dim}
+n_heads = 4
+n_kv_heads = 4
+ffn_dim = 256
+vocab_size = 256
+norm_eps = 1e-5
+rope_theta = 1e4
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Config:
+    """A config of the flavor a, with b of the same dimensions and c of others beside it."""
+    recipes = tmp_path / "recipes" / "model"
+    recipes.mkdir(parents=True)
+    for flavor, dim in (("a", 64), ("b", 64), ("c", 128)):
+        (recipes / f"llama3-{flavor}.toml").write_text(SIZES.format(dim=dim))
+    return change(change(Config(), "job.recipe_dirs", (str(tmp_path / "recipes"),)), "model.flavor", "a")
+
+
+def test_the_same_dimensions_are_the_same_model_however_they_are_given(tmp_path: Path, own: Config) -> None:
+    run = tmp_path / "run"
+    claim(run, own)
+    assert claim(run, change(own, "model.n_layers", 2)) == ["model.n_layers: not given → 2"]
+    assert claim(run, own) == ["model.n_layers: 2 → not given"]
+    assert claim(run, change(own, "model.flavor", "b")) == ['model.flavor: "a" → "b"']
+    as_before = change(change(own, "model.flavor", "c"), "model.dim", 64)
+    assert claim(run, as_before) == ['model.flavor: "b" → "c"', "model.dim: not given → 64"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_layers": 3}, ["model.n_layers = 3", "want: 2, as in"]),
+        ({"flavor": "c"}, ['model.flavor = "c"', 'want: "a", as in']),
+        ({"flavor": "b", "n_layers": 3}, ['model.flavor = "b"', "model.n_layers = 3", "want: 2, as in"]),
+        ({"flavor": "c", "dim": 32}, ['model.flavor = "c"', "model.dim = 32", "want: 64, as in"]),
+    ],
+)
+def test_other_dimensions_are_another_run(tmp_path: Path, own: Config, changes: dict, said: list[str]) -> None:
+    run = tmp_path / "run"
+    claim(run, own)
+    with pytest.raises(ConfigError) as e:
+        claim(run, replace(own, model=replace(own.model, **changes)))
+    text = str(e.value)
+    assert all(part in text for part in said), text
+    assert text.count("want:") == len(changes)
+
+
+def test_a_run_whose_recipe_is_gone_is_held_to_its_keys(tmp_path: Path, own: Config) -> None:
+    run = tmp_path / "run"
+    claim(run, own)
+    (tmp_path / "recipes" / "model" / "llama3-a.toml").unlink()
+    with pytest.raises(ConfigError, match=r'model\.flavor = "b"\n.*want: "a", as in'):
+        claim(run, change(own, "model.flavor", "b"))
 
 
 def test_other_changes_are_told(tmp_path: Path) -> None:

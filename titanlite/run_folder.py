@@ -14,15 +14,16 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
 import tomli
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Model
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.recipes import model_dimensions
 
 # What makes a run this run: with another value, its checkpoints and curves would mean something else.
 _IDENTITY = ("model.", "data.source", "data.tokenizer", "training.seq_len", "training.seed", "optimizer.name")
@@ -141,16 +142,16 @@ class RunFolder:
         was = default | before
         changed = [key for key in was if was[key] != now.get(key)]
         identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
-        if identity:
-            problems = [
-                Problem(
-                    key,
-                    _toml(now[key]),
-                    f"{_toml(was[key])}, as in {self.config}",
-                    "the old value, or another job.name",
-                )
-                for key in identity
-            ]
+        sizes_was, sizes_now = _dimensions(was, config), _dimensions(now, config)
+        problems: list[Problem] = []
+        for key in identity:
+            # A dimension that is not given is the flavor's, and another flavor may have the same ones.
+            size = key.removeprefix("model.")
+            saw, want = sizes_now.get(size, now[key]), sizes_was.get(size, was[key])
+            if saw != want and not (key == "model.flavor" and sizes_was and sizes_was == sizes_now):
+                fix = "the old value, or another job.name"
+                problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {self.config}", fix))
+        if problems:
             raise ConfigError(describe(f"{self.path}: output folder of a different run", problems))
         return [
             f"{key}: {_toml(was[key])} → {_toml(now[key])}" if key in now else f"{key}: no longer a key, ignored"
@@ -173,6 +174,17 @@ class RunFolder:
                 'choose another job.name, set checkpoint.resume = "auto", or delete the folder',
             )
             raise ConfigError(describe(str(self.path), [problem]))
+
+
+def _dimensions(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits."""
+    keys = {field.name for field in fields(Model)}
+    model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
+    try:
+        sizes = asdict(model_dimensions(replace(config, model=model)))
+    except ConfigError:
+        return {}
+    return {key: value for key, value in sizes.items() if key not in ("help", "refs")}
 
 
 def _has_content(path: Path) -> bool:

@@ -8,7 +8,7 @@ Every method is collective: all ranks call it, all ranks return the same or rais
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -88,13 +88,16 @@ class Checkpoints:
         """
         return on_rank_0(lambda: self._choose(resume))
 
-    def load(self, step: int, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+    def load(
+        self, step: int, tensors: Mapping[str, Tensor], check: Callable[[dict[str, Any]], None] | None = None
+    ) -> tuple[dict[str, Any], list[str]]:
         """Verify a checkpoint, the ranks sharing the reading, and fill `tensors` in place, resharding as needed.
 
         Args:
             step: from `choose`.
             tensors: as for `save`, under the present layout. `rng/` entries are filled if the number of ranks is the
                 same, and else keep what they have.
+            check: raises what is wrong with the `state` given to `save`, before tensors are read.
 
         Returns:
             The `state` given to `save`, and notices for the user (random state not restored, other versions).
@@ -107,6 +110,8 @@ class Checkpoints:
         on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost
         self._verify(step)
         saved = on_rank_0(lambda: _read_state(folder, step))
+        if check is not None:
+            check(saved["state"])
         notices = [
             f"{folder.name} was saved with {library} {saved[library]}, this is {now}"
             for library, now in (("torch", str(torch.__version__)), ("titanlite", titanlite.__version__))

@@ -67,9 +67,13 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     if step is None:
         return fresh
     tensors = tensors_of(run)
-    state, notices = checkpoints.load(step, tensors)
-    _check_dimensions(step_folder(checkpoints.root, step), state.get("model", {}), run.sizes)
-    check_batch(step_folder(checkpoints.root, step), state.get("sequences_per_step"), run.config, per_step)
+    folder = step_folder(checkpoints.root, step)
+
+    def check(state: dict[str, Any]) -> None:
+        _check_dimensions(folder, state.get("model", {}), run.sizes)
+        check_batch(folder, state.get("sequences_per_step"), run.config, per_step)
+
+    state, notices = checkpoints.load(step, tensors, check)
     restore_rng(tensors)
     precompute_scales(run.parameters, run.mesh.fsdp)
     for notice in (f"resumed from step {step}", *notices):
@@ -78,7 +82,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
 
 
 def _check_dimensions(folder: Path, saved: dict[str, Any], sizes: ModelRecipe) -> None:
-    """Raise if the recipe of the model has changed in what no tensor shows, as the base of the rotary frequencies."""
+    """Raise if the recipe of the model has changed since: the run's folder shows what its config says alone."""
     problems = [
         Problem(f"model.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), "restore the recipe")
         for key, value in dimensions_of(sizes).items()
