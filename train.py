@@ -1,33 +1,10 @@
-"""Train a model from a TOML file: parse, build, run; nothing else.
+"""Train a model from a TOML file; `titanlite/train.py` under a shorter name.
 
-    torchrun --nproc-per-node 8 train.py --config configs/llama3_8b.toml --parallelism.tensor_parallel_degree 4
-
-Whatever can be wrong with the input is found before torch is imported, so a mistake costs a second.
+torchrun --nproc-per-node 8 train.py --config configs/llama3_8b.toml --parallelism.tensor_parallel_degree 4
 """
 
-import os
-import sys
-from pathlib import Path
-
-from titanlite.checkpoint.resume import step_to_resume
-from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code, leave
-from titanlite.run_folder import RunFolder
-
-
-def main() -> None:
-    """Check everything, claim the run's folder, train."""
-    run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    folder, notices = RunFolder(Path(run.config.job.dump_folder).expanduser() / run.config.job.name), [*run.hints]
-    if os.environ.get("RANK", "0") == "0":
-        notices += folder.claim(run.config)
-        if run.config.checkpoint.enable:
-            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
-
-    from titanlite.training.train import train  # torch is imported here, not before
-
-    train(run.config, run.dimensions, run.save_list, run.float8, folder, notices)
-
+from titanlite.train import main
 
 if __name__ == "__main__":
     leave(exit_code(main))

@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "titanlite"
 # From top to bottom. A module may import from its own row and from those below.
 ROWS = (
+    {"train"},
     {"commands"},
     {"training"},
     {"checkpoint"},

@@ -1,5 +1,6 @@
 """What pip installs: the package with its configs and recipes, found wherever it lies."""
 
+import json
 import os
 import subprocess
 import sys
@@ -61,3 +62,21 @@ def test_installed_command_validates_its_own_configs(site: Path) -> None:
     said = titanlite(site, "validate", str(config), "--world", "8", "--float8.recipe", "rowwise")
     assert f"{config}: no problems" in said
     assert "8,030,261,248 parameters" in said
+
+
+def test_installed_package_trains(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Of all that is, this is the least. " * 200)
+    config = site / "titanlite" / "_shipped" / "configs" / "debug.toml"
+    flags = "--data.source=text.txt --data.cache_dir=cache --training.seq_len=32 --training.steps=2 "
+    flags += "--lr_scheduler.warmup_steps=1 --compile.enable=false --validation.enable=false --checkpoint.enable=false "
+    flags += "--model.n_layers=1 --model.dim=64 --model.ffn_dim=128"
+    ended = subprocess.run(
+        [sys.executable, "-m", "titanlite.train", "--config", config, *flags.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "outputs" / "debug" / "status.json").read_text())["state"] == "finished"

@@ -219,7 +219,9 @@ def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path
     recipe.write_text('help = "mine"\nextends = ["llama3-debug"]\n')
     flags = (f"--job.recipe_dirs={tmp_path}", "--model.flavor=mine")
     desk.run("recipe", 2, *flags, "--job.stop_after=2")
-    recipe.write_text('help = "still mine"\nextends = ["llama3-debug"]\nrope_theta = 500000.0\ntied_embeddings = true\n')
+    recipe.write_text(
+        'help = "still mine"\nextends = ["llama3-debug"]\nrope_theta = 500000.0\ntied_embeddings = true\n'
+    )
     run = desk.run("recipe", 2, *flags, ends=2)
     assert run.output.count("model.rope_theta = 500000.0") == 2
     assert "want: 10000.0" in run.output
