@@ -134,7 +134,7 @@ class WandbRun:
             return
         self._failed = True
         taken = f"it took {self._taken} of {self._rows} rows, and may not have sent them all; " if self._rows else ""
-        self._warn(f"wandb: cannot {what} ({_brief(why)}); {taken}training goes on, metrics.jsonl has every row")
+        self._warn(f"wandb: cannot {what} ({_brief(why)}); {taken}metrics.jsonl has every row")
 
 
 def _run_id(path: Path) -> str:
