@@ -124,6 +124,13 @@ def test_a_list_that_keeps_more_computes_less_again() -> None:
     assert [t.flops for t in ordered] == sorted((t.flops for t in ordered), reverse=True)
 
 
+@pytest.mark.parametrize("name", LISTS)
+def test_collectives_in_matmuls_change_nothing_of_what_is_multiplied_again(name: str) -> None:
+    flags = ("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", "4")
+    plain, fused = (checked(*flags, "--parallelism.async_tensor_parallel", value) for value in ("false", "true"))
+    assert totals(plain, layout_of(plain)).flops == totals(fused, layout_of(fused)).flops
+
+
 def test_matmuls_computes_nothing_dear_again() -> None:
     """No more than 5 FLOPs an element of the stream: the mean squares of norms."""
     for degree in ("1", "2"):

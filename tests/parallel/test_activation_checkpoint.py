@@ -230,7 +230,7 @@ def test_an_operation_that_is_two_in_one_is_kept_for_either():
     ops = [fused[0], fused[1], fused[0], fused[1]]
     assert decisions(save_list(matmul("w13")), ops) == "rrsr"
     assert decisions(save_list(SaveRule("communication", "save", module=("wo",))), ops) == "rsrr"
-    assert decisions(save_list(matmul(action="recompute"), SaveRule("communication", "save")), ops) == "ssss"
+    assert decisions(save_list(matmul(action="recompute"), SaveRule("communication", "save")), ops) == "rsrs"
     assert decisions(save_list(SaveRule(fused[1], "save")), ops) == "rsrs"
     assert decisions(save_list(matmul(every=2)), ops) == decisions(save_list(matmul(every=2)), [MM] * 4) == "srsr"
 

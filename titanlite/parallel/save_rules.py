@@ -56,12 +56,14 @@ FUSED = {
     "titanlite.all_gather_matmul.default": ("communication", "matmul"),
     "titanlite.matmul_reduce_scatter.default": ("matmul", "communication"),
 }
-"""Operations that are two in one. Rules see both; the whole is kept if one of the two is."""
+"""Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
+is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
 
 _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 _MAXIMA = ("aten.amax.default", "aten.max.default")
 _REDUCED = "_c10d_functional.all_reduce.default"  # the maximum before it
 _SCALED_INSIDE = ("titanlite.swiglu_cast.default", "titanlite.cast_blocks.default")
+_GATHER_MATMUL = "titanlite.all_gather_matmul.default"
 _AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
 
 BLOCK = "block"
@@ -115,10 +117,11 @@ class BlockRules:
         default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
         classes = FUSED.get(op) or (self._class(op, to_float8),)
         layer = self._layer(self._matmuls - (op == _AFTER_ITS_MATMUL)) if classes[0] not in (None, "attention") else ""
-        matched = [(rule, self._action(rule)) for name in classes if (rule := self._first(op, name, layer)) is not None]
-        actions = [action for _, action in matched] + [default] * (len(classes) - len(matched))
-        action: Action = "save" if "save" in actions else "recompute"
-        rules = tuple(rule for rule, _ in matched)
+        found = [self._first(op, name, layer) for name in reversed(classes)]  # what is the result first
+        says = [(rule, default if rule is None else self._action(rule)) for rule in found]
+        decisive = says[:1] if op == _GATHER_MATMUL else says
+        action: Action = "save" if "save" in [of_rule for _, of_rule in decisive] else "recompute"
+        rules = tuple(dict.fromkeys(rule for rule in reversed(found) if rule is not None))
         if "matmul" in classes:
             self._matmuls += 1
             self._operands.clear()
@@ -127,7 +130,7 @@ class BlockRules:
             if action == "save" and self._recomputed:
                 raise RecipeError(self._other_bits(rules))
             self._recomputed.clear()
-        return Decision(action, rules, next((rule for rule, says in matched if says == action), None))
+        return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None))
 
     def _class(self, op: str, to_float8: bool) -> str | None:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
