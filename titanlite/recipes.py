@@ -134,6 +134,8 @@ def load(
     if recipe is not None:
         KINDS[kind].check(recipe, problems)
     problems.raise_all(RecipeError)
+    if isinstance(recipe, SaveList):  # a model tells later what it cannot do; a copy with other rules has no lines
+        object.__setattr__(recipe, "origin", problems.origin)
     return cast("ModelRecipe | Float8Recipe | SaveList", recipe)
 
 

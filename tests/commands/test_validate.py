@@ -141,6 +141,29 @@ def test_a_save_list_that_a_run_would_refuse(
         assert main(["validate", file, *flags, "--job.strict", "false"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        ('op = "matmul"\nmodule = ["wqkw"]', ['line 5  rules[0].module = "wqkw"', 'did you mean "wqkv"?']),
+        ('op = "aten._scaled_dot_product_flash_attention.default"', ["line 4  rules[0].op", 'module = ["wqkv"]']),
+        ('op = "block"\nlayers = "9:"', ['line 5  rules[0].layers = "9:"', "the model's 2 blocks"]),
+    ],
+)
+def test_a_rule_that_cannot_work_here_is_found_in_its_file(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, parts: list[str]
+) -> None:
+    """That of the list which has it, where the config names another that extends it."""
+    base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
+    base.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
+    mine.write_text('extends = "base.toml"\nhelp = "mine"\n')
+    for name in (base, mine):
+        assert main(["validate", file, "--activation_checkpoint.recipe", str(name)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{base}: 1 problem\n")
+        for part in (*parts, "want: ", "fix: "):
+            assert part in said
+
+
 def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
     assert main(["validate", file, *auto, "8", "--world", "2"]) == 0

@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.float8 import convert  # noqa: F401  # it defines titanlite's operators
+from titanlite.float8.convert import apply_float8
 from titanlite.models.llama3 import Llama3
+from titanlite.parallel import activation_checkpoint
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules
@@ -76,6 +77,7 @@ def matmul(*modules: str, action: str = "save", **options) -> SaveRule:
 
 
 ATTENTION = SaveRule("attention", "save")
+CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 # What backward needs of a block is the input of w2, at most; so w2 itself is never recomputed.
 CASES = {
     "none": (NONE, []),
@@ -173,6 +175,9 @@ def test_saving_a_conversion_or_a_magnitude_is_an_error_even_if_optional(op):
         (save_list(ATTENTION), r'rules\[0\].op = "attention"'),
         (save_list(ATTENTION, matmul("wqkv", layers="1:")), r'rules\[0\].op = "attention"'),
         (save_list(matmul("wqkv", action="recompute"), default="save"), r'default = "save"'),
+        (save_list(SaveRule(CPU_ATTENTION, "save")), CPU_ATTENTION),
+        # That the device at hand has another kernel is no reason to let it pass.
+        (save_list(SaveRule(CLASSES["attention"][1], "save", optional=True)), CLASSES["attention"][1]),
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -180,6 +185,24 @@ def test_kept_statistics_need_the_q_k_v_that_they_are_of(saved, seen, compiled):
     with pytest.raises(RecipeError, match=seen) as error:
         backward_ops(saved, compiled)
     assert 'module = ["wqkv"]' in str(error.value)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_attention_that_is_not_seen_before_it_runs_is_recomputed_and_reported(compiled, monkeypatch):
+    """As in a model file of one's own: raised while it runs, the compiler would wrap the error."""
+    monkeypatch.setattr(activation_checkpoint, "CausalAttention", torch.nn.Bilinear)
+    ops, use, _ = backward_ops(save_list(ATTENTION, matmul("wo")), compiled)
+    assert ops == dict.fromkeys(["wqkv", "attention", "w13"], LAYERS)
+    assert 'rules[0].op = "attention"' in str(use.refused)
+
+
+def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs():
+    model = Llama3(SIZES, S)
+    listed = save_list(ATTENTION, SaveRule("titanlite.scaled_matmul.default", "save"))
+    with pytest.raises(RecipeError, match="wqkv would be recomputed"):
+        apply_activation_checkpoint(model, listed)
+    apply_float8(model, recipes.load("float8", "rowwise"), ("output",), torch.device("cpu"), S, shards=1)
+    assert apply_activation_checkpoint(model, listed).blocks == LAYERS
 
 
 def decisions(saved: SaveList, ops: list[str], layers: tuple[str, ...] = ("a.wqkv", "a.wo", "f.w13", "f.w2")) -> str:

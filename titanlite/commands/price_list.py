@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from titanlite import recipes
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
+from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import ConfigError, Problem, RecipeError, describe
+from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.parallel import activation_bytes
 from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, held_without_checkpointing, price
 from titanlite.parallel.memory import MemoryModel
@@ -83,13 +84,12 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
                 held[priced.decision.by] += blocks * priced.held
                 flops[priced.decision.by] += blocks * priced.activation.flops
                 moved[priced.decision.by] += blocks * priced.activation.moved
-    problems = [
-        Problem(f"rules[{i}].op", f'"{rule.op}"', "an operation of this run; it matches nothing", "set optional = true")
-        for i, rule in enumerate(rules)
-        if not matches[i] and not rule.optional and rule.op in (BLOCK, *CLASSES)
-    ]
-    if problems:
-        raise RecipeError(describe(f"save-list {checked.config.activation_checkpoint.recipe}", problems))
+    problems = Problems(save_list.origin)
+    for i, rule in enumerate(rules):
+        if not matches[i] and not rule.optional and rule.op in (BLOCK, *CLASSES):
+            want = "an operation of this run; it matches nothing"
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "set optional = true")
+    problems.raise_all(RecipeError)
     counts = [len(rule.blocks(n_layers)) for rule in rules]
     return [
         RulePrice(rule, n, matches[i], held[i] / max(n, 1), flops[i] / max(n, 1), moved[i] / max(n, 1))

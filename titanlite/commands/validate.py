@@ -16,6 +16,7 @@ from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
+from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
@@ -24,7 +25,7 @@ from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, 
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of, price
 from titanlite.parallel.overrides import check_budget
-from titanlite.parallel.save_rules import CLASSES, BlockRules, is_whole, require_layers
+from titanlite.parallel.save_rules import is_whole, require_layers
 
 T = TypeVar("T")
 
@@ -121,18 +122,14 @@ def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | 
     if layout.unpriced:
         return
     require_layers(save_list, layout.block.layers)
-    problems = [
-        Problem(f"rules[{i}].layers", f'"{rule.layers}"', f"some of the model's {n_layers} blocks", "remove the rule")
-        for i, rule in enumerate(save_list.rules)
-        if config.job.strict and not rule.optional and not rule.blocks(n_layers)
-    ]
-    if problems:
-        raise RecipeError(describe("save-list", problems))
+    problems = Problems(save_list.origin)
+    for i, rule in enumerate(save_list.rules):
+        if config.job.strict and not rule.optional and not rule.blocks(n_layers):
+            want = f"some of the model's {n_layers} blocks"
+            problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule")
+    problems.raise_all(RecipeError)
     for active, window in dict.fromkeys(zip(save_list.active(n_layers), sizes.windows, strict=True)):
         if not is_whole(save_list, active):
-            rules = BlockRules(save_list, active, layout.block.layers)
-            for op in ("matmul", "attention"):  # as a run looks at its blocks, before any is run
-                rules.decide(CLASSES[op][0])
             price(sizes, layout, save_list, active, window)
 
 

@@ -9,7 +9,9 @@ because the cross-checks of a config need the dimensions of its model.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
+
+from titanlite.config.problems import Origin
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class SaveList:
     default: Literal["save", "recompute"]
     rules: tuple[SaveRule, ...] = ()
     refs: tuple[str, ...] = ()
+    origin: ClassVar[Origin] = Origin("save-list")  # no key: where they stand; one that was loaded has its own
 
     def active(self, n_layers: int) -> list[frozenset[int]]:
         """Give the numbers of the rules that are for each block.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from titanlite.config.architectures import block_of, unpriced
 from titanlite.config.build import show
+from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import (
     BLOCKS,
     Block,
@@ -316,9 +317,10 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
     if layout.unpriced:
         raise RecipeError(describe("config", [layout.unpriced]))
     if save_list.default == "save" and save_list.rules:
+        problems = Problems(save_list.origin)
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
-        problem = Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep')
-        raise RecipeError(describe("save-list", [problem]))
+        problems.add("default", '"save"', want, 'default = "recompute", and rules for what to keep')
+        problems.raise_all(RecipeError)
     require_layers(save_list, layout.block.layers)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []

@@ -17,11 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import Problem, RecipeError, describe
+from titanlite.errors import RecipeError
+from titanlite.float8.blocks import BlockScaledFloat8
+from titanlite.float8.convert import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, is_whole, unknown_modules
+from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, add_unknown_modules, is_whole
+from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")
 """Elementwise too, though torch does not tag them so."""
@@ -34,6 +38,7 @@ class SaveListUse:
     rules: tuple[SaveRule, ...]
     blocks: int = 0  # under checkpointing
     matches: Counter[int] = field(default_factory=Counter)
+    refused: RecipeError | None = None  # attention in no `CausalAttention` was recomputed, as its q, k and v are
 
     def unmatched(self) -> list[SaveRule]:
         """Rules that matched no operation though they are not optional."""
@@ -57,7 +62,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
     layers = _matmul_names(blocks[0])
-    _check_rules(save_list.rules, layers)
+    _check_rules(save_list, layers)
     classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
     for block, rules in zip(blocks, save_list.active(len(blocks)), strict=True):
         if is_whole(save_list, rules):
@@ -107,7 +112,11 @@ def _policy(
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
-        decision = passes[ctx.is_recompute].decide(str(func), func.is_view, kwargs.get("dtype") in FLOAT8)
+        try:
+            decision = passes[ctx.is_recompute].decide(str(func), func.is_view, kwargs.get("dtype") in FLOAT8)
+        except RecipeError as error:  # not raised here: the compiler would wrap it
+            use.refused = error
+            return actions["recompute"]
         if not ctx.is_recompute:
             use.matches.update(decision.rules)
         return actions[decision.action]
@@ -115,32 +124,44 @@ def _policy(
     return decide
 
 
-def _check_rules(rules: tuple[SaveRule, ...], layers: tuple[str, ...]) -> None:
+def _check_rules(save_list: SaveList, layers: tuple[str, ...]) -> None:
     """Raise for rules that name no operation of torch or no layer of a block, or keep what is cheaper to recompute."""
     spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}
-    problems: list[Problem] = []
-    for i, rule in enumerate(rules):
+    problems = Problems(save_list.origin)
+    for i, rule in enumerate(save_list.rules):
         if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
             near = difflib.get_close_matches(rule.op, known, n=1)
             fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(CLASSES)}"
             want = "an operation of torch with its overload, as aten.mm.default"
-            problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, fix))
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, fix)
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
             want = "no elementwise operation: it costs less to recompute than to store and load"
-            problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule"))
-        problems += unknown_modules(i, rule, layers)
-    if problems:
-        raise RecipeError(describe("save-list", problems))
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule")
+        add_unknown_modules(i, rule, layers, problems)
+    problems.raise_all(RecipeError)
 
 
 def _check_attention(rules: BlockRules, block: nn.Module) -> None:
     """Raise if attention is kept without its q, k and v: here, because the compiler would wrap the error."""
     for module in block.modules():  # in the order in which they run, as for their names
         if isinstance(module, Linear):
-            rules.decide(CLASSES["matmul"][0])
+            rules.decide(_matmul_of(module))
         elif isinstance(module, CausalAttention):
             rules.decide(CLASSES["attention"][0])
+
+
+def _matmul_of(layer: Linear) -> str:
+    """The operation that multiplies in a layer, as `activation_bytes.py` has it."""
+    if isinstance(layer, ParallelLinear) and layer.fused is not None:
+        gathers = isinstance(layer, ColumnParallelLinear)
+        return f"titanlite.{'all_gather_matmul' if gathers else 'matmul_reduce_scatter'}.default"
+    if isinstance(layer.matmul, Float8Matmul):
+        if layer.matmul.lowering.why is None:
+            return "titanlite.scaled_matmul.default"
+        if isinstance(layer.matmul.function, BlockScaledFloat8) and layer.matmul.recipe.input.output != "none":
+            return "titanlite.block_scaled_matmul.default"
+    return CLASSES["matmul"][0]
 
 
 def _is_pointwise(op: str) -> bool:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import Problem, RecipeError, describe
+from titanlite.errors import RecipeError
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -112,7 +113,8 @@ class BlockRules:
             to_float8: its result is float8.
 
         Raises:
-            RecipeError: attention is kept, but not a matmul that its q, k and v come from.
+            RecipeError: attention is kept, or would be if another kernel ran, but not a matmul that its q, k and v
+                come from.
         """
         default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
         classes = FUSED.get(op) or (self._class(op, to_float8),)
@@ -127,9 +129,9 @@ class BlockRules:
             self._operands.clear()
             self._recomputed += [layer] if action == "recompute" else []
         elif "attention" in classes:
-            if action == "save" and self._recomputed:
-                raise RecipeError(self._other_bits(rules))
-            self._recomputed.clear()
+            recomputed, self._recomputed = self._recomputed, []
+            if recomputed and (kept_by := self._keep_attention()):
+                raise RecipeError(self._other_bits(kept_by[0], recomputed))
         return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None))
 
     def _class(self, op: str, to_float8: bool) -> str | None:
@@ -156,22 +158,35 @@ class BlockRules:
 
     def _action(self, i: int) -> Action:
         """What a rule says of the next operation that it matches."""
-        rule = self._save_list.rules[i]
         self._matched[i] += 1
-        if (self._matched[i] - 1) % rule.every == 0:
+        return self._says(i)
+
+    def _says(self, i: int) -> Action:
+        """What a rule says of the operation that it matched last; before the first, of that."""
+        rule = self._save_list.rules[i]
+        if max(self._matched[i] - 1, 0) % rule.every == 0:
             return rule.action
         return "recompute" if rule.action == "save" else "save"
 
-    def _other_bits(self, rules: tuple[int, ...]) -> str:
+    def _keep_attention(self) -> list[int | None]:
+        """Rules, None for the default, that keep attention by one kernel or another: torch chooses on a device."""
+        found = dict.fromkeys(self._first(op, "attention", "") for op in CLASSES["attention"])
+        says = {i: self._save_list.default if i is None else self._says(i) for i in found}
+        return [i for i in found if says[i] == "save"]
+
+    def _other_bits(self, rule: int | None, recomputed: list[str]) -> str:
         """The message for statistics that may belong to other q, k and v than those that backward will see."""
-        where, saw = (f"rules[{rules[0]}].op", '"attention"') if rules else ("default", '"save"')
-        names = [layer.rpartition(".")[2] for layer in self._recomputed]
+        listed = self._save_list
+        where, saw = ("default", "save") if rule is None else (f"rules[{rule}].op", listed.rules[rule].op)
+        names = [layer.rpartition(".")[2] for layer in recomputed]
         want = (
             f"the matmuls behind attention's q, k and v kept as well; {', '.join(names)} would be recomputed, and in "
             "other bits the softmax statistics would not be theirs"
         )
         fix = f'put first a rule with op = "matmul", module = {json.dumps(names)}, action = "save"'
-        return describe("save-list", [Problem(where, saw, want, fix)])
+        problems = Problems(listed.origin)
+        problems.add(where, json.dumps(saw), want, fix)
+        return problems.message()
 
 
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:
@@ -206,25 +221,25 @@ def require_layers(save_list: SaveList, layers: Sequence[str]) -> None:
     Raises:
         RecipeError: it does.
     """
-    rules = enumerate(save_list.rules)
-    if problems := [problem for i, rule in rules for problem in unknown_modules(i, rule, layers)]:
-        raise RecipeError(describe("save-list", problems))
+    problems = Problems(save_list.origin)
+    for i, rule in enumerate(save_list.rules):
+        add_unknown_modules(i, rule, layers, problems)
+    problems.raise_all(RecipeError)
 
 
-def unknown_modules(i: int, rule: SaveRule, layers: Sequence[str]) -> list[Problem]:
+def add_unknown_modules(i: int, rule: SaveRule, layers: Sequence[str], problems: Problems) -> None:
     """Say which modules of a rule are no linear layers of a block, though they must be.
 
     Args:
         i: number of the rule in its list.
         rule: the rule.
         layers: dotted names of the block's linear layers.
+        problems: gets them.
     """
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-    problems: list[Problem] = []
     for module in rule.module:
         if not rule.optional and not any(is_named(layer, [module]) for layer in layers):
             near = difflib.get_close_matches(module, last_names, n=1)
             fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
             want = f"a linear layer of a block: {', '.join(last_names)}"
-            problems.append(Problem(f"rules[{i}].module", f'"{module}"', want, fix))
-    return problems
+            problems.add(f"rules[{i}].module", f'"{module}"', want, fix)

@@ -59,6 +59,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
     Raises:
         StrictError: on every rank, if something that was asked for was not applied, or the run holds more than it may.
+        RecipeError: on every rank, if the save-list keeps attention without its q, k and v.
     """
     config, receipt = run.config, run.receipt
     blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
@@ -84,6 +85,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     _add_compile(config.compile.enable, blocks, receipt)
 
     use, chosen = run.save_list_use, run.chosen
+    if use.refused is not None:
+        raise use.refused
     rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
     of_auto: dict[str, object] = {}
     if chosen is not None:
