@@ -16,6 +16,7 @@ from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.weight_decay import parameter_names
 from titanlite.errors import ConfigError
+from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load
 
 CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
@@ -147,6 +148,13 @@ def test_a_save_list_that_a_run_would_refuse(
         ('op = "matmul"\nmodule = ["wqkw"]', ['line 5  rules[0].module = "wqkw"', 'did you mean "wqkv"?']),
         ('op = "aten._scaled_dot_product_flash_attention.default"', ["line 4  rules[0].op", 'module = ["wqkv"]']),
         ('op = "block"\nlayers = "9:"', ['line 5  rules[0].layers = "9:"', "the model's 2 blocks"]),
+        ('op = "communication"', ["line 4  rules[0].op", "it matches nothing", "set optional = true"]),
+        ('op = "cast"\nmodule = ["w2"]', ["line 4  rules[0].op", "it matches nothing"]),
+        ('op = "titanlite.scaled_matmul.default"', ["line 4  rules[0].op", "it matches nothing"]),
+        (
+            'op = "titanlite.scaled_mm.default"',
+            ["line 4  rules[0].op", 'did you mean "titanlite.scaled_matmul.default"?'],
+        ),
     ],
 )
 def test_a_rule_that_cannot_work_here_is_found_in_its_file(
@@ -162,6 +170,35 @@ def test_a_rule_that_cannot_work_here_is_found_in_its_file(
         assert said.startswith(f"{base}: 1 problem\n")
         for part in (*parts, "want: ", "fix: "):
             assert part in said
+
+
+@pytest.mark.parametrize(
+    ("rules", "flags"),
+    [
+        (['op = "communication"'], ["--job.strict", "false"]),
+        (['op = "communication"'], ["--parallelism.tensor_parallel_degree", "2"]),
+        (['op = "titanlite.scaled_matmul.default"'], ["--float8.recipe", "rowwise"]),
+        # Which of them runs is for torch to choose; the matmul that q, k and v come from is there.
+        ([f'op = "{op}"' for op in CLASSES["attention"][:3]], []),
+    ],
+)
+def test_a_rule_that_may_match(file: str, tmp_path: Path, rules: list[str], flags: list[str]) -> None:
+    text = ['op = "matmul"\nmodule = ["wqkv"]', *rules]
+    mine = tmp_path / "mine.toml"
+    mine.write_text('help = ""\ndefault = "recompute"\n' + "".join(f'[[rules]]\n{r}\naction = "save"\n' for r in text))
+    assert main(["validate", file, "--activation_checkpoint.recipe", str(mine), *flags]) == 0
+
+
+def test_a_kernel_behind_all_of_them_can_never_match(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, balanced = (
+        tmp_path / "mine.toml",
+        (shipped_folder("recipes") / "activation_checkpoint/balanced.toml").read_text(),
+    )
+    mine.write_text(f'{balanced}\n[[rules]]\nop = "{CLASSES["attention"][0]}"\naction = "save"\n')
+    assert main(["validate", file, "--activation_checkpoint.recipe", str(mine)]) == 2
+    assert f'rules[3].op = "{CLASSES["attention"][0]}"\n      want: ' in capsys.readouterr().err
 
 
 def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
 
 def test_a_rule_that_matches_nothing_ends_the_run_before_step_2(desk: Desk, tmp_path: Path) -> None:
     recipe = tmp_path / "unmatched.toml"
-    recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "communication"\naction = "save"\n')
+    recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.bmm.default"\naction = "save"\n')
     flags = [f"--activation_checkpoint.recipe={recipe}"]
     run = desk.run("unmatched", 1, *flags, ends=2)
     assert len(run.steps) == 1
@@ -143,10 +143,10 @@ def test_a_rule_that_matches_nothing_ends_the_run_before_step_2(desk: Desk, tmp_
     assert run.status["state"] == "failed"
     assert run.status["error"]["type"] == "StrictError"
     assert "activation_checkpoint.recipe" in run.output
-    assert "save communication: matched no operation" in run.output
+    assert f"save aten.bmm.default: matched no operation ({recipe}, line 4)" in run.output
     assert "Traceback" not in run.output
     assert run.receipt["activation_checkpoint"]["skipped"] == [
-        {"what": "save communication", "why": "matched no operation"}
+        {"what": "save aten.bmm.default", "why": f"matched no operation ({recipe}, line 4)"}
     ]
     lenient = desk.run("unmatched lenient", 1, *flags, "--job.strict=false", "--job.stop_after=2")
     assert len(lenient.steps) == 2

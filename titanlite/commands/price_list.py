@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from titanlite import recipes
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.parallel import activation_bytes
 from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, held_without_checkpointing, price
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.save_rules import BLOCK, CLASSES, is_whole
+from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, is_whole
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -66,7 +65,7 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
         layout: of a rank.
 
     Raises:
-        RecipeError: a rule matches nothing and is not optional, or attention is kept without its q, k and v.
+        RecipeError: attention is kept without its q, k and v.
     """
     save_list, sizes, n_layers = _named(checked), checked.dimensions, checked.dimensions.n_layers
     rules = save_list.rules
@@ -84,12 +83,6 @@ def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
                 held[priced.decision.by] += blocks * priced.held
                 flops[priced.decision.by] += blocks * priced.activation.flops
                 moved[priced.decision.by] += blocks * priced.activation.moved
-    problems = Problems(save_list.origin)
-    for i, rule in enumerate(rules):
-        if not matches[i] and not rule.optional and rule.op in (BLOCK, *CLASSES):
-            want = "an operation of this run; it matches nothing"
-            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "set optional = true")
-    problems.raise_all(RecipeError)
     counts = [len(rule.blocks(n_layers)) for rule in rules]
     return [
         RulePrice(rule, n, matches[i], held[i] / max(n, 1), flops[i] / max(n, 1), moved[i] / max(n, 1))
@@ -133,6 +126,10 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
     config, layout = checked.config, layout_of(checked)
     if layout.unpriced:
         raise RecipeError(describe(file, [layout.unpriced]))
+    if checked.save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in checked.save_list.rules):
+        from titanlite.parallel.activation_checkpoint import check_names  # torch knows; it is slow to import
+
+        check_names(checked.save_list, layout.block.layers)
     name, n_layers = config.activation_checkpoint.recipe, checked.dimensions.n_layers
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(

@@ -2,7 +2,7 @@
 
 What `train.py` checks before it imports torch is `checked_run`, and this command is nothing but that and a summary. A
 file that passes with `--world N` passes there on N processes of this machine, but for what needs torch to be known:
-whether torch has the single operations that a save-list names, whether a rule of it matches no operation that runs, and
+whether torch has the single operations that a save-list names and, where shapes do not say it, whether they run; and
 the layers and parameters of an architecture of the user's own (`model.file`).
 """
 
@@ -16,16 +16,15 @@ from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
-from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs
 from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, describe
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
-from titanlite.parallel.activation_bytes import HEAD, layout_of, price
+from titanlite.parallel.activation_bytes import HEAD, layout_of
+from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.overrides import check_budget
-from titanlite.parallel.save_rules import is_whole, require_layers
 
 T = TypeVar("T")
 
@@ -117,20 +116,10 @@ def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]
 
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
-    """Refuse a list that names layers or blocks which do not exist, or keeps attention alone, if blocks are known."""
-    layout, n_layers = layout_of(config, sizes, float8), sizes.n_layers
-    if layout.unpriced:
-        return
-    require_layers(save_list, layout.block.layers)
-    problems = Problems(save_list.origin)
-    for i, rule in enumerate(save_list.rules):
-        if config.job.strict and not rule.optional and not rule.blocks(n_layers):
-            want = f"some of the model's {n_layers} blocks"
-            problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule")
-    problems.raise_all(RecipeError)
-    for active, window in dict.fromkeys(zip(save_list.active(n_layers), sizes.windows, strict=True)):
-        if not is_whole(save_list, active):
-            price(sizes, layout, save_list, active, window)
+    """Refuse a list that cannot work for the model, if its blocks are known."""
+    layout = layout_of(config, sizes, float8)
+    if not layout.unpriced:
+        check_save_list(save_list, sizes, layout, config.job.strict)
 
 
 def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> None:

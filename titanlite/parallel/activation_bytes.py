@@ -33,7 +33,7 @@ from titanlite.config.recipe_schema import (
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
-from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole, require_layers
+from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole, kernels, require_layers
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -268,7 +268,12 @@ def block_input(sizes: ModelRecipe, layout: Layout) -> int:
 
 
 def price(
-    sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int], window: int = 0
+    sizes: ModelRecipe,
+    layout: Layout,
+    save_list: SaveList,
+    active: frozenset[int],
+    window: int = 0,
+    kernel: str | None = None,
 ) -> list[Priced]:
     """Apply a save-list to one block.
 
@@ -278,12 +283,14 @@ def price(
         save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
         active: numbers of the rules that are for this block.
         window: tokens that its attention sees; 0: all.
+        kernel: of attention that torch chooses on the device; None: the one that the list names.
 
     Raises:
         RecipeError: attention is kept without the matmuls that its q, k and v come from.
     """
+    kernel = kernel or kernels(save_list)[0]
     rules, listed = BlockRules(save_list, active, layout.block.layers), activations(sizes, layout, window)
-    decided = [(a, rules.decide(a.op, to_float8=a.op == _CAST)) for a in listed]
+    decided = [(a, rules.decide(kernel if a.op == _ATTENTION else a.op, to_float8=a.op == _CAST)) for a in listed]
     kept = {(a.op, a.layer) for a, decision in decided if decision.action == "save"}
     priced: list[Priced] = []
     for activation, decision in decided:

@@ -8,7 +8,7 @@ Whether a rule was used is counted: a rule that matched nothing is reported, and
 
 import difflib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -24,7 +24,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, add_unknown_modules, is_whole
+from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, add_unknown_layers, is_whole
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")
@@ -40,9 +40,9 @@ class SaveListUse:
     matches: Counter[int] = field(default_factory=Counter)
     refused: RecipeError | None = None  # attention in no `CausalAttention` was recomputed, as its q, k and v are
 
-    def unmatched(self) -> list[SaveRule]:
+    def unmatched(self) -> list[int]:
         """Rules that matched no operation though they are not optional."""
-        return [rule for i, rule in enumerate(self.rules) if not self.matches[i] and not rule.optional]
+        return [i for i, rule in enumerate(self.rules) if not self.matches[i] and not rule.optional]
 
 
 def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveListUse:
@@ -62,7 +62,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
     layers = _matmul_names(blocks[0])
-    _check_rules(save_list, layers)
+    check_names(save_list, layers)
     classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
     for block, rules in zip(blocks, save_list.active(len(blocks)), strict=True):
         if is_whole(save_list, rules):
@@ -124,11 +124,20 @@ def _policy(
     return decide
 
 
-def _check_rules(save_list: SaveList, layers: tuple[str, ...]) -> None:
-    """Raise for rules that name no operation of torch or no layer of a block, or keep what is cheaper to recompute."""
+def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
+    """Refuse rules that name no operation of torch or no layer of a block, or keep what is cheaper to recompute.
+
+    Args:
+        save_list: the list.
+        layers: dotted names of the block's linear layers.
+
+    Raises:
+        RecipeError: there are such rules.
+    """
     spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}
     problems = Problems(save_list.origin)
+    add_unknown_layers(save_list, layers, problems)
     for i, rule in enumerate(save_list.rules):
         if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
             near = difflib.get_close_matches(rule.op, known, n=1)
@@ -138,7 +147,6 @@ def _check_rules(save_list: SaveList, layers: tuple[str, ...]) -> None:
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
             want = "no elementwise operation: it costs less to recompute than to store and load"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule")
-        add_unknown_modules(i, rule, layers, problems)
     problems.raise_all(RecipeError)
 
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import RecipeError
 
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -27,7 +27,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_fused_attention_overrideable.default",
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        "titanlite.window_attention.default",
+        "titanlite.window_attention.default",  # to a window; torch chooses among the others
     ),
     "matmul": (
         "aten.mm.default",
@@ -61,6 +61,10 @@ FUSED = {
 is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
 
 _CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
+OPERATIONS = (*_CLASS_OF, *FUSED)
+"""All that blocks of shipped architectures consist of, but for elementwise operations."""
+
+_WINDOW = "titanlite.window_attention.default"
 _MAXIMA = ("aten.amax.default", "aten.max.default")
 _REDUCED = "_c10d_functional.all_reduce.default"  # the maximum before it
 _SCALED_INSIDE = ("titanlite.swiglu_cast.default", "titanlite.cast_blocks.default")
@@ -189,6 +193,16 @@ class BlockRules:
         return problems.message()
 
 
+def kernels(save_list: SaveList) -> list[str]:
+    """Give the kernels of attention that a list names, of those that torch chooses among; one of them if it names none.
+
+    Args:
+        save_list: the list.
+    """
+    named = {rule.op for rule in save_list.rules}
+    return [op for op in CLASSES["attention"] if op in named and op != _WINDOW] or [CLASSES["attention"][0]]
+
+
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:
     """Whether a block runs without checkpointing.
 
@@ -222,23 +236,22 @@ def require_layers(save_list: SaveList, layers: Sequence[str]) -> None:
         RecipeError: it does.
     """
     problems = Problems(save_list.origin)
-    for i, rule in enumerate(save_list.rules):
-        add_unknown_modules(i, rule, layers, problems)
+    add_unknown_layers(save_list, layers, problems)
     problems.raise_all(RecipeError)
 
 
-def add_unknown_modules(i: int, rule: SaveRule, layers: Sequence[str], problems: Problems) -> None:
-    """Say which modules of a rule are no linear layers of a block, though they must be.
+def add_unknown_layers(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
+    """Say which modules that a list names are no linear layers of a block.
 
     Args:
-        i: number of the rule in its list.
-        rule: the rule.
+        save_list: the list.
         layers: dotted names of the block's linear layers.
         problems: gets them.
     """
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-    for module in rule.module:
-        if not rule.optional and not any(is_named(layer, [module]) for layer in layers):
+    named = [(i, module) for i, rule in enumerate(save_list.rules) if not rule.optional for module in rule.module]
+    for i, module in named:
+        if not any(is_named(layer, [module]) for layer in layers):
             near = difflib.get_close_matches(module, last_names, n=1)
             fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
             want = f"a linear layer of a block: {', '.join(last_names)}"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.config.recipe_schema import SaveList
 from titanlite.data.shards import Meta
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
@@ -101,7 +102,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
             "matches": {rule: use.matches[i] for i, rule in enumerate(rules)},
         },
         count=use.matches.total() if rules else use.blocks,
-        missed=[Skipped(rules[use.rules.index(rule)], "matched no operation") for rule in use.unmatched()],
+        missed=[Skipped(rules[i], f"matched no operation{_place(run.save_list, i)}") for i in use.unmatched()],
         key="activation_checkpoint.recipe",
     )
     over_budget = _add_memory(run, receipt)
@@ -117,6 +118,12 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         if config.job.strict:
             raise StrictError(message)
         console.warning(message)
+
+
+def _place(save_list: SaveList, rule: int) -> str:
+    """The file and the line of a rule in brackets, if it is from a file."""
+    place = save_list.origin.of(f"rules[{rule}].op")
+    return f" ({place.source}, line {place.line})" if place.line is not None else ""
 
 
 def _add_memory(run: Run, receipt: Receipt) -> Problem | None:
