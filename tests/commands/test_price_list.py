@@ -19,6 +19,7 @@ from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.parallel.activation_bytes import activations
+from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load, names
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
@@ -161,6 +162,29 @@ def test_what_cannot_work_is_an_error(
     assert out == ""
     for part in (*parts, "want: ", "fix:  "):
         assert part in err
+
+
+@pytest.mark.parametrize("kernel", CLASSES["attention"][:-1])
+def test_attention_by_the_name_of_a_kernel_costs_what_its_class_does(kernel: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    wqkv = RULE.format("matmul", 'module = ["wqkv"]\n')
+    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{RULE.format(kernel, "")}{wqkv}')
+    named, by_class = (checked("--activation_checkpoint.recipe", name) for name in (str(mine), "attention"))
+    layout = layout_of(named)
+    assert totals(named, layout) == totals(by_class, layout)
+    prices = [[replace(p, rule=None) for p in rule_prices(run, layout)] for run in (named, by_class)]  # type: ignore[arg-type]
+    assert prices[0] == prices[1]
+
+
+def test_what_is_not_known_of_blocks_has_no_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was taken for nothing; under tensor parallelism this operator keeps all that was gathered."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{RULE.format("_c10d_functional.wait_tensor.default", "")}')
+    flags = ("--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.recipe", str(mine))
+    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert 'line 4  rules[0].op = "_c10d_functional.wait_tensor.default"\n      want: a class' in err
 
 
 def test_a_list_that_keeps_what_it_does_not_name_has_no_price(tmp_path: Path) -> None:

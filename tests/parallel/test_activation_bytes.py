@@ -180,6 +180,12 @@ OWN = {
     "one op": save_list(SaveRule("aten.mm.default", "save")),
     "one op of float8": save_list(SaveRule("titanlite.scaled_matmul.default", "save")),
     "one op of blocks": save_list(SaveRule("titanlite.block_scaled_matmul.default", "save")),
+    "attention's operator": save_list(
+        SaveRule("aten._scaled_dot_product_flash_attention_for_cpu.default", "save"),
+        SaveRule("matmul", "save", module=("wqkv",)),
+    ),
+    "maxima by name": save_list(SaveRule("aten.amax.default", "save")),
+    "casts by name": save_list(SaveRule("titanlite.cast_blocks.default", "save"), SaveRule("aten.mean.dim", "save")),
     "casts and what is multiplied": save_list(
         SaveRule("cast", "save"),
         SaveRule("communication", "save"),
@@ -189,7 +195,9 @@ OWN = {
 
 
 BY_TORCHAO, BY_BLOCKS = "rowwise_with_gw_hp", "blockwise"
-ONE_OP = ("one op", "one op of float8", "one op of blocks")
+ONE_OP = ("one op", "one op of float8", "one op of blocks", "attention's operator", "maxima by name", "casts by name")
+# Operators that no rule but one by their name keeps alone; a weight's maxima and bytes are never kept.
+BY_NAME = [("attention's operator", None), ("maxima by name", "rowwise"), ("casts by name", BY_BLOCKS)]
 # Every list and every recipe at least once; `test_bytes_do_not_depend_on_the_width_of_weights` has two more.
 COMPILED = [
     ("statistics and casts", BY_TORCHAO),
@@ -214,6 +222,7 @@ COMPILED = [
         ),
         *((own, float8, "eager") for own in ONE_OP[:2] for float8 in (*FLOAT8[1:], BY_TORCHAO)),
         ("one op of blocks", BY_BLOCKS, "eager"),
+        *((own, float8, mode) for own, float8 in BY_NAME for mode in MODES),
         *((own, float8, "compiled") for own, float8 in COMPILED),
     ],
 )

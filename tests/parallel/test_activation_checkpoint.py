@@ -223,7 +223,8 @@ def test_only_activations_are_cast_and_measured_for_a_class():
     ops = [MEAN, "aten._to_copy.default", *FLOAT8_LAYER, *FLOAT8_LAYER]
     assert decisions(save_list(SaveRule("cast", "save")), ops) == "rr" + "rsrrr" * 2
     assert decisions(save_list(SaveRule("statistics", "save")), ops) == "sr" + "srrrr" * 2
-    assert decisions(save_list(SaveRule(AMAX, "save")), ops) == "rr" + "srsrr" * 2  # by its own name, each
+    assert decisions(save_list(SaveRule(AMAX, "save")), ops) == "rr" + "srrrr" * 2  # by its own name, too
+    assert decisions(save_list(SaveRule(AMAX, "recompute"), default="save"), ops) == "ss" + "rsrss" * 2
 
 
 def test_a_gate_with_its_cast_is_the_activations_of_both() -> None:

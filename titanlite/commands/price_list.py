@@ -184,7 +184,7 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
 
 def _amounts(price: RulePrice) -> tuple[str, str, str]:
     if not price.matches:
-        seen = "nothing here" if price.rule.op in (BLOCK, *CLASSES) else "not priced"
+        seen = "nothing here" if price.rule.op in (BLOCK, *CLASSES, *OPERATIONS) else "not priced"
         return seen, "", ""
     return f"{price.held / _MIB:,.1f}", f"{price.flops / 1e9:,.1f}", f"{price.moved / _MIB:,.1f}"
 

@@ -33,7 +33,16 @@ from titanlite.config.recipe_schema import (
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_by_blocks_of_128, is_cast_from_bytes, joins_feed_forward, left_alone, obstacle
-from titanlite.parallel.save_rules import CLASSES, BlockRules, Decision, is_whole, kernels, require_layers
+from titanlite.parallel.save_rules import (
+    BLOCK,
+    CLASSES,
+    OPERATIONS,
+    BlockRules,
+    Decision,
+    is_whole,
+    kernels,
+    require_layers,
+)
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -318,16 +327,21 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
         One for each block, in the order in which they run.
 
     Raises:
-        RecipeError: the list keeps what it does not name, or attention without its q, k and v; it names a layer that
-            blocks do not have; or nothing is known of the model's blocks.
+        RecipeError: the list keeps what it does not name, what is not known of blocks, or attention without its q, k
+            and v; it names a layer that blocks do not have; or nothing is known of the model's blocks.
     """
     if layout.unpriced:
         raise RecipeError(describe("config", [layout.unpriced]))
+    problems = Problems(save_list.origin)
     if save_list.default == "save" and save_list.rules:
-        problems = Problems(save_list.origin)
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
         problems.add("default", '"save"', want, 'default = "recompute", and rules for what to keep')
-        problems.raise_all(RecipeError)
+    for i, rule in enumerate(save_list.rules):
+        if rule.action == "save" and rule.op not in (BLOCK, *CLASSES, *OPERATIONS):
+            want = "a class, or an operation of one: what others make has no price"
+            fix = f"name a class: {', '.join(CLASSES)}; or train a few steps and read memory_gib"
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, fix)
+    problems.raise_all(RecipeError)
     require_layers(save_list, layout.block.layers)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []

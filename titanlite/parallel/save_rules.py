@@ -124,6 +124,8 @@ class BlockRules:
         classes = FUSED.get(op) or (self._class(op, to_float8),)
         layer = self._layer(self._matmuls - (op == _AFTER_ITS_MATMUL)) if classes[0] not in (None, "attention") else ""
         found = [self._first(op, name, layer) for name in reversed(classes)]  # what is the result first
+        if classes == (None,) and op in _CLASS_OF:  # made of a weight, which rules never keep, whatever they name
+            found = [i for i in found if i is None or self._save_list.rules[i].action == "recompute"] or [None]
         says = [(rule, default if rule is None else self._action(rule)) for rule in found]
         decisive = says[:1] if op == _GATHER_MATMUL else says
         action: Action = "save" if "save" in [of_rule for _, of_rule in decisive] else "recompute"
