@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from titanlite.commands import main
-from titanlite.commands.price_list import layout_of, rule_prices, totals
+from titanlite.commands.price_list import layout_of, totals
 from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
@@ -19,6 +19,7 @@ from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.parallel.activation_bytes import activations
+from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load, names
 
@@ -28,6 +29,11 @@ LISTS = names("activation_checkpoint")
 
 def checked(*flags: str) -> CheckedRun:
     return checked_run(["--config", CONFIG, *flags])
+
+
+def prices(run: CheckedRun) -> list[RulePrice]:
+    assert run.save_list is not None
+    return rule_prices(run.dimensions, layout_of(run), run.save_list)
 
 
 def said(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -61,7 +67,7 @@ def test_the_price_list_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rules_and_inputs_add_up_to_the_total(name: str, flags: list[str], compiled: str) -> None:
     run = checked("--activation_checkpoint.recipe", name, "--compile.enable", compiled, *flags)
     layout = layout_of(run)
-    kept = sum(p.held * p.blocks for p in rule_prices(run, layout))
+    kept = sum(p.held * p.blocks for p in prices(run))
     inputs = run.dimensions.n_layers * 2 * layout.tokens * run.dimensions.dim // layout.tensor_parallel
     assert totals(run, layout).held == pytest.approx(kept + inputs)
 
@@ -84,7 +90,7 @@ def test_other_architectures_have_one(name: str) -> None:
     flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "256"]
     run = checked(*flags, "--activation_checkpoint.recipe", "attention")
     sizes, layout = run.dimensions, layout_of(run)
-    kept = sum(p.held * p.blocks for p in rule_prices(run, layout))
+    kept = sum(p.held * p.blocks for p in prices(run))
     assert totals(run, layout).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
     dear = [
         a for window in sizes.windows for a in activations(sizes, layout, window) if "mm" in a.op or "attention" in a.op
@@ -172,8 +178,8 @@ def test_attention_by_the_name_of_a_kernel_costs_what_its_class_does(kernel: str
     named, by_class = (checked("--activation_checkpoint.recipe", name) for name in (str(mine), "attention"))
     layout = layout_of(named)
     assert totals(named, layout) == totals(by_class, layout)
-    prices = [[replace(p, rule=None) for p in rule_prices(run, layout)] for run in (named, by_class)]  # type: ignore[arg-type]
-    assert prices[0] == prices[1]
+    both = [[replace(p, rule=None) for p in prices(run)] for run in (named, by_class)]  # type: ignore[arg-type]
+    assert both[0] == both[1]
 
 
 def test_what_is_not_known_of_blocks_has_no_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +232,7 @@ def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     assert totals(run, layout).held == (none.held + full.held) / 2
     assert totals(run, layout).flops == full.flops / 2
-    (whole,) = rule_prices(run, layout)
+    (whole,) = prices(run)
     assert (whole.blocks, whole.matches, whole.flops) == (16, 16, 0)
     assert 16 * whole.held == (none.held - full.held) / 2
     rows = [line.split() for line in said(capsys, "--activation_checkpoint.recipe", str(mine)).splitlines()]

@@ -1,7 +1,7 @@
 """What a save-list says is recomputed is what is recomputed: matmuls and attention are counted in backward."""
 
-import dataclasses
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import activation_checkpoint
+from titanlite.parallel.activation_bytes import Layout
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.rule_prices import rule_prices
 from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
@@ -110,6 +112,18 @@ def test_what_is_recomputed(case, compiled):
             assert torch.equal(got, truth)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_what_each_rule_did_is_counted(compiled):
+    """In eager mode bytes too, as the price list has them; a compiler traces a kind of block once for all of it."""
+    saved = save_list(ATTENTION, matmul("wqkv"), matmul("w13", layers="1:"), SaveRule("statistics", "save"))
+    _, use, _ = backward_ops(saved, compiled, replace(SIZES, n_layers=3))
+    assert use.matches == {0: 3, 1: 3, 2: 2, 3: 6}
+    if not compiled:
+        layout = Layout(tokens=S, seq_len=S, itemsize=4, compiled=False)
+        prices = rule_prices(replace(SIZES, n_layers=3), layout, saved)
+        assert [use.held_per_layer(i) for i in range(4)] == [price.held for price in prices]
+
+
 def test_layers_are_chosen_by_number():
     ops, _, _ = backward_ops(save_list(ATTENTION, matmul("wqkv"), matmul("w13", layers="1:")), compiled=False)
     assert ops == {"wo": LAYERS, "w13": 1}
@@ -129,7 +143,7 @@ def test_whole_blocks_are_left_alone(compiled):
 @pytest.mark.parametrize("name", recipes.names("activation_checkpoint"))
 def test_each_rule_of_a_shipped_list_is_used(name):
     shipped = recipes.load("activation_checkpoint", name)
-    _, use, _ = backward_ops(shipped, compiled=False, sizes=dataclasses.replace(SIZES, n_layers=8))
+    _, use, _ = backward_ops(shipped, compiled=False, sizes=replace(SIZES, n_layers=8))
     local = {i for i, rule in enumerate(shipped.rules) if rule.op != "communication"}  # there is none of one process
     assert {i for i in range(len(shipped.rules)) if use.matches[i]} == local
 

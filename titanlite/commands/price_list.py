@@ -6,7 +6,6 @@
 All is computed from shapes (`titanlite/parallel/activation_bytes.py`, `memory.py`): no GPU, no process group, no torch.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from titanlite import recipes
@@ -15,32 +14,12 @@ from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.parallel import activation_bytes
-from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, held_without_checkpointing, price
+from titanlite.parallel.activation_bytes import Layout, block_input, block_prices
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, is_whole
+from titanlite.parallel.rule_prices import RulePrice, rule_prices
+from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS
 
 _MIB, _GIB = 2**20, 2**30
-
-
-@dataclass(frozen=True)
-class RulePrice:
-    """What one rule keeps, as a mean over the blocks that it is for, on one rank and for one micro-step.
-
-    Attributes:
-        rule: the rule.
-        blocks: number of blocks that it is for.
-        matches: operations that it decided about, in all blocks.
-        held: bytes that stay until backward.
-        flops: of computing what it decided about again.
-        moved: bytes that computing it again reads, writes and receives.
-    """
-
-    rule: SaveRule
-    blocks: int
-    matches: int
-    held: float
-    flops: float
-    moved: float
 
 
 @dataclass(frozen=True)
@@ -55,39 +34,6 @@ class Totals:
 def layout_of(checked: CheckedRun) -> Layout:
     """Return how one rank would run a checked config."""
     return activation_bytes.layout_of(checked.config, checked.dimensions, checked.float8)
-
-
-def rule_prices(checked: CheckedRun, layout: Layout) -> list[RulePrice]:
-    """Price each rule of a run's save-list.
-
-    Args:
-        checked: the run.
-        layout: of a rank.
-
-    Raises:
-        RecipeError: attention is kept without its q, k and v.
-    """
-    save_list, sizes, n_layers = _named(checked), checked.dimensions, checked.dimensions.n_layers
-    rules = save_list.rules
-    matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    kinds = Counter(zip(save_list.active(n_layers), sizes.windows, strict=True))
-    for (active, window), blocks in kinds.items():
-        if is_whole(save_list, active):
-            first = min(i for i in active if rules[i].op == BLOCK)
-            matches[first] += blocks
-            held[first] += blocks * (held_without_checkpointing(sizes, layout) - block_input(sizes, layout))
-            continue
-        for priced in price(sizes, layout, save_list, active, window):
-            matches.update(dict.fromkeys(priced.decision.rules, blocks))
-            if priced.decision.by is not None:
-                held[priced.decision.by] += blocks * priced.held
-                flops[priced.decision.by] += blocks * priced.activation.flops
-                moved[priced.decision.by] += blocks * priced.activation.moved
-    counts = [len(rule.blocks(n_layers)) for rule in rules]
-    return [
-        RulePrice(rule, n, matches[i], held[i] / max(n, 1), flops[i] / max(n, 1), moved[i] / max(n, 1))
-        for i, (rule, n) in enumerate(zip(rules, counts, strict=True))
-    ]
 
 
 def totals(checked: CheckedRun, layout: Layout) -> Totals:
@@ -153,7 +99,7 @@ def _of_rules(checked: CheckedRun, layout: Layout) -> list[str]:
     """The table of the rules of a run's save-list, with what introduces it."""
     save_list, n_layers = _named(checked), checked.dimensions.n_layers
     totals(checked, layout)  # a list without a price is refused before anything is printed
-    prices = rule_prices(checked, layout) if save_list.rules else []
+    prices = rule_prices(checked.dimensions, layout, save_list)
     rows = [(_label(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer; what is kept, and what computing it again would cost:\n"
     if not save_list.rules and save_list.default == "save":

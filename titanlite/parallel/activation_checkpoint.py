@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.problems import Problems
@@ -32,13 +33,54 @@ _MOVES = ("aten._to_copy.default", "aten.copy.default")
 
 
 @dataclass
+class KindUse:
+    """What a save-list did in blocks with the same rules and the same attention.
+
+    Attributes:
+        rules: numbers of those that are for them.
+        blocks: how many.
+        passes: forward passes, of all of them, or times that they were traced.
+        matches: how often each rule matched in these.
+        held: bytes that each kept in these.
+    """
+
+    rules: frozenset[int]
+    blocks: int = 0
+    passes: int = 0
+    matches: Counter[int] = field(default_factory=Counter)
+    held: Counter[int] = field(default_factory=Counter)
+
+    def each(self, total: int) -> float:
+        """What is a total of all passes, in one pass of all these blocks."""
+        return self.blocks * total / max(self.passes, 1)
+
+
+@dataclass
 class SaveListUse:
-    """What a save-list did: how often each rule matched, over all blocks and forward passes so far."""
+    """What a save-list did, by what has been seen of blocks so far: in every pass, or as they were compiled.
+
+    Attributes:
+        rules: of the list.
+        kinds: what was seen, of blocks that are alike.
+        blocks: number of those under checkpointing.
+    """
 
     rules: tuple[SaveRule, ...]
-    blocks: int = 0  # under checkpointing
-    matches: Counter[int] = field(default_factory=Counter)
+    kinds: list["KindUse"] = field(default_factory=list)
+    blocks: int = 0
     refused: RecipeError | None = None  # attention in no `CausalAttention` was recomputed, as its q, k and v are
+
+    @property
+    def matches(self) -> Counter[int]:
+        """Operations that each rule matches in a forward pass of the model."""
+        return Counter(
+            {i: n for i in range(len(self.rules)) if (n := round(sum(k.each(k.matches[i]) for k in self.kinds)))}
+        )
+
+    def held_per_layer(self, i: int) -> float:
+        """Bytes that a rule kept of each block that it is for, as they were marked: compiled blocks keep no more."""
+        kinds = [kind for kind in self.kinds if i in kind.rules]
+        return sum(kind.each(kind.held[i]) for kind in kinds) / max(sum(kind.blocks for kind in kinds), 1)
 
     def unmatched(self) -> list[int]:
         """Rules that matched no operation though they are not optional."""
@@ -63,19 +105,25 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
     layers = _matmul_names(blocks[0])
     check_names(save_list, layers)
-    classes: dict[frozenset[int], type[nn.Module]] = {}  # blocks with the same rules share one class
+    kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
     for block, rules in zip(blocks, save_list.active(len(blocks)), strict=True):
-        if is_whole(save_list, rules):
-            use.matches.update(i for i in rules if save_list.rules[i].op == BLOCK)
-            continue
-        if rules not in classes:
+        key = rules, tuple(module.window for module in block.modules() if isinstance(module, CausalAttention))
+        if key not in kinds and is_whole(save_list, rules):
+            whole = Counter(i for i in rules if save_list.rules[i].op == BLOCK)
+            kinds[key] = KindUse(rules, passes=1, matches=whole), None
+        elif key not in kinds:
+            kind = KindUse(rules)
             _check_attention(BlockRules(save_list, rules, layers), block)
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             if rules or save_list.default == "save":
-                options["context_fn"] = partial(_contexts, save_list, rules, layers, use)
-            classes[rules] = _checkpointed(type(block), options)
-        block.__class__ = classes[rules]
-        use.blocks += 1
+                options["context_fn"] = partial(_contexts, save_list, kind, layers, use)
+            kinds[key] = kind, _checkpointed(type(block), options)
+        kind, checkpointed = kinds[key]
+        kind.blocks += 1
+        if checkpointed is not None:
+            block.__class__ = checkpointed
+            use.blocks += 1
+    use.kinds = [kind for kind, _ in kinds.values()]
     return use
 
 
@@ -99,16 +147,17 @@ def _matmul_names(block: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in block.named_modules() if isinstance(module, Linear))
 
 
-def _contexts(save_list: SaveList, rules: frozenset[int], matmuls: tuple[str, ...], use: SaveListUse):
+def _contexts(save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse):
     """Fresh contexts for one forward pass of one block, and its recomputation."""
-    return create_selective_checkpoint_contexts(_policy(save_list, rules, matmuls, use))
+    return create_selective_checkpoint_contexts(_policy(save_list, kind, matmuls, use))
 
 
 def _policy(
-    save_list: SaveList, rules: frozenset[int], matmuls: tuple[str, ...], use: SaveListUse
+    save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse
 ) -> Callable[..., CheckpointPolicy]:
     """Decide for one operation at a time. Forward and recomputation count separately, so that they agree."""
-    passes = {is_recompute: BlockRules(save_list, rules, matmuls) for is_recompute in (False, True)}
+    passes = {is_recompute: BlockRules(save_list, kind.rules, matmuls) for is_recompute in (False, True)}
+    began: list[bool] = []
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -118,7 +167,12 @@ def _policy(
             use.refused = error
             return actions["recompute"]
         if not ctx.is_recompute:
-            use.matches.update(decision.rules)
+            kind.passes += not began
+            began[:] = [True]
+            kind.matches.update(decision.rules)
+            if decision.action == "save" and decision.by is not None:
+                made = [t for t in tree_leaves(ctx.op_output) if isinstance(t, Tensor)]
+                kind.held[decision.by] += sum(t.numel() * t.element_size() for t in made)
         return actions[decision.action]
 
     return decide

@@ -35,6 +35,7 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
 from titanlite.parallel.time_activations import time_block
@@ -48,6 +49,7 @@ class Run:
     Attributes:
         chosen: the save-list, if it was chosen here to keep to a budget.
         predicted: the peak; None if the save-list has no price.
+        rule_prices: of the save-list, or None.
     """
 
     config: Config
@@ -55,6 +57,7 @@ class Run:
     save_list: SaveList
     chosen: Choice | None
     predicted: Memory | None
+    rule_prices: list[RulePrice] | None
     mesh: Mesh
     model: nn.Module
     parameters: list[nn.Parameter]
@@ -129,12 +132,14 @@ def build(
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)
+    predicted = _peak(memory, save_list)
     return Run(
         config=config,
         sizes=sizes,
         save_list=save_list,
         chosen=chosen,
-        predicted=_peak(memory, save_list),
+        predicted=predicted,
+        rule_prices=rule_prices(sizes, memory.layout, save_list) if predicted else None,
         mesh=mesh,
         model=model,
         parameters=parameters,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.data.shards import Meta
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
@@ -20,6 +20,7 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.memory import GIB
+from titanlite.parallel.save_rules import BLOCK
 from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -88,7 +89,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     use, chosen = run.save_list_use, run.chosen
     if use.refused is not None:
         raise use.refused
-    rules = [f"{rule.action} {rule.op} {' '.join(rule.module)}".strip() for rule in use.rules]
+    rules = [_label(rule) for rule in use.rules]
     of_auto: dict[str, object] = {}
     if chosen is not None:
         again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)
@@ -100,6 +101,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
             **of_auto,
             "blocks": use.blocks,
             "matches": {rule: use.matches[i] for i, rule in enumerate(rules)},
+            **_held(run, rules),
         },
         count=use.matches.total() if rules else use.blocks,
         missed=[Skipped(rules[i], f"matched no operation{_place(run.save_list, i)}") for i in use.unmatched()],
@@ -118,6 +120,32 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         if config.job.strict:
             raise StrictError(message)
         console.warning(message)
+
+
+def _label(rule: SaveRule) -> str:
+    """A rule in words, no two of a list alike."""
+    words = " ".join((rule.action, rule.op, *rule.module))
+    every = f", every {rule.every}" if rule.every > 1 else ""
+    return words + every + (f", blocks {rule.layers}" if rule.layers != ":" else "")
+
+
+def _held(run: Run, rules: list[str]) -> dict[str, object]:
+    """MiB that each rule keeps of a block that it is for, on this rank in a micro-step: counted in eager mode. Compiled
+    blocks drop what backward has no use for, and whole ones keep what no rule names: predicted.
+    """
+    use, prices = run.save_list_use, run.rule_prices
+    if not rules:
+        return {}
+    if not run.config.compile.enable and all(rule.op != BLOCK for rule in use.rules):
+        held, source = [use.held_per_layer(i) for i in range(len(rules))], "counted"
+    elif prices is not None:
+        held, source = [price.held for price in prices], "predicted"
+    else:
+        return {"mib_per_layer": "no price"}
+    return {
+        "mib_per_layer": {rule: round(n / 2**20, 3) for rule, n in zip(rules, held, strict=True)},
+        "mib_are": source,
+    }
 
 
 def _place(save_list: SaveList, rule: int) -> str:
