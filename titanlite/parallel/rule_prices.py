@@ -43,6 +43,8 @@ def rule_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list
         RecipeError: attention is kept without its q, k and v.
     """
     rules, n_layers = save_list.rules, sizes.n_layers
+    if not rules:
+        return []
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
     kinds = Counter(zip(save_list.active(n_layers), sizes.windows, strict=True))
     for (active, window), blocks in kinds.items():
