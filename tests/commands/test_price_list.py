@@ -48,7 +48,7 @@ def test_the_price_list_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     cells = {line[:29].strip(): line[29:].split() for line in lines}
     assert cells["save attention"] == ["32", "of", "32", "130.0", "1,099.5", "322.0"]
     assert cells["save communication"] == ["32", "of", "32", "nothing", "here"]
-    assert cells["save matmul wqkv w13"][3] == "1,088.0"
+    assert cells["save matmul wqkv w1*"][3] == "1,088.0"
     assert cells["the block's input, always"][3] == "128.0"
     rows = {
         line.split()[0]: float(line.split()[1])

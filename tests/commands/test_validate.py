@@ -101,10 +101,11 @@ def test_a_vocabulary_without_an_aligned_kernel(
 def test_a_save_list_that_names_a_layer_which_blocks_lack(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saves = tmp_path / "saves.toml"  # a list that has no price
-    saves.write_text('help = ""\ndefault = "save"\n[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "recompute"\n')
-    for name in ("balanced", str(saves)):
-        flags = ("--activation_checkpoint.recipe", name, "--training.seq_len", "1024")
+    mine = tmp_path / "mine.toml"
+    for default, action in (("recompute", "save"), ("save", "recompute")):  # of which the second has no price
+        rule = f'[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "{action}"\n'
+        mine.write_text(f'help = ""\ndefault = "{default}"\n{rule}')
+        flags = ("--activation_checkpoint.recipe", str(mine), "--training.seq_len", "1024")
         assert main(["validate", file, *flags]) == 0
         assert main(["validate", file, *flags, "--model.name", "gpt2", "--model.flavor", "774M"]) == 2
         assert "want: a linear layer of a block: wqkv, wo, w1, w2" in capsys.readouterr().err

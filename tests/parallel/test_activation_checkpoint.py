@@ -9,13 +9,17 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import recipes
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.schema import Config, Model
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
+from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_bytes import Layout
+from titanlite.parallel.activation_bytes import Layout, layout_of
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
+from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.rule_prices import rule_prices
 from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules
@@ -146,6 +150,23 @@ def test_each_rule_of_a_shipped_list_is_used(name):
     _, use, _ = backward_ops(shipped, compiled=False, sizes=replace(SIZES, n_layers=8))
     local = {i for i, rule in enumerate(shipped.rules) if rule.op != "communication"}  # there is none of one process
     assert {i for i in range(len(shipped.rules)) if use.matches[i]} == local
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("name", recipes.names("activation_checkpoint"))
+def test_a_shipped_list_goes_with_every_architecture(name, architecture):
+    """Each rule matches something of its blocks, and where it names matmuls, the same as in Llama 3: w1 is w13."""
+    shipped = recipes.load("activation_checkpoint", name)
+    config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
+    sizes = replace(recipes.model_dimensions(config), n_layers=6)
+    layout = layout_of(config, sizes, None)
+    check_save_list(shipped, sizes, layout, strict=True)
+    with torch.device("meta"):
+        use = apply_activation_checkpoint(model_class(config.model)(sizes, S), shipped)
+    assert use.blocks == (0 if name == "none" else 6)
+    of_llama = layout_of(replace(config, model=Model()), sizes, None)
+    kept = [[p.matches for p in rule_prices(sizes, of, shipped) if p.rule.op == "matmul"] for of in (layout, of_llama)]
+    assert kept[0] == kept[1]
 
 
 def test_a_rule_that_matched_nothing_is_reported():
