@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from titanlite.parallel.sharding import layers
+from titanlite.parallel.sharding import graph, layers
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.training import build
 
@@ -22,7 +22,7 @@ def _planned_once(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerP
     """`plan_layers`, or what it returned before."""
     if not type(model).__module__.startswith("titanlite.models."):
         return plan_layers(model, tokens, ranks)  # another file may have a class of the same name
-    decides = repr((layers._kind(model), layers.annotations_of(model), tokens, ranks))
+    decides = repr((graph.kind_of(model), layers.annotations_of(model), tokens, ranks))
     with (Path(_FOLDER.name) / hashlib.sha256(decides.encode()).hexdigest()).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         file.seek(0)

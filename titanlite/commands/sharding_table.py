@@ -17,8 +17,7 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import build_model
-from titanlite.parallel.sharding.derive import plan_model
-from titanlite.parallel.sharding.layers import annotations_of, stand_ins
+from titanlite.parallel.sharding.layers import plan_tensor_parallel, stand_ins
 from titanlite.parallel.sharding.plan import Plan, show
 
 T = TypeVar("T")
@@ -60,8 +59,7 @@ def sharding_plan(checked: CheckedRun, every_block: bool) -> Planned:
     """
     config, sizes = checked.config, checked.dimensions
     model = build_model(config.model, sizes, config.training.seq_len)
-    with torch.device("meta"):
-        tokens = torch.empty(config.training.local_batch_size * config.training.seq_len, dtype=torch.long)
+    tokens = config.training.local_batch_size * config.training.seq_len
     stand_for = [[n] for n in range(sizes.n_layers)]
     if not every_block:
         model, stand_for = stand_ins(model)
@@ -69,7 +67,7 @@ def sharding_plan(checked: CheckedRun, every_block: bool) -> Planned:
         parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
     widths = {k: v for k, v in dataclasses.asdict(sizes).items() if type(v) is int and k != "n_layers"}
     degree = config.parallelism.tensor_parallel_degree
-    planned = Planned(plan_model(model, [tokens], {"tp": degree}, annotations_of(model), widths), stand_for)
+    planned = Planned(plan_tensor_parallel(model, tokens, degree, widths)[0], stand_for)
     if not every_block and not _is_uniform(planned):  # where a block stands decides how it is split
         return sharding_plan(checked, every_block=True)
     return planned

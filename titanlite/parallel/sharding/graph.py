@@ -5,6 +5,8 @@ only be added once partial sums are reduced; and tied parameters become one tens
 """
 
 import contextlib
+import inspect
+import logging
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +16,10 @@ import torch
 import torch.fx.config
 from torch import Tensor, fx, nn
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+
+from titanlite.errors import Problem, ShardingError, describe
+from titanlite.models.mistakes import mistake
 
 aten = torch.ops.aten
 
@@ -29,6 +35,7 @@ class Graph:
         names: of its tensors; parameters and buffers have their names in the model.
         parameters: nodes of parameters.
         inputs: nodes of the model's inputs, in order.
+        constants: tensors that the model's code makes of numbers, with what they hold.
         operators: nodes that compute tensors, in order.
         outputs: nodes that the model returns.
         trained: nodes that a gradient reaches.
@@ -41,6 +48,7 @@ class Graph:
     names: dict[Node, str]
     parameters: set[Node]
     inputs: list[Node]
+    constants: dict[Node, Tensor]
     operators: list[Node]
     outputs: list[Node]
     trained: set[Node]
@@ -55,19 +63,28 @@ class Graph:
         return (modules_of(node) or [""])[-1]
 
 
-def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
+def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = False) -> Graph:
     """Export a model.
 
     Args:
         model: parameters on the meta device, in the dtypes that the step computes in.
         inputs: example inputs on the meta device; their shapes are the whole batch of one micro-step, and
             `requires_grad` says which of them need a gradient.
+        stack_traces: say of each node where it came from, in `meta["stack_trace"]`; that is a third of an export.
 
     Returns:
         Its graph.
+
+    Raises:
+        ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
     """
-    with _without_stack_traces():
-        program = torch.export.export(model, tuple(inputs), strict=False)
+    with _torch_config(stack_traces), _Constants():
+        try:
+            program = torch.export.export(model, tuple(inputs), strict=False)
+        except Exception as error:
+            if type(model).__module__.startswith("titanlite."):
+                raise
+            raise _refusal(model, error) from error
     graph, signature = program.graph_module.graph, program.graph_signature
     constants = signature.inputs_to_lifted_tensor_constants
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **constants}
@@ -78,9 +95,12 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     parameters: set[Node] = set()
     aliases: dict[str, Node] = {}
     given: list[Node] = []
+    holds: dict[Node, Tensor] = {}
     trained: set[Node] = set()
     for node in list(graph.find_nodes(op="placeholder")):
         name = held.get(node.name)
+        if node.name in constants:
+            holds[node] = tensors[constants[node.name]]
         if name is None:
             example = inputs[len(given)]
             given.append(node)
@@ -103,6 +123,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
     of_weights = {n for n in names if n not in given}
     calls: dict[str, Node] = {}
     for node in operators:
+        _require_fixed(node)
         names[node] = node.name
         sources = tensor_inputs(node)
         if (
@@ -116,20 +137,56 @@ def export(model: nn.Module, inputs: Sequence[Tensor]) -> Graph:
         for module in modules_of(node):
             calls[module] = node
     return Graph(
-        graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
+        graph, names, parameters, given, holds, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
     )
 
 
+def _refusal(model: nn.Module, error: Exception) -> ShardingError:
+    """What a user's model did while it was exported."""
+    file = inspect.getfile(type(model))
+    want = "a forward that runs on tensors without values (the meta device), on which the plan is made"
+    fix = "no branch on what a tensor holds, no item(), no numpy; torch.where chooses by value"
+    return ShardingError(describe(file, [mistake(error, file, want, fix)]))
+
+
+def _require_fixed(node: Node) -> None:
+    """Refuse an operator that gives a number, or a tensor whose size depends on what another one holds."""
+    outputs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
+    if all(v is None or (isinstance(v, Tensor) and all(type(n) is int for n in v.shape)) for v in outputs):
+        return
+    where = f"{node.name} of {(modules_of(node) or ['the model'])[-1]}"
+    want = "operators whose results have one shape, whatever tensors hold"
+    fix = "no item(), nonzero() or x[mask]: torch.where(mask, x, 0) keeps the shape"
+    raise ShardingError(describe("sharding plan", [Problem(where, str(node.target), want, fix)]))
+
+
 @contextlib.contextmanager
-def _without_stack_traces() -> Iterator[None]:
-    """Nobody reads where each node came from, and finding out is a third of an export; torch 2.11 still does."""
+def _torch_config(stack_traces: bool) -> Iterator[None]:
+    """Stack traces if they are read; torch 2.11 finds them all the same. Without torch's log: what it says of an
+    exception, with tracebacks of its own, is said by the exception."""
     config: Any = torch.fx.config
-    before = getattr(config, "do_not_emit_stack_traces", False)
-    config.do_not_emit_stack_traces = True
+    before, disabled = getattr(config, "do_not_emit_stack_traces", False), logging.root.manager.disable
+    config.do_not_emit_stack_traces = not stack_traces
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         config.do_not_emit_stack_traces = before
+        logging.disable(disabled)
+
+
+class _Constants(TorchFunctionMode):
+    """Makes tensors of numbers on the CPU and moves them: on the meta device they would hold nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(args[0], Tensor):
+            made = func(*args, **{**kwargs, "device": "cpu"})
+            return made if kwargs.get("device") is None else made.to(kwargs["device"])
+        if func is Tensor.new_tensor and not isinstance(args[1], Tensor):
+            made = torch.tensor(args[1], dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
+            return made.to(kwargs.get("device") or args[0].device)
+        return func(*args, **kwargs)
 
 
 def value(node: Node) -> Tensor:
@@ -180,3 +237,13 @@ def _split_biases(graph: fx.Graph) -> None:
         node.replace_all_uses_with(total)
         node.args, total.args = (x, weight), (node, bias[0])
         total.meta = dict(node.meta)
+
+
+def kind_of(block: nn.Module) -> str:
+    """Give all that decides a block's graph: classes, shapes of parameters, and plain attributes of its modules."""
+    seen: list[Any] = []
+    for name, module in block.named_modules():
+        shapes = [(n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()]
+        plain = {k: repr(v) for k, v in vars(module).items() if not k.startswith("_")}
+        seen.append((name, type(module).__qualname__, shapes, plain))
+    return repr(seen)

@@ -17,20 +17,19 @@ Blocks that are alike need not all be planned: two of each kind are, in a model 
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.sharding.check import check
 from titanlite.parallel.sharding.derive import derive
-from titanlite.parallel.sharding.graph import Graph, export, tensor_inputs
-from titanlite.parallel.sharding.plan import REPLICATE, Plan, show
+from titanlite.parallel.sharding.graph import Graph, export, kind_of, tensor_inputs
+from titanlite.parallel.sharding.local_sizes import check_local_sizes
+from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, show
 from titanlite.parallel.sharding.rules import is_weight_of
 from titanlite.parallel.sharding.select import Selection
 
@@ -40,21 +39,30 @@ _NUMBERS = re.compile(r"(^|\.)[\d*\[\]?-]*[\d\[?][\d*\[\]?-]*(\.|$)")
 """A part of a pattern that chooses among blocks by their numbers, which are others in a model of fewer blocks."""
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """What one module that holds parameters does on a tensor-parallel rank.
+def plan_tensor_parallel(
+    model: nn.Module, tokens: int, ranks: int, sizes: Mapping[str, int] | None = None
+) -> tuple[Plan, dict[str, LayerPlan]]:
+    """Plan every block of a model from its annotations, and refuse what no layers can carry out.
 
-    Attributes:
-        placements: of its parameters, by their names in the module.
-        gathers: the tokens of its input, before it computes; backward sums and scatters their gradient.
-        scatters: the tokens of its output, after it has summed it over the ranks; backward gathers their gradient.
-        takes_rows: of its input, which is whole.
+    Args:
+        model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
+        tokens: M of a micro-step.
+        ranks: tensor-parallel ones.
+        sizes: the model's dimensions by name, for messages.
+
+    Returns:
+        The plan; and module name → what it does, for each module that holds a parameter in use.
+
+    Raises:
+        ShardingError: there is no plan, or none that layers can carry out, or the model's code computes something else
+            on a rank; all problems of the first such kind are in the message.
     """
-
-    placements: Mapping[str, Placement]
-    gathers: bool = False
-    scatters: bool = False
-    takes_rows: bool = False
+    graph = export(model, [torch.empty(tokens, dtype=torch.long, device="meta")])
+    plan, selection = derive(graph, {"tp": ranks}, annotations_of(model))
+    check(graph, plan, selection, sizes or {})
+    layers = layers_of(graph, plan, selection)
+    check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
+    return plan, layers
 
 
 def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPlan]:
@@ -71,13 +79,12 @@ def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPla
     Raises:
         ShardingError: there is no plan, or none that layers can carry out; all problems are in the message.
     """
-    annotations = annotations_of(model)
     fewer, stand_for = stand_ins(model)
-    layers = _planned(fewer, annotations, tokens, ranks)
-    kinds = [_kind(block) for block in fewer.layers]  # type: ignore[union-attr]
+    _, layers = plan_tensor_parallel(fewer, tokens, ranks)
+    kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
     of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(kinds))]
     if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
-        return _planned(model, annotations, tokens, ranks)  # where a block stands decides how it is split
+        return plan_tensor_parallel(model, tokens, ranks)[1]  # where a block stands decides how it is split
     others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
     return others | {
         f"layers.{n}.{name}": layer
@@ -107,7 +114,7 @@ def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
         return model, [[n] for n in range(len(blocks))]
     of_kind: dict[str, list[int]] = {}
     for n, block in enumerate(blocks):
-        of_kind.setdefault(_kind(block), []).append(n)
+        of_kind.setdefault(kind_of(block), []).append(n)
     chosen = sorted(part for numbers in of_kind.values() for part in (numbers[:1], numbers[1:]) if part)
     return _with_blocks(model, [blocks[numbers[0]] for numbers in chosen]), chosen
 
@@ -130,16 +137,6 @@ def annotations_of(model: nn.Module) -> Mapping[str, str]:
     return annotations
 
 
-def _kind(block: nn.Module) -> str:
-    """All that decides a block's graph: classes, shapes of parameters, and plain attributes of its modules."""
-    seen: list[Any] = []
-    for name, module in block.named_modules():
-        shapes = [(n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()]
-        plain = {k: repr(v) for k, v in vars(module).items() if not k.startswith("_")}
-        seen.append((name, type(module).__qualname__, shapes, plain))
-    return repr(seen)
-
-
 def _with_blocks(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
     """The same model with other blocks."""
     other = copy.copy(model)
@@ -149,13 +146,6 @@ def _with_blocks(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
 
 def _under(layers: Mapping[str, LayerPlan], prefix: str) -> dict[str, LayerPlan]:
     return {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
-
-
-def _planned(model: nn.Module, annotations: Mapping[str, str], tokens: int, ranks: int) -> dict[str, LayerPlan]:
-    graph = export(model, [torch.empty(tokens, dtype=torch.long, device="meta")])
-    plan, selection = derive(graph, {"tp": ranks}, annotations)
-    check(graph, plan, selection, {})
-    return layers_of(graph, plan, selection)
 
 
 def layers_of(graph: Graph, plan: Plan, selection: Selection) -> dict[str, LayerPlan]:
@@ -175,6 +165,15 @@ def layers_of(graph: Graph, plan: Plan, selection: Selection) -> dict[str, Layer
     return _Layers(graph, plan, selection).found()
 
 
+def _whole(graph: Graph) -> set[Node]:
+    """Inputs, buffers and constants, and what is computed of nothing else: every rank has all of it."""
+    whole = {node for node in graph.names if node.op == "placeholder" and node not in graph.parameters}
+    for node in graph.operators:
+        if all(source in whole for source in tensor_inputs(node)):
+            whole.add(node)
+    return whole
+
+
 class _Layers:
     """The layers of one plan while its moves are given out."""
 
@@ -189,11 +188,7 @@ class _Layers:
             layer = self.layers.setdefault(module, LayerPlan({}))
             placements = {**layer.placements, own: plan.tensors[graph.names[node]].placements[0]}
             self.layers[module] = replace(layer, placements=placements)
-        # Inputs, buffers and constants, and what is computed of nothing else.
-        self.whole = {node for node in graph.names if node.op == "placeholder" and node not in graph.parameters}
-        for node in graph.operators:
-            if all(source in self.whole for source in tensor_inputs(node)):
-                self.whole.add(node)
+        self.whole = _whole(graph)
 
     def found(self) -> dict[str, LayerPlan]:
         for node in self.graph.operators:
