@@ -166,3 +166,70 @@ def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Pat
     (tmp_path / "odd.py").write_text(text)
     with pytest.raises(ConfigError, match=f"model.file = {seen}\n +want: one class with a method"):
         model_class(Model(file=str(tmp_path / "odd.py")))
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        ("return self.w2(", "return self.w2((", r"  .* = SyntaxError: .*\n +want: a Python file that can be imported"),
+        (
+            "INIT_STD = 0.02",
+            "INIT_STD = 1 / 0",
+            r"  in <module>: INIT_STD = 1 / 0 = ZeroDivisionError: division by zero",
+        ),
+        (
+            "self.head_dim, self.queries_per_kv = sizes.head_width,",
+            "self.head_dim, self.queries_per_kv = sizes.width,",
+            r"  in __init__: self.head_dim, .* = AttributeError: 'ModelRecipe' object has no attribute 'width'\n"
+            r" +want: Mine\(sizes, seq_len\) to build the model",
+        ),
+        (
+            "h = x + self.attention",
+            "h = x if x.sum() > 0 else x + self.attention",
+            r"  in forward: h = x if x.sum\(\) > 0 .* = GuardOnDataDependentSymNode: Could not guard on data-dep.*\n"
+            r" +want: a forward that runs on tensors without values .*\n +fix:  no branch on what a tensor holds",
+        ),
+        (
+            "h = x + self.attention",
+            "h = x.numpy() + self.attention",
+            r"  in forward: h = x.numpy\(\) .* = RuntimeError",
+        ),
+    ],
+)
+def test_an_exception_in_it_is_one_message_with_its_line(
+    line: str, instead: str, message: str, mine: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    number = text[: text.index(line)].count("\n") + 1
+    (tmp_path / "mine.py").write_text(text.replace(line, instead))
+    with pytest.raises(ConfigError, match=rf"mine.py: 1 problem\n  line {number}{message}"):
+        plan([DEBUG, *mine, *TP_2])
+    assert "".join(capfd.readouterr()) == ""  # torch has nothing to say beside it
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        (
+            "class Mine(nn.Module):",
+            "class Mine(nn.Module):\n    __new__ = lambda cls: 0\n",
+            r"model.file = TypeError: ",
+        ),
+        (
+            "h = x + ",
+            "h = x * x.sum().item() + ",
+            r"line \d+  layers.0: h = x .* = aten.item.default\n +want: operators whose results",
+        ),
+        (
+            "h = x + ",
+            "h = x[x > 0].sum() + ",
+            r"line \d+  layers.0: h = x.* = aten.index.Tensor\n +want: operators whose results",
+        ),
+    ],
+)
+def test_what_none_of_its_lines_raises(line: str, instead: str, message: str, mine: list[str], tmp_path: Path) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    assert line in text
+    (tmp_path / "mine.py").write_text(text.replace(line, instead))
+    with pytest.raises(ConfigError, match=message):
+        plan([DEBUG, *mine, *TP_2])

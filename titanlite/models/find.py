@@ -15,6 +15,7 @@ from titanlite.config.recipe_schema import Block, ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Linear
+from titanlite.models.mistakes import mistake
 
 
 def model_class(model: Model) -> type[Any]:
@@ -28,7 +29,7 @@ def model_class(model: Model) -> type[Any]:
         `fill_buffers`, and takes [M] int64 token ids to logits [M, V].
 
     Raises:
-        ConfigError: the user's file has no such class, or several.
+        ConfigError: the user's file cannot be imported, or has no such class, or several.
     """
     if not model.file:
         shipped = importlib.import_module(f"titanlite.models.{model.name}")
@@ -38,7 +39,11 @@ def model_class(model: Model) -> type[Any]:
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
     assert spec.loader is not None  # noqa: S101
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        want, fix = "a Python file that can be imported", "run `python " + model.file + "` until it has nothing to say"
+        raise ConfigError(describe(model.file, [mistake(error, spec.origin or model.file, want, fix)])) from error
     own = [
         c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == name and issubclass(c, nn.Module)
     ]
@@ -60,10 +65,19 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the user's file has no model class, or several; or its blocks are not what its recipe says.
+        ConfigError: the user's file has no model class, or several; its model cannot be built; or its blocks are not
+            what its recipe says.
     """
-    with torch.device("meta"):
-        made = model_class(model)(sizes, seq_len)
+    made_by = model_class(model)
+    try:
+        with torch.device("meta"):
+            made = made_by(sizes, seq_len)
+    except Exception as error:
+        if not model.file:
+            raise
+        want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
+        fix = "change that line; what depends on values belongs in fill_buffers"
+        raise ConfigError(describe(model.file, [mistake(error, inspect.getfile(made_by), want, fix)])) from error
     if sizes.block is not None:  # of a shipped architecture it has been refused
         _require_such_blocks(made, sizes.block, model, sizes)
     return made

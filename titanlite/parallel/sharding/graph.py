@@ -6,11 +6,14 @@ only be added once partial sums are reduced; and tied parameters become one tens
 
 import contextlib
 import inspect
+import io
 import logging
 import operator
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx.config
@@ -78,13 +81,15 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     Raises:
         ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
     """
-    with _torch_config(stack_traces), _Constants():
+    said = io.StringIO()  # of an exception torch prints the whole graph so far
+    with _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said):
         try:
             program = torch.export.export(model, tuple(inputs), strict=False)
         except Exception as error:
             if type(model).__module__.startswith("titanlite."):
                 raise
             raise _refusal(model, error) from error
+    sys.stderr.write(said.getvalue())
     graph, signature = program.graph_module.graph, program.graph_signature
     constants = signature.inputs_to_lifted_tensor_constants
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **constants}
@@ -123,7 +128,10 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     of_weights = {n for n in names if n not in given}
     calls: dict[str, Node] = {}
     for node in operators:
-        _require_fixed(node)
+        if not _is_fixed(node):
+            if not stack_traces:
+                return export(model, inputs, stack_traces=True)  # to name its line
+            raise _not_fixed(node, inspect.getfile(type(model)))
         names[node] = node.name
         sources = tensor_inputs(node)
         if (
@@ -149,15 +157,36 @@ def _refusal(model: nn.Module, error: Exception) -> ShardingError:
     return ShardingError(describe(file, [mistake(error, file, want, fix)]))
 
 
-def _require_fixed(node: Node) -> None:
-    """Refuse an operator that gives a number, or a tensor whose size depends on what another one holds."""
+def _is_fixed(node: Node) -> bool:
+    """Whether an operator gives tensors, of shapes that do not depend on what others hold."""
     outputs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
-    if all(v is None or (isinstance(v, Tensor) and all(type(n) is int for n in v.shape)) for v in outputs):
-        return
-    where = f"{node.name} of {(modules_of(node) or ['the model'])[-1]}"
+    return all(v is None or (isinstance(v, Tensor) and all(type(n) is int for n in v.shape)) for v in outputs)
+
+
+def _not_fixed(node: Node, file: str) -> ShardingError:
+    module, line = (modules_of(node) or ["the model"])[-1], line_of(node, file)
     want = "operators whose results have one shape, whatever tensors hold"
     fix = "no item(), nonzero() or x[mask]: torch.where(mask, x, 0) keeps the shape"
-    raise ShardingError(describe("sharding plan", [Problem(where, str(node.target), want, fix)]))
+    where, number = (f"{module}: {line.code}", line.number) if line else (f"{node.name} of {module}", None)
+    return ShardingError(describe(file, [Problem(where, str(node.target), want, fix, number)]))
+
+
+class Line(NamedTuple):
+    """A line of a file."""
+
+    number: int
+    code: str
+
+
+def line_of(node: Node, file: str) -> Line | None:
+    """Give the innermost line of a file's `forward`s that an operator comes from.
+
+    Args:
+        node: of a graph with stack traces.
+        file: as it was imported.
+    """
+    frames = re.findall(r'File "(.*)", line (\d+), in .*\n +(.*)', node.meta.get("stack_trace") or "")
+    return next((Line(int(number), code) for path, number, code in reversed(frames) if path == file), None)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.models.mistakes import mistake
-from titanlite.parallel.sharding.graph import Graph, export, kind_of, modules_of, tensor_inputs, values
+from titanlite.parallel.sharding.graph import Graph, export, kind_of, line_of, modules_of, tensor_inputs, values
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, local_shape
 
 _SIZES = {"size", "shape", "sizes"}
@@ -178,14 +178,9 @@ def _difference(one: _Operators, node: Node | None, here: _Operators, own: Node 
 
 def _problem(file: str, nodes: list[Node], difference: _Difference, ranks: int) -> Problem:
     """A difference, with the line of the model's file that one of these operators is of."""
-    where, number = re.sub(r"\b\d+\b", "*", (modules_of(nodes[0]) or ["the model"])[-1]), None
-    for node in nodes:
-        frames = re.findall(r'File "(.*)", line (\d+), in .*\n +(.*)', node.meta.get("stack_trace") or "")
-        own = [(line, code) for path, line, code in frames if path == file]
-        if own:
-            module = re.sub(r"\b\d+\b", "*", (modules_of(node) or ["the model"])[-1])
-            where, number = f"{module}: {own[-1][1]}", int(own[-1][0])
-            break
+    node, line = next(((n, found) for n in nodes if (found := line_of(n, file))), (nodes[0], None))
+    where = re.sub(r"\b\d+\b", "*", (modules_of(node) or ["the model"])[-1])
+    where, number = (f"{where}: {line.code}", line.number) if line else (where, None)
     saw, want = f"{difference.here} on one of {ranks} ranks", f"{difference.one}, as in one process"
     return Problem(where, saw, want, _FIX, number)
 
