@@ -88,8 +88,9 @@ class MeanOfTheThird(Llama3):
 def test_a_model_of_ones_own_is_planned_whole() -> None:
     with torch.device("meta"):
         model = MeanOfTheThird(SIZES, TOKENS)
-    with pytest.raises(ShardingError, match="mean"):
+    with pytest.raises(ShardingError, match="mean") as caught:
         plan_layers(model, TOKENS, 2)
+    assert "one of these changes" not in str(caught.value)  # of blocks that stand for others all annotations are right
 
 
 def test_blocks_that_annotations_number_are_planned_as_they_are() -> None:
@@ -167,6 +168,37 @@ def test_what_no_layer_does_is_refused_by_name(case: str) -> None:
         change(model)
     with pytest.raises(ShardingError, match=message):
         plan_layers(model, TOKENS, 4)
+
+
+W13, EMBEDDED = "layers.*.feed_forward.w13.weight", "@tok_embeddings"
+
+MISTAKES = {
+    "the wrong dim of a weight": (
+        {"layers.*.attention.wo.weight": "tp:0"},
+        ['annotation "layers.*.attention.wo.weight = tp:0"', f'and "{EMBEDDED} = tp:0"'],
+        '"layers.*.attention.wo.weight" = "tp:1" or none instead of "tp:0"',
+    ),
+    "the wrong dim of the first of two": (
+        {W13: "tp:1"},
+        ["and: layers.0.feed_forward.w13.weight: S(1)", f'annotations "{EMBEDDED} = tp:0" and "{W13} = tp:1"'],
+        f'"{W13}" = "tp:0" instead of "tp:1"',
+    ),
+    "the wrong dim of an activation": ({EMBEDDED: "tp:1"}, [], f'"{EMBEDDED}" = "tp:0" instead of "tp:1"'),
+    "a norm": ({"norm.weight": "tp:0"}, [], '"norm.weight" = "replicate" or none instead of "tp:0"'),
+    "nothing": ({W13: ""}, [], f'"{W13}" = "tp:0" instead of none'),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_annotation_at_fault_is_named(mistake: str) -> None:
+    changes, words, cure = MISTAKES[mistake]
+    model = on_meta(dataclasses.replace(SIZES, n_layers=1))
+    model.sharding = {k: v for k, v in {**Llama3.sharding, **changes}.items() if v}  # type: ignore[misc]
+    with pytest.raises(ShardingError) as caught:
+        plan_layers(model, TOKENS, 2)
+    message = str(caught.value)
+    assert message.endswith(f"\n  one of these changes makes a plan; each was tried:\n    {cure}")
+    assert all(word in message for word in words), message
 
 
 class Scaled(RMSNorm):

@@ -68,15 +68,27 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
             fixes.append(_divisible(before, after, source.dim, axis, size, sizes))
     else:
         want = f"one placement of the tensors that {user.name} ({user.target}) computes with"
-    chain = plan.why(collective.tensor, axis)
-    shown = [*chain[:4], f"{len(chain) - 7} more", *chain[-3:]] if len(chain) > 8 else chain
-    annotated = chain[-1].removeprefix("annotation ").strip('"').partition(" = ")[0]
-    fixes.append(f'"{annotated}" = "replicate"' if chain[-1].startswith("annotation") else "annotate it")
+    chains = [plan.why(collective.tensor, axis)]
+    if user.target not in RESHAPES:  # what it is computed with, or for, was placed by another annotation
+        others = [n for n in (*tensor_inputs(user), user) if n is not nodes[collective.tensor]]
+        ways = [plan.why(name, axis) for name, n in nodes.items() if n in others]
+        chains += [way for way in ways if way[-1].startswith("annotation") and way[-1] != chains[0][-1]][:1]
+    annotated = [way[-1].removeprefix("annotation ") for way in chains if way[-1].startswith("annotation")]
+    if len(annotated) > 1:
+        fixes.append(f"another placement in one of the annotations {' and '.join(annotated)}")
+    else:
+        pattern = annotated[0].strip('"').partition(" = ")[0] if annotated else ""
+        fixes.append(f'"{pattern}" = "replicate"' if annotated else "annotate it")
     seen = (
         f"{show(source)} on {axis}, needed as {show(collective.target)} by {user.name}: an unasked "
-        f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: " + "\n        <- ".join(shown)
+        f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: "
+        + "\n    and: ".join("\n        <- ".join(_shortened(way)) for way in chains)
     )
     return Problem(plan.shown(collective.tensor), seen, want, ", or ".join(f for f in fixes if f))
+
+
+def _shortened(chain: list[str]) -> list[str]:
+    return [*chain[:4], f"{len(chain) - 7} more", *chain[-3:]] if len(chain) > 8 else chain
 
 
 def _divisible(

@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.sharding.check import check
+from titanlite.parallel.sharding.cure import cure
 from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import Graph, export, kind_of, tensor_inputs
 from titanlite.parallel.sharding.local_sizes import check_local_sizes
@@ -57,12 +58,25 @@ def plan_tensor_parallel(
         ShardingError: there is no plan, or none that layers can carry out, or the model's code computes something else
             on a rank; all problems of the first such kind are in the message.
     """
-    graph = export(model, [torch.empty(tokens, dtype=torch.long, device="meta")])
-    plan, selection = derive(graph, {"tp": ranks}, annotations_of(model))
-    check(graph, plan, selection, sizes or {})
-    layers = layers_of(graph, plan, selection)
+    annotations, inputs = annotations_of(model), [torch.empty(tokens, dtype=torch.long, device="meta")]
+    graph = export(model, inputs)
+    try:
+        plan, layers = _planned(graph, annotations, ranks, sizes or {})
+    except ShardingError as error:
+        fewer, _ = stand_ins(model, any_class=True)
+        graphs = [graph] if fewer is model else [export(fewer, inputs), graph]
+        cures = cure(graphs, annotations, lambda graph, changed: _planned(graph, changed, ranks, {}))
+        raise ShardingError(f"{error}{cures}") from error
     check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
     return plan, layers
+
+
+def _planned(
+    graph: Graph, annotations: Mapping[str, str], ranks: int, sizes: Mapping[str, int]
+) -> tuple[Plan, dict[str, LayerPlan]]:
+    plan, selection = derive(graph, {"tp": ranks}, annotations)
+    check(graph, plan, selection, sizes)
+    return plan, layers_of(graph, plan, selection)
 
 
 def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPlan]:
@@ -94,11 +108,12 @@ def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPla
     }
 
 
-def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
+def stand_ins(model: nn.Module, any_class: bool = False) -> tuple[nn.Module, list[list[int]]]:
     """The same model with two blocks of each kind, which stand for the others.
 
     Args:
         model: has `sharding` and `layers`.
+        any_class: also of one that is not titanlite's; what is found of it must be held against the whole.
 
     Returns:
         The model, which shares its blocks with the one given, and for each of its blocks the numbers of those that it
@@ -109,7 +124,7 @@ def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
         ShardingError: the model has no annotations.
     """
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    own = type(model).__module__.startswith("titanlite.models.")
+    own = any_class or type(model).__module__.startswith("titanlite.models.")
     if not own or any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
         return model, [[n] for n in range(len(blocks))]
     of_kind: dict[str, list[int]] = {}

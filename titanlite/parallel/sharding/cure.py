@@ -1,0 +1,54 @@
+"""Which annotation is at fault where there is no plan: change each one alone, and see whether a plan follows.
+
+A placement that cannot be shows itself far from the annotation that is wrong, often in a layer that is right. So what
+would help is not guessed from there: each annotation is left out, or says another thing, each matrix without one is
+given one, and what makes a plan is said. It takes a few seconds, of a run that does not begin.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from titanlite.errors import ShardingError
+from titanlite.parallel.sharding.graph import Graph, value
+
+_CHOICES = ("tp:0", "tp:1", "replicate", None)
+
+
+def cure(
+    graphs: Sequence[Graph], annotations: Mapping[str, str], plan: Callable[[Graph, Mapping[str, str]], object]
+) -> str:
+    """Say which changes of one annotation make a plan.
+
+    Args:
+        graphs: of a model, small ones first; a plan is one of all of them.
+        annotations: that make none.
+        plan: makes a plan of a graph or raises ShardingError.
+
+    Returns:
+        Lines to follow the error's; empty if no change of one annotation makes a plan.
+    """
+
+    def makes_one(changed: Mapping[str, str]) -> bool:
+        try:
+            for graph in graphs:
+                plan(graph, changed)
+        except ShardingError:
+            return False
+        return True
+
+    matrices = (n for node, n in graphs[0].names.items() if node in graphs[0].parameters and value(node).ndim > 1)
+    patterns = {**annotations, **dict.fromkeys(re.sub(r"\b\d+\b", "*", n) for n in matrices), "@tok_embeddings": None}
+    found: list[str] = []
+    for pattern in patterns:
+        now = annotations.get(pattern)
+        others = {k: v for k, v in annotations.items() if k != pattern}
+        good = [c for c in _CHOICES if c != now and makes_one(others if c is None else {**others, pattern: c})]
+        if good:
+            found.append(f'"{pattern}" = {" or ".join(map(_quoted, good))} instead of {_quoted(now)}')
+    if not found:
+        return ""
+    return "\n  one of these changes makes a plan; each was tried:\n    " + "\n    ".join(found)
+
+
+def _quoted(annotation: str | None) -> str:
+    return f'"{annotation}"' if annotation else "none"
