@@ -153,7 +153,7 @@ def _refusal(model: nn.Module, error: Exception) -> ShardingError:
     """What a user's model did while it was exported."""
     file = inspect.getfile(type(model))
     want = "a forward that runs on tensors without values (the meta device), on which the plan is made"
-    fix = "no branch on what a tensor holds, no item(), no numpy; torch.where chooses by value"
+    fix = "change that line: no branch on what a tensor holds, no item(), no numpy; torch.where chooses by value"
     return ShardingError(describe(file, [mistake(error, file, want, fix)]))
 
 
