@@ -8,6 +8,7 @@ import hashlib
 import pickle
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -18,16 +19,16 @@ from titanlite.training import build
 _FOLDER = tempfile.TemporaryDirectory(prefix="plans-")  # a forked rank ends without removing it
 
 
-def _planned_once(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPlan]:
+def _planned_once(model: nn.Module, tokens: int, ranks: int, *how: Any) -> dict[str, LayerPlan]:
     """`plan_layers`, or what it returned before."""
     if not type(model).__module__.startswith("titanlite.models."):
-        return plan_layers(model, tokens, ranks)  # another file may have a class of the same name
-    decides = repr((graph.kind_of(model), layers.annotations_of(model), tokens, ranks))
+        return plan_layers(model, tokens, ranks, *how)  # another file may have a class of this name
+    decides = repr((graph.kind_of(model), layers.annotations_of(model), tokens, ranks, *how))
     with (Path(_FOLDER.name) / hashlib.sha256(decides.encode()).hexdigest()).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         file.seek(0)
         if not (known := file.read()):
-            known = pickle.dumps(plan_layers(model, tokens, ranks))
+            known = pickle.dumps(plan_layers(model, tokens, ranks, *how))
             file.write(known)
     return pickle.loads(known)
 

@@ -7,11 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from titanlite.commands import main
+from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import TitanliteError
 from titanlite.models import llama3
+from titanlite.parallel.sharding import layers
+from titanlite.training.build import build
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 TWO = ["--parallelism.tensor_parallel_degree", "2", "--model.n_layers", "4"]  # two blocks stand for all
@@ -58,17 +63,30 @@ def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert plan["axes"] == {"tp": 2}
     weights = {t["name"]: t["placements"]["tp"] for t in plan["tensors"] if t["name"].endswith("w2.weight")}
     assert set(weights.values()) == {"S(1)"}
-    assert sum(c["kind"] == "all_gather" for c in plan["collectives"]) == 18
-    assert main(["plan", DEBUG, *TWO, "--why", "layers.1.feed_forward"]) == 0
-    assert capsys.readouterr().out.startswith("flatten")
+    assert plan["stand_for"] == [[0], [1, 2, 3]]
+    modules = [c["module"] for c in plan["collectives"] if c["kind"] == "all_gather"]
+    assert sum(3 if module.startswith("layers.1.") else 1 for module in modules) == 18
+    for module in ("layers.1.feed_forward", "@layers.1.feed_forward"):  # what it returns
+        assert main(["plan", DEBUG, *TWO, "--why", module]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith(" of layers.1.feed_forward.w2: S(0)")
+        assert lines[-1] == '  <- annotation "@tok_embeddings = tp:0"'
+    assert main(["plan", DEBUG, *TWO, "--why", "layers.3.feed_forward.w2.weight"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "layers.1.feed_forward.w2.weight: S(1)"
+    assert lines[-1] == "layers.1 was planned for this block too: they are alike"
 
 
 @pytest.mark.parametrize("flags", [[], ["--model.name", "gemma3"]], ids=["llama3", "gemma3"])
-def test_blocks_that_stand_for_others_say_what_all_of_them_say(flags: list[str]) -> None:
+def test_blocks_that_stand_for_others_say_what_all_of_them_say(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from titanlite.commands.sharding_table import sharding_plan, sharding_table
 
     run = checked_run(["--config", DEBUG, *TWO, *flags])
-    few, all_of_them = (sharding_plan(run, every_block) for every_block in (False, True))
+    few = sharding_plan(run)
+    monkeypatch.setattr(layers, "stand_ins", lambda model: (model, [[n] for n in range(len(model.layers))]))
+    all_of_them = sharding_plan(run)
     assert len(few.stand_for) < len(all_of_them.stand_for) == run.dimensions.n_layers
     assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dimensions.n_layers))
 
@@ -78,6 +96,49 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(flags: list[str])
     assert lines(sharding_table(few, 1)) == lines(sharding_table(all_of_them, 1))
 
 
+BAD = {
+    "an embedding of parts of rows": ('"tok_embeddings.weight": "tp:0"', '"tok_embeddings.weight": "tp:1"'),
+    "a linear layer of torch's": ('Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std)',
+                                  "nn.Linear(sizes.ffn_dim, sizes.dim, bias=False)"),
+    "a parameter of the model's own": ("        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)\n",
+                                       "        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)\n"
+                                       "        self.scale = nn.Parameter(torch.ones(sizes.dim))\n"),
+    "a norm of the user's own": ("self.norm = RMSNorm(", "self.norm = type('Norm', (RMSNorm,), {})("),
+    "a head that is whole": ('"output.weight": "tp:0"', '"output.weight": "replicate"'),
+    "a stream that is whole": ('        "@tok_embeddings": "tp:0",\n', '        "@tok_embeddings": "replicate",\n'),
+    "a filter without a layer": ("", ""),
+    "an operation that torch has not": ("", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_the_trainer_refuses_is_refused_in_its_words(
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, wrong = BAD[bad]
+    source = inspect.getsource(llama3)
+    if bad == "a parameter of the model's own":
+        source = source.replace("self.output(self.norm(x))", "self.output(self.norm(x) * self.scale)")
+    assert good in source
+    (tmp_path / "bad.py").write_text(source.replace(good, wrong, 1))
+    (tmp_path / "model").mkdir()
+    sizes = (shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text()
+    (tmp_path / "model" / "bad-small.toml").write_text(sizes)
+    flags = ["--model.file", str(tmp_path / "bad.py"), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+    flags += ["--parallelism.tensor_parallel_degree", "2", "--model.n_layers", "1", *ASYNC[1:]]
+    if bad == "a filter without a layer":
+        flags += ["--float8.recipe", "rowwise", "--float8.filter_fqns", "wq_and_wk"]
+    if bad == "an operation that torch has not":
+        rules = 'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.mmm.default"\naction = "save"\n'
+        (tmp_path / "odd.toml").write_text(rules)
+        flags += ["--activation_checkpoint.recipe", str(tmp_path / "odd.toml")]
+    asked = checked_run(["--config", DEBUG, *flags], world_size=2)
+    with ranks_that_move_nothing(2), pytest.raises(TitanliteError) as refused:
+        build(asked.config, asked.dimensions, asked.save_list, asked.float8, torch.device("cpu"))
+    assert main(["plan", DEBUG, *flags, "--world", "2"]) == 2
+    assert str(refused.value) in capsys.readouterr().err
+
+
 def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from titanlite.commands import sharding_table
     from titanlite.models.llama3 import Llama3
@@ -85,14 +146,14 @@ def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.M
     first_whole = {**Llama3.sharding, "layers.0.feed_forward.w13.weight": "tp:0"}
     monkeypatch.setattr(Llama3, "sharding", first_whole)
     run = checked_run(["--config", DEBUG, *TWO])
-    assert sharding_table.sharding_plan(run, every_block=False).stand_for == [[0], [1], [2], [3]]
+    assert sharding_table.sharding_plan(run).stand_for == [[0], [1], [2], [3]]
 
 
 def test_pairs_that_are_fused(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
-    layers = [("attention.wqkv", True), ("attention.wo", False), ("feed_forward.w13", True), ("feed_forward.w2", False)]
+    names = [("attention.wqkv", True), ("attention.wo", False), ("feed_forward.w13", True), ("feed_forward.w2", False)]
     expected: dict[tuple[str, ...], str] = {}
-    for name, gathers in [*((f"layers.0-3.{name}", gathers) for name, gathers in layers), ("output", True)]:
+    for name, gathers in [*((f"layers.0-3.{name}", gathers) for name, gathers in names), ("output", True)]:
         kinds = ("all_gather", "reduce_scatter") if gathers else ("reduce_scatter", "all_gather")
         expected |= {(kinds[0], "forward", name): "fused", (kinds[1], "backward", name): "fused"}
     assert pairs(TWO, capsys) == expected
@@ -109,9 +170,9 @@ def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, capsys: pytest.Cap
     table = out.partition("maximum of")[2].partition("one number each")[0].splitlines()[1:]
     whole_input = () if fused else ("attention.wqkv", "feed_forward.w13")
     whole_grad = () if fused else ("attention.wo", "feed_forward.w2")
-    layers = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
-    want = {("input", "forward", f"layers.0-3.{at}", "12") for at in layers if at not in whole_input}
-    want |= {("grad_output", "backward", f"layers.0-3.{at}", "12") for at in layers if at not in whole_grad}
+    linear = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
+    want = {("input", "forward", f"layers.0-3.{at}", "12") for at in linear if at not in whole_input}
+    want |= {("grad_output", "backward", f"layers.0-3.{at}", "12") for at in linear if at not in whole_grad}
     assert {tuple(line.split()) for line in table} == want  # 4 blocks, 3 micro-steps
     assert "no time: float8.recipe" in out
 
@@ -288,7 +349,9 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
         ([DEBUG, "--world", "2", "--device-gib", "none"], "the GiB of a device"),
         ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this one"),
         ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why beside --diff"),
-        ([DEBUG, *TWO, "--why", "layers.1.attention.w0.weight"], "--why layers.1.attention.wo.weight"),
+        ([DEBUG, *TWO, "--why", "layers.3.attention.w0.weight"], "--why layers.3.attention.wo.weight"),
+        ([DEBUG, *TWO, "--why", "@norm.weight"], "--why norm.weight"),
+        ([DEBUG, *TWO, "--why", "layers.4"], "--why layers.3"),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
         ([DEBUG, "--world", "2", "--json", "/no/such/plan.json"], "--json = /no/such/plan.json (No such file"),
     ],

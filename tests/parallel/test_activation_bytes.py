@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from titanlite import recipes
-from titanlite.commands.fused_pairs import ranks_that_move_nothing
+from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Model

@@ -23,8 +23,8 @@ from titanlite.errors import ConfigError, Problem, describe
 
 if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import Pair
-    from titanlite.commands.sharding_table import Planned
     from titanlite.float8.convert import Maximum
+    from titanlite.parallel.sharding.layers import PlannedLayers
 
 _PRICES, _DIFF = "--activation-checkpoint", "--diff"
 _USAGE = (
@@ -46,7 +46,7 @@ class _Planned:
 
     checked: CheckedRun
     micro_steps: int
-    sharding: "Planned | None"
+    sharding: "PlannedLayers | None"
     pairs: "Sequence[Pair]"
     maxima: "Sequence[Maximum]"
     predicted: Forecast | None
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
         _check_own_model(checked)
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
-    planned = _plan(checked, flags[1], world, every_block=bool({"--why", "--json"} & set(given)))
+    planned = _plan(checked, flags[1], world)
     if "--json" in given:
         _write(json.dumps(_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
@@ -82,7 +82,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool = False) -> _Planned:
+def _plan(checked: CheckedRun, file: str, world: int | None) -> _Planned:
     """Plan a checked run; torch is imported if there is tensor parallelism."""
     config, mesh = checked.config, checked.config.parallelism
     if mesh.tensor_parallel_degree == 1 and world is None:
@@ -100,17 +100,20 @@ def _plan(checked: CheckedRun, file: str, world: int | None, every_block: bool =
     sharding, pairs, maxima = None, (), ()
     _check_own_model(checked)
     if mesh.tensor_parallel_degree > 1:
-        from titanlite.commands.sharding_table import sharding_plan  # imports torch
+        import torch
 
-        sharding = sharding_plan(checked, every_block)
-        if mesh.async_tensor_parallel:
-            from titanlite.commands.fused_pairs import fused_pairs
+        from titanlite.commands.fused_pairs import fused_pairs
+        from titanlite.commands.one_rank import as_a_rank_has_it
+        from titanlite.commands.sharding_table import sharding_plan
 
-            pairs = fused_pairs(checked, ranks // mesh.data_parallel_replicate_degree)
-        if checked.float8 is not None and checked.float8.reduce_amax:
-            from titanlite.commands.fused_pairs import reduced_maxima
-
-            maxima = reduced_maxima(checked, ranks // mesh.data_parallel_replicate_degree)
+        sharding = sharding_plan(checked)
+        with as_a_rank_has_it(checked, sharding.layers, ranks // mesh.data_parallel_replicate_degree) as (
+            model,
+            maxima,
+        ):
+            if mesh.async_tensor_parallel:
+                tokens = config.training.local_batch_size * config.training.seq_len
+                pairs = fused_pairs(model, tokens, getattr(torch, config.training.mixed_precision_param))
     return _Planned(checked, micro_steps, sharding, pairs, maxima, forecast(checked, world) if world else None)
 
 
@@ -169,14 +172,14 @@ def _why(planned: _Planned, tensor: str, file: str) -> str:
         raise ConfigError(describe(file, [problem]))
     from titanlite.commands.sharding_table import why
 
-    return why(planned.sharding.plan, tensor)
+    return why(planned.sharding, tensor)
 
 
 def _as_dict(planned: _Planned, world: int | None) -> dict[str, Any]:
     """All that is said of a run, in JSON's types."""
     said: dict[str, Any] = {"world": world, "micro_steps": planned.micro_steps}
     if planned.sharding is not None:
-        said |= planned.sharding.plan.as_dict()
+        said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
         said["pairs"] = [pair._asdict() for pair in planned.pairs]
         said["maxima"] = [maximum._asdict() for maximum in planned.maxima]
     return said | (planned.predicted.as_dict() if planned.predicted else {})

@@ -3,12 +3,9 @@
 Layers whose rows are equal are one row, as layers.0-31; where a layer differs, it has its own.
 """
 
-import dataclasses
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterable
-from itertools import combinations
 from typing import TypeVar
 
 import torch
@@ -17,39 +14,17 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import build_model
-from titanlite.parallel.sharding.layers import plan_tensor_parallel, stand_ins
-from titanlite.parallel.sharding.plan import Plan, show
+from titanlite.parallel.sharding.layers import BLOCK_NAME, PlannedLayers, derive_layers
+from titanlite.parallel.sharding.plan import show
 
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A plan whose blocks stand for others.
-
-    Attributes:
-        plan: of one micro-step.
-        stand_for: for each of its blocks, the numbers of those that it stands for.
-    """
-
-    plan: Plan
-    stand_for: list[list[int]]
-
-    def names(self, name: str) -> list[str]:
-        """Give the names of everything in the model that a name in the plan stands for."""
-        place = _PLACE.match(name)
-        return [f"layers.{n}{name[place.end() :]}" for n in self.stand_for[int(place[1])]] if place else [name]
-
-
-_PLACE = re.compile(r"layers\.(\d+)\b")
-
-
-def sharding_plan(checked: CheckedRun, every_block: bool) -> Planned:
-    """Derive the tensor-parallel plan of a config, on the meta device.
+def sharding_plan(checked: CheckedRun) -> PlannedLayers:
+    """Derive the tensor-parallel plan of a config, on the meta device, as the trainer does.
 
     Args:
         checked: the config, with its model's dimensions.
-        every_block: also blocks that are alike: half a minute for 405B, not a second.
 
     Returns:
         The plan of one micro-step.
@@ -57,36 +32,13 @@ def sharding_plan(checked: CheckedRun, every_block: bool) -> Planned:
     Raises:
         ShardingError: there is none.
     """
-    config, sizes = checked.config, checked.dimensions
-    model = build_model(config.model, sizes, config.training.seq_len)
-    tokens = config.training.local_batch_size * config.training.seq_len
-    stand_for = [[n] for n in range(sizes.n_layers)]
-    if not every_block:
-        model, stand_for = stand_ins(model)
-    for parameter in model.parameters():  # in the dtype that the step computes in; the rotary table stays float32
-        parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
-    widths = {k: v for k, v in dataclasses.asdict(sizes).items() if type(v) is int and k != "n_layers"}
-    degree = config.parallelism.tensor_parallel_degree
-    planned = Planned(plan_tensor_parallel(model, tokens, degree, widths)[0], stand_for)
-    if not every_block and not _is_uniform(planned):  # where a block stands decides how it is split
-        return sharding_plan(checked, every_block=True)
-    return planned
+    training, sizes = checked.config.training, checked.dimensions
+    model = build_model(checked.config.model, sizes, training.seq_len)
+    tokens, dtype = training.local_batch_size * training.seq_len, getattr(torch, training.mixed_precision_param)
+    return derive_layers(model, tokens, checked.config.parallelism.tensor_parallel_degree, dtype, sizes.widths)
 
 
-def _is_uniform(planned: Planned) -> bool:
-    """Whether blocks of equal parameters are split alike, so that one may stand for another."""
-    parameters, moves = (tuple(Counter[object]() for _ in planned.stand_for) for _ in range(2))
-    for t in planned.plan.tensors.values():
-        if (place := _PLACE.match(t.name)) is not None:
-            parameters[int(place[1])][t.name[place.end() :], t.shape] += 1
-            moves[int(place[1])][t.name[place.end() :], t.placements] += 1
-    for c in planned.plan.collectives:
-        if (place := _PLACE.match(c.module)) is not None:
-            moves[int(place[1])][c.module[place.end() :], c.kind, c.direction, c.shape, c.source, c.target] += 1
-    return all(moves[n] == moves[m] for n, m in combinations(range(len(moves)), 2) if parameters[n] == parameters[m])
-
-
-def weight_rows(planned: Planned) -> list[list[str]]:
+def weight_rows(planned: PlannedLayers) -> list[list[str]]:
     """Say of each weight how it is placed.
 
     Returns:
@@ -99,7 +51,7 @@ def weight_rows(planned: Planned) -> list[list[str]]:
     ]
 
 
-def collective_rows(planned: Planned, micro_steps: int) -> tuple[list[list[str]], float]:
+def collective_rows(planned: PlannedLayers, micro_steps: int) -> tuple[list[list[str]], float]:
     """Say of each collective what it moves.
 
     Args:
@@ -126,7 +78,7 @@ def collective_rows(planned: Planned, micro_steps: int) -> tuple[list[list[str]]
     return rows, total
 
 
-def sharding_table(planned: Planned, micro_steps: int) -> str:
+def sharding_table(planned: PlannedLayers, micro_steps: int) -> str:
     """Format a plan.
 
     Args:
@@ -147,27 +99,37 @@ def sharding_table(planned: Planned, micro_steps: int) -> str:
     )
 
 
-def why(plan: Plan, tensor: str) -> str:
+def why(planned: PlannedLayers, tensor: str) -> str:
     """Format where a tensor's placement came from.
 
     Args:
-        plan: the plan.
-        tensor: a name in it, or that of a module, for what it returns.
+        planned: the plan.
+        tensor: a name in it, or that of a module, with or without @, for what it returns.
 
     Returns:
-        A line per link, back to the annotation.
+        A line per link, back to the annotation; and which block was looked at, if it stands for the tensor's own.
 
     Raises:
         ConfigError: there is no such tensor.
     """
-    inside = [t.name for t in plan.tensors.values() if t.module == tensor and t.name in plan.steps]
-    name = tensor if tensor in plan.tensors else (inside or [""])[-1]
-    if not name:
-        known = [*plan.tensors, *dict.fromkeys(t.module for t in plan.tensors.values() if t.module)]
-        near = difflib.get_close_matches(tensor, known, n=1, cutoff=0.0)
-        problem = Problem("--why", tensor, "a parameter, a tensor of the plan, or a module", f"--why {near[0]}")
-        raise ConfigError(describe("command line", [problem]))
-    return "\n  <- ".join(plan.why(name, next(iter(plan.axes)))) + "\n"
+    plan, returned = planned.plan, dict[str, str]()
+    for t in plan.tensors.values():
+        if t.name in plan.steps:  # in the order in which they are computed
+            parts = t.module.split(".")
+            returned |= {".".join(parts[:n]): t.name for n in range(1, len(parts) + 1) if t.module}
+    asked = tensor.removeprefix("@")
+    in_plan = {name: name for name in plan.tensors} | returned
+    known = {name: (at, found) for at, found in in_plan.items() for name in planned.names(at)}
+    if asked not in known or (asked != tensor and asked not in {n for at in returned for n in planned.names(at)}):
+        near = difflib.get_close_matches(asked, known, n=3, cutoff=0.0)
+        want = "a parameter, a tensor of the plan, or a module"
+        raise ConfigError(
+            describe("command line", [Problem("--why", tensor, want, " or ".join(f"--why {name}" for name in near))])
+        )
+    at, name = known[asked]
+    place = BLOCK_NAME.match(at)
+    note = "" if at == asked or not place else f"{place[0]} was planned for this block too: they are alike\n"
+    return "\n  <- ".join(plan.why(name, next(iter(plan.axes)))) + "\n" + note
 
 
 def alike(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:

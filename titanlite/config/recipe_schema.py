@@ -8,7 +8,7 @@ Code elsewhere interprets these fields: no recipe name occurs in an `if`. They s
 because the cross-checks of a config need the dimensions of its model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from titanlite.config.problems import Origin
@@ -106,6 +106,11 @@ class ModelRecipe:
     def head_width(self) -> int:
         """Width of a head (E)."""
         return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Dimensions of the layers by name."""
+        return {f.name: n for f in fields(self) if type(n := getattr(self, f.name)) is int and f.name != "n_layers"}
 
     @property
     def windows(self) -> list[int]:

@@ -79,33 +79,87 @@ def _planned(
     return plan, layers_of(graph, plan, selection)
 
 
-def plan_layers(model: nn.Module, tokens: int, ranks: int) -> dict[str, LayerPlan]:
-    """Plan a model's layers from its annotations.
+BLOCK_NAME = re.compile(r"layers\.(\d+)\b")
+"""Where the name of something in a block begins."""
+
+
+@dataclass(frozen=True)
+class PlannedLayers:
+    """The plan of a model, of which some blocks stand for others, and what it makes of each layer.
+
+    Attributes:
+        plan: of one micro-step.
+        stand_for: for each of the plan's blocks, the numbers of those that it stands for.
+        layers: module name → what it does, for each module of the whole model that holds a parameter in use.
+    """
+
+    plan: Plan
+    stand_for: list[list[int]]
+    layers: dict[str, LayerPlan]
+
+    def names(self, name: str) -> list[str]:
+        """Give the names of everything in the model that a name in the plan stands for."""
+        place = BLOCK_NAME.match(name)
+        return [f"layers.{n}{name[place.end() :]}" for n in self.stand_for[int(place[1])]] if place else [name]
+
+
+def derive_layers(
+    model: nn.Module,
+    tokens: int,
+    ranks: int,
+    dtype: torch.dtype | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> PlannedLayers:
+    """Plan a model from its annotations, and give each of its layers what it does.
 
     Args:
         model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
         tokens: M of a micro-step.
         ranks: tensor-parallel ones.
-
-    Returns:
-        Module name → what it does, for each module that holds a parameter in use.
+        dtype: that the step computes in; None: that of the parameters.
+        sizes: the model's dimensions by name, for messages.
 
     Raises:
         ShardingError: there is no plan, or none that layers can carry out; all problems are in the message.
     """
+    if dtype is not None:  # a copy, for the masters stay as they are, and so does the rotary table
+        model = copy.deepcopy(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     fewer, stand_for = stand_ins(model)
-    _, layers = plan_tensor_parallel(fewer, tokens, ranks)
+    plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
     kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
     of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(kinds))]
     if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
-        return plan_tensor_parallel(model, tokens, ranks)[1]  # where a block stands decides how it is split
+        plan, layers = plan_tensor_parallel(model, tokens, ranks, sizes)  # where a block stands decides
+        return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
     others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
-    return others | {
-        f"layers.{n}.{name}": layer
-        for numbers, planned in zip(stand_for, of_blocks, strict=True)
-        for n in numbers
-        for name, layer in planned.items()
-    }
+    return PlannedLayers(
+        plan,
+        stand_for,
+        others
+        | {
+            f"layers.{n}.{name}": layer
+            for numbers, planned in zip(stand_for, of_blocks, strict=True)
+            for n in numbers
+            for name, layer in planned.items()
+        },
+    )
+
+
+def plan_layers(
+    model: nn.Module,
+    tokens: int,
+    ranks: int,
+    dtype: torch.dtype | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, LayerPlan]:
+    """Plan a model's layers from its annotations: arguments and errors are those of `derive_layers`.
+
+    Returns:
+        Module name → what it does, for each module that holds a parameter in use.
+    """
+    return derive_layers(model, tokens, ranks, dtype, sizes).layers
 
 
 def stand_ins(model: nn.Module, any_class: bool = False) -> tuple[nn.Module, list[list[int]]]:
@@ -264,8 +318,9 @@ class _Layers:
 
     def _gradients(self) -> None:
         """A weight that is whole has a gradient that is a partial sum: the trainer adds up all of those."""
-        for node in self.graph.parameters & self.graph.trained:
-            name = self.graph.names[node]
+        for node, name in self.graph.names.items():
+            if node not in self.graph.parameters or node not in self.graph.trained:
+                continue
             if node.users and self.plan.tensors[name].placements[0] == REPLICATE and name not in self.plan.gradients:
                 want = "a weight that is split, or one that each rank uses for a part of the work"
                 self._refuse(name, "whole, and so is its gradient", want, f'"{name}" = "tp:0"')
