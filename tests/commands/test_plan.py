@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from titanlite.commands import main
+from titanlite.commands.collective_table import collective_table
 from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
@@ -34,21 +35,25 @@ def pairs(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[tuple[str
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--training.seq_len", "64", "--training.local_batch_size", "4", "--training.global_batch_size", "24"]
     flags += ["--training.mixed_precision_param", "bfloat16"]
-    assert main(["plan", DEBUG, *TWO, *flags, "--world", "4"]) == 0
+    assert main(["plan", DEBUG, *TWO, *flags, "--parallelism.data_parallel_shard_degree", "2"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     weights = {line[0]: line[1:] for line in lines if len(line) == 4}
     assert weights["layers.0-3.attention.wqkv.weight"] == ["512×256", "S(0)", "annotation"]
     assert weights["layers.0-3.attention.wo.weight"] == ["256×256", "S(1)", "inferred"]
     assert weights["norm.weight"] == ["256", "R", "default"]
     # 4 layers, 3 micro-steps of 256 tokens of width 256 in bfloat16, of which each of 2 ranks sends half.
-    sent = ["12", "0.062", "0.8"]
-    rows = [line for line in lines if line[:1] in (["all_gather"], ["reduce_scatter"])]
+    sent = ["2", "12", "0.062", "0.8"]
+    rows = [line for line in lines if "→" in line and "recomputation" not in line]
     assert ["all_gather", "forward", "layers.0-3.attention.wqkv", "256×256", "S(0)", "→", "R", *sent] in rows
     assert ["reduce_scatter", "backward", "layers.0-3.attention.wqkv", "256×256", "P", "→", "S(0)", *sent] in rows
     assert ["reduce_scatter", "forward", "layers.0-3.attention.wo", "256×256", "P", "→", "S(0)", *sent] in rows
     assert ["all_gather", "backward", "layers.0-3.attention.wo", "256×256", "S(0)", "→", "R", *sent] in rows
     assert len(rows) == 12
-    total = 3 * (2 * 18) * (256 * 256 * 2 / 2) + 9 * 256 * 2  # 18 of each pass and kind; norms once a step
+    again = [line[2] for line in lines if "recomputation" in line]
+    assert again == []  # all that is communicated is kept
+    assert ["all_gather", "forward", "loss", "2×2×256", "statistics", "2", "3", "0.002", "0.0"] in lines
+    total = 3 * (2 * 18) * (256 * 256 * 2 / 2)  # 18 of each pass and kind
+    total += 3 * 8 * 256 + 9 * 256 / 2 * 4  # the loss; this rank's half of norms, once a step
     assert f"each rank sends {total / 2**20:,.1f} MiB a step of 3 micro-steps" in [" ".join(line) for line in lines]
 
 
@@ -81,7 +86,7 @@ def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.commands.sharding_table import sharding_plan, sharding_table
+    from titanlite.commands.sharding_table import sharding_plan, sharding_table, token_traffic, whole_gradients
 
     run = checked_run(["--config", DEBUG, *TWO, *flags])
     few = sharding_plan(run)
@@ -93,7 +98,12 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     def lines(text: str) -> list[list[str]]:
         return sorted(line.split() for line in text.splitlines())
 
-    assert lines(sharding_table(few, 1)) == lines(sharding_table(all_of_them, 1))
+    assert lines(sharding_table(few)) == lines(sharding_table(all_of_them))
+    every_second = [{("all_gather", "attention.wqkv")}, set[tuple[str, str]]()] * 2
+    tables = [collective_table(token_traffic(p, (), None, every_second, 1), 1) for p in (few, all_of_them)]
+    assert lines(tables[0]) == lines(tables[1])
+    assert "layers.0,2.attention.wqkv" in tables[0]
+    assert whole_gradients(few) == whole_gradients(all_of_them)
 
 
 BAD = {
@@ -217,6 +227,18 @@ def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert sum(said["step_ms"].values()) == pytest.approx(2 * said["step_ms"]["total"])
     assert ["tok/s/GPU", f"{said['tokens_per_second_per_gpu']:,.0f}"] in rows
     assert "NVIDIA H200" in said["rates_of"]
+    step = said["step"]
+    assert step["tokens"] == 4 * 2 * 8192
+    blocks = [c for c in step["collectives"] if c["module"] == "layers.0-31"]
+    assert [(c["kind"], c["direction"]) for c in blocks] == [
+        ("all_gather", "forward"),
+        ("all_gather", "backward"),
+        ("reduce_scatter", "backward"),
+    ]
+    weights = 218_112_000  # of a block, in bf16 and then in float32; a rank sends 3 of 4 parts
+    assert [c["sent_bytes"] for c in blocks] == [2 * weights * 3 / 4] * 2 + [4 * weights * 3 / 4]
+    assert step["sent_bytes"] == sum(c["times"] * c["sent_bytes"] for c in step["collectives"])
+    assert ["all_gather", "backward", "layers.0-31", str(weights), "weights", "4", "32"] in [row[:7] for row in rows]
 
 
 def test_memory_and_time_need_no_torch() -> None:
@@ -271,10 +293,13 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", DEBUG, "--world", "2", *mine]) == 0
     out = capsys.readouterr().out
-    assert out.strip().splitlines() == [
-        f'no memory and no time: model.file = "{file}"; want [block] in its recipe, which says what its blocks are '
-        "made of (docs/models.md)"
-    ]
+    why = f'model.file = "{file}"; want [block] in its recipe, which says what its blocks are made of (docs/models.md)'
+    assert out.strip().splitlines()[-1] == f"no memory and no time: {why}"
+    assert f"the collectives of FSDP are not listed: {why}" in out
+    assert main(["plan", DEBUG, *mine, *TWO[:2]]) == 0
+    out = capsys.readouterr().out
+    assert f"what is communicated again is not listed: {why}" in out
+    assert "--world N also lists the collectives of FSDP" in out
     assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
     capsys.readouterr()
     assert main(["plan", DEBUG, "--world", "2", *mine, "--optimizer.weight_decay_exclude", "*norms.weight"]) == 2

@@ -9,7 +9,7 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import Layout, block_prices, is_windowed, price
+from titanlite.parallel.activation_bytes import Layout, block_prices, has_no_price, is_windowed, price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
@@ -62,10 +62,10 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     memory = MemoryModel(config, sizes, checked.float8, world)
     chosen, save_list = config.activation_checkpoint, checked.save_list
     if memory.layout.unpriced:
-        return Forecast(save_list, notes=(f"no memory and no time: {_line(memory.layout.unpriced)}",))
+        return Forecast(save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
     obstacle = unrated(config, sizes, memory.layout)
     time = None if obstacle else StepTimeModel(config, memory, rates)
-    notes = [f"no time: {_line(obstacle)}"] if obstacle else []
+    notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
         if time is None or chosen.budget_gib is None:
             notes.append("no memory: the save-list is chosen when the run starts, by times that are not known here")
@@ -75,7 +75,7 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         notes.append(
             f"by these rates auto keeps {in_words(choice)}; a run times its own blocks, and may choose otherwise"
         )
-    if save_list.default == "save" and save_list.rules:
+    if has_no_price(save_list):
         return Forecast(
             save_list,
             notes=(
@@ -118,7 +118,8 @@ def _unpriced_ops(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> li
     return [r.op for i, r in rules if i not in seen and r.action == "save" and r.op not in (BLOCK, *CLASSES)]
 
 
-def _line(problem: Problem) -> str:
+def in_a_line(problem: Problem) -> str:
+    """Say why something is not known."""
     seen = f" = {problem.saw}" if problem.saw else ""
     return f"{problem.where}{seen}; want {problem.want}"
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -18,7 +19,7 @@ from titanlite.kernels.collectives import Group
 from titanlite.models.find import build_model
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.sharding.layers import LayerPlan
-from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
 
 
 @contextmanager
@@ -55,6 +56,16 @@ def as_a_rank_has_it(
         if checked.save_list is not None:
             apply_activation_checkpoint(model, checked.save_list)
         yield model, maxima
+
+
+def gathered_in_float8(model: nn.Module) -> set[str]:
+    """Name the layers whose tokens are gathered inside a product in float8.
+
+    Args:
+        model: as `as_a_rank_has_it` makes it.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, ParallelLinear)}
+    return {name for name, layer in layers.items() if layer.fused is not None and layer.matmul is not F.linear}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Print what a config would do, before it runs: how it is sharded, what it holds, how fast it is; no GPU.
 
 titanlite plan FILE                              the sharding plan: placements, their origins, and collectives
-titanlite plan FILE --world N                    also memory by category, and the time of a step by measured rates
+titanlite plan FILE --world N                    also FSDP's collectives, memory by category, and the time of a step
 titanlite plan FILE --world N --device-gib G     the same; exit code 2 and what would help, if it needs more than that
 titanlite plan FILE --world N --diff [OTHER] …   what another config, or other flags behind --diff, would change
 titanlite plan FILE --activation-checkpoint      the price of each rule of the save-list, and what every list keeps
@@ -9,47 +9,21 @@ titanlite plan FILE --activation-checkpoint      the price of each rule of the s
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.columns import columns
-from titanlite.commands.forecast import Forecast, check_device, forecast, forecast_table, memory_rows, time_rows
-from titanlite.commands.validate import CheckedRun, checked_run, file_and_world
-from titanlite.config.check import sequences_per_step
-from titanlite.config.weight_decay import without_decay
+from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
+from titanlite.commands.planned_run import PlannedRun, check_own_model, plan_run
+from titanlite.commands.validate import checked_run, file_and_world
 from titanlite.errors import ConfigError, Problem, describe
-
-if TYPE_CHECKING:
-    from titanlite.commands.fused_pairs import Pair
-    from titanlite.float8.convert import Maximum
-    from titanlite.parallel.sharding.layers import PlannedLayers
 
 _PRICES, _DIFF = "--activation-checkpoint", "--diff"
 _USAGE = (
     f"titanlite plan FILE [--section.key VALUE ...] [--world N] [{_PRICES} | {_DIFF} [OTHER] [--section.key VALUE ...] "
     "| [--why TENSOR] [--device-gib GIB] [--json FILE]]"
 )
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """All that is said of one run.
-
-    Attributes:
-        sharding: None without tensor parallelism.
-        pairs: collectives that are to be fused with matmuls, or not and why.
-        maxima: that are reduced over the tensor-parallel ranks in a micro-step.
-        predicted: None if the number of processes is not known.
-    """
-
-    checked: CheckedRun
-    micro_steps: int
-    sharding: "PlannedLayers | None"
-    pairs: "Sequence[Pair]"
-    maxima: "Sequence[Maximum]"
-    predicted: Forecast | None
 
 
 def run(argv: list[str]) -> int:
@@ -67,10 +41,10 @@ def run(argv: list[str]) -> int:
     if _PRICES in argv:
         from titanlite.commands.price_list import price_list
 
-        _check_own_model(checked)
+        check_own_model(checked)
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
-    planned = _plan(checked, flags[1], world)
+    planned = plan_run(checked, flags[1], world)
     if "--json" in given:
         _write(json.dumps(_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
@@ -82,58 +56,17 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _plan(checked: CheckedRun, file: str, world: int | None) -> _Planned:
-    """Plan a checked run; torch is imported if there is tensor parallelism."""
-    config, mesh = checked.config, checked.config.parallelism
-    if mesh.tensor_parallel_degree == 1 and world is None:
-        want = (
-            "more than 1, or --world N: without it a plan is of the tensors that are split over tensor-parallel ranks"
-        )
-        fix = f"--world 8, or --parallelism.tensor_parallel_degree 2, or {_PRICES} for the price of the save-list"
-        raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
-    ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
-    ranks *= mesh.data_parallel_replicate_degree
-    if world:
-        ranks = world // mesh.tensor_parallel_degree
-    sequences = sequences_per_step(config, world) or config.training.local_batch_size
-    micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
-    sharding, pairs, maxima = None, (), ()
-    _check_own_model(checked)
-    if mesh.tensor_parallel_degree > 1:
-        import torch
-
-        from titanlite.commands.fused_pairs import fused_pairs
-        from titanlite.commands.one_rank import as_a_rank_has_it
-        from titanlite.commands.sharding_table import sharding_plan
-
-        sharding = sharding_plan(checked)
-        with as_a_rank_has_it(checked, sharding.layers, ranks // mesh.data_parallel_replicate_degree) as (
-            model,
-            maxima,
-        ):
-            if mesh.async_tensor_parallel:
-                tokens = config.training.local_batch_size * config.training.seq_len
-                pairs = fused_pairs(model, tokens, getattr(torch, config.training.mixed_precision_param))
-    return _Planned(checked, micro_steps, sharding, pairs, maxima, forecast(checked, world) if world else None)
-
-
-def _check_own_model(checked: CheckedRun) -> None:
-    """Refuse what a config or a recipe says of a model of the user's own, if its file has others."""
-    config = checked.config
-    if config.model.file:
-        from titanlite.models.find import build_model  # imports torch
-
-        model = build_model(config.model, checked.dimensions, config.training.seq_len)
-        without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()))
-
-
-def _tables(planned: _Planned) -> str:
+def _tables(planned: PlannedRun) -> str:
     """All tables of a plan."""
     text = ""
     if planned.sharding is not None:
         from titanlite.commands.sharding_table import sharding_table
 
-        text = sharding_table(planned.sharding, planned.micro_steps)
+        text = sharding_table(planned.sharding) + "\n"
+    if planned.traffic:
+        text += collective_table(planned.traffic, planned.micro_steps)
+    text += "".join(f"{note}\n" for note in planned.notes)
+    if planned.sharding is not None:
         if planned.pairs:
             rows = _pair_rows(planned)
             text += f"\n{columns(('collective', 'pass', 'at', 'with its matmul'), *rows)}"
@@ -146,10 +79,8 @@ def _tables(planned: _Planned) -> str:
     return text + (forecast_table(planned.predicted) if planned.predicted else "")
 
 
-def _pair_rows(planned: _Planned) -> list[list[str]]:
+def _pair_rows(planned: PlannedRun) -> list[list[str]]:
     """Rows of collective, pass, module, and whether it is fused; layers that are alike are one."""
-    from titanlite.commands.sharding_table import alike
-
     rows = ((pair.module, (pair.kind, pair.direction, pair.obstacle), pair) for pair in planned.pairs)
     return [
         [pair.kind, pair.direction, name, f"not fused: it {pair.obstacle}" if pair.obstacle else "fused"]
@@ -157,15 +88,13 @@ def _pair_rows(planned: _Planned) -> list[list[str]]:
     ]
 
 
-def _maxima_rows(planned: _Planned) -> list[list[str]]:
+def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
     """Rows of operand, pass, module and count; layers that are alike are one."""
-    from titanlite.commands.sharding_table import alike
-
     rows = ((m.layer, (m.operand, m.direction), m) for m in planned.maxima)
     return [[m.operand, m.direction, name, str(count * planned.micro_steps)] for name, count, m in alike(rows)]
 
 
-def _why(planned: _Planned, tensor: str, file: str) -> str:
+def _why(planned: PlannedRun, tensor: str, file: str) -> str:
     if planned.sharding is None:
         want = "more than 1: nothing is split over tensor-parallel ranks"
         problem = Problem("parallelism.tensor_parallel_degree", "1", want, "--parallelism.tensor_parallel_degree 2")
@@ -175,13 +104,19 @@ def _why(planned: _Planned, tensor: str, file: str) -> str:
     return why(planned.sharding, tensor)
 
 
-def _as_dict(planned: _Planned, world: int | None) -> dict[str, Any]:
+def _as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
     """All that is said of a run, in JSON's types."""
     said: dict[str, Any] = {"world": world, "micro_steps": planned.micro_steps}
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
         said["pairs"] = [pair._asdict() for pair in planned.pairs]
         said["maxima"] = [maximum._asdict() for maximum in planned.maxima]
+    said["step"] = {
+        "tokens": planned.tokens,
+        "collectives": as_dicts(planned.traffic),
+        "sent_bytes": sum(t.times * t.sent_bytes for t in planned.traffic),
+        "not_listed": list(planned.notes),
+    }
     return said | (planned.predicted.as_dict() if planned.predicted else {})
 
 
@@ -211,7 +146,8 @@ def _diff(argv: list[str]) -> int:
     file, world = file_and_world(before, "titanlite plan configs/llama3_8b.toml")
     other, own_world = file_and_world(after if not after[0].startswith("-") else [file[1], *file[2:], *after], _USAGE)
     plans = [
-        _plan(checked_run(flags, _USAGE, n), flags[1], n) for flags, n in ((file, world), (other, own_world or world))
+        plan_run(checked_run(flags, _USAGE, n), flags[1], n)
+        for flags, n in ((file, world), (other, own_world or world))
     ]
     facts = [_facts(planned) for planned in plans]
     names = [file[1], other[1]] if file[1] != other[1] else ["before", "after"]
@@ -227,18 +163,18 @@ def _diff(argv: list[str]) -> int:
     return 0
 
 
-def _facts(planned: _Planned) -> dict[str, str]:
+def _facts(planned: PlannedRun) -> dict[str, str]:
     """All that a plan says, each under its name."""
     facts: dict[str, str] = {}
     if planned.sharding is not None:
-        from titanlite.commands.sharding_table import collective_rows, weight_rows
+        from titanlite.commands.sharding_table import weight_rows
 
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
-        rows, total = collective_rows(planned.sharding, planned.micro_steps)
-        for kind, direction, name, _, moves, times, mib, _ in rows:
-            facts[f"{kind} {direction} {name}, {moves}"] = f"{times} of {mib} MiB"
-        facts["each rank sends, MiB a step"] = f"{total:,.1f}"
+    for kind, direction, name, _, moves, _, times, mib, _ in collective_rows(planned.traffic):
+        facts[f"{kind} {direction} {name}, {moves}"] = f"{times} of {mib} MiB"
+    facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
+    if planned.sharding is not None:
         for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
             facts[f"{kind} {direction} {name}, with its matmul"] = verdict
         for operand, direction, name, times in _maxima_rows(planned):

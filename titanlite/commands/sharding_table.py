@@ -1,23 +1,22 @@
-"""The sharding plan of a config as text: weights, and every collective with its bytes per step and rank.
-
-Layers whose rows are equal are one row, as layers.0-31; where a layer differs, it has its own.
-"""
+"""The sharding plan of a config: its weights as text, its collectives as traffic, and where a placement came from."""
 
 import difflib
-import re
-from collections.abc import Iterable
-from typing import TypeVar
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
+from titanlite.commands.collective_table import alike
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
+from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import build_model
+from titanlite.parallel.activation_bytes import token_bytes
 from titanlite.parallel.sharding.layers import BLOCK_NAME, PlannedLayers, derive_layers
 from titanlite.parallel.sharding.plan import show
-
-T = TypeVar("T")
+from titanlite.parallel.traffic import Traffic
 
 
 def sharding_plan(checked: CheckedRun) -> PlannedLayers:
@@ -51,52 +50,55 @@ def weight_rows(planned: PlannedLayers) -> list[list[str]]:
     ]
 
 
-def collective_rows(planned: PlannedLayers, micro_steps: int) -> tuple[list[list[str]], float]:
-    """Say of each collective what it moves.
+def token_traffic(
+    planned: PlannedLayers,
+    in_float8: Collection[str],
+    float8: Float8Recipe | None,
+    repeated: Sequence[Collection[tuple[str, str]]],
+    micro_steps: int,
+) -> list[Traffic]:
+    """List the collectives of the plan, those of tokens, for every block by itself.
 
     Args:
         planned: of one micro-step.
-        micro_steps: of one step; gradients of whole weights are summed once a step.
-
-    Returns:
-        Rows of kind, pass, module, shape, move, count, MiB each and MiB a step; and the sum of the last.
-    """
-    rows, total = [], 0.0
-    plan = planned.plan
-    listed = (
-        (name, (c.kind, c.direction, c.shape, c.source, c.target), c)
-        for c in plan.collectives
-        for name in planned.names(c.module)
-    )
-    for name, count, c in alike(listed):
-        is_gradient = c.tensor in plan.gradients
-        times, mib = count * (1 if is_gradient else micro_steps), c.wire_bytes / 2**20
-        total += times * mib
-        moves = "sum of gradients" if is_gradient else f"{show(c.source)} → {show(c.target)}"
-        row = [c.kind, c.direction, name, "×".join(map(str, c.shape)), moves]
-        rows.append([*row, str(times), f"{mib:,.3f}", f"{times * mib:,.1f}"])
-    return rows, total
-
-
-def sharding_table(planned: PlannedLayers, micro_steps: int) -> str:
-    """Format a plan.
-
-    Args:
-        planned: of one micro-step.
+        in_float8: layers whose tokens are gathered inside a product in float8.
+        float8: its arithmetic.
+        repeated: of each block, what backward communicates again, from `traffic.again`; empty if it is not known.
         micro_steps: of one step.
-
-    Returns:
-        Two tables and a line of totals.
     """
+    plan = planned.plan
+    (ranks,) = plan.axes.values()
+    found: list[Traffic] = []
+    of_again: list[Traffic] = []
+    for c in plan.collectives:
+        if c.tensor in plan.gradients:
+            continue  # summed together, once a step
+        tokens, width, itemsize = c.shape[0], math.prod(c.shape[1:]), getattr(torch, c.dtype).itemsize
+        moves = f"{show(c.source)} → {show(c.target)}"
+        for name in planned.names(c.module):
+            narrow = float8 if c.kind == "all_gather" and name in in_float8 else None
+            size = token_bytes(tokens, width, itemsize, narrow)
+            found.append(Traffic(c.kind, c.direction, name, c.shape, moves, ranks, size, micro_steps))
+            place = BLOCK_NAME.match(name)
+            if c.direction != "forward" or not place or not repeated:
+                continue
+            if (c.kind, name[place.end() + 1 :]) in repeated[int(place[1])]:
+                of_again.append(replace(found[-1], direction="recomputation"))
+    return [*found, *of_again]
+
+
+def whole_gradients(planned: PlannedLayers) -> int:
+    """Count the elements of weights that every tensor-parallel rank holds whole, in all blocks."""
+    tensors = planned.plan.tensors
+    return sum(math.prod(tensors[name].shape) * len(planned.names(name)) for name in planned.plan.gradients)
+
+
+def sharding_table(planned: PlannedLayers) -> str:
+    """Format where each weight is."""
     axis, degree = next(iter(planned.plan.axes.items()))
     weights = [["weight", "shape", "placed", "why"], *weight_rows(planned)]
-    header = ["collective", "pass", "at", "whole", "moves", "times a step", "MiB each", "MiB a step"]
-    rows, total = collective_rows(planned, micro_steps)
-    steps = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
-    return (
-        f"tensor parallelism over {degree} ranks: S(d) is split along dim d over {axis}, R whole, P a partial sum\n\n"
-        f"{columns(*weights)}\n{columns(header, *rows)}\neach rank sends {total:,.1f} MiB a step of {steps}\n"
-    )
+    split = f"tensor parallelism over {degree} ranks: S(d) is split along dim d over {axis}, R whole, P a partial sum"
+    return f"{split}\n\n{columns(*weights)}"
 
 
 def why(planned: PlannedLayers, tensor: str) -> str:
@@ -130,18 +132,3 @@ def why(planned: PlannedLayers, tensor: str) -> str:
     place = BLOCK_NAME.match(at)
     note = "" if at == asked or not place else f"{place[0]} was planned for this block too: they are alike\n"
     return "\n  <- ".join(plan.why(name, next(iter(plan.axes)))) + "\n" + note
-
-
-def alike(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
-    """Rows that differ only in the number of their layer, as one: its name with the range of numbers, and how many."""
-    groups: dict[object, list[tuple[str, T]]] = {}
-    for name, content, item in rows:
-        groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))
-    found: list[tuple[str, int, T]] = []
-    for same in groups.values():
-        numbers = sorted({int(n) for name, _ in same for n in re.findall(r"\b\d+\b", name)[:1]})
-        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
-        if len(numbers) > 1 and numbers != list(range(numbers[0], numbers[-1] + 1)):
-            span = ",".join(map(str, numbers))
-        found.append((re.sub(r"\b\d+\b", span, same[0][0], count=1), len(same), same[0][1]))
-    return found

@@ -315,6 +315,11 @@ def price(
     return priced
 
 
+def has_no_price(save_list: SaveList) -> bool:
+    """Whether a list keeps what it does not name: what that is depends on the compiler."""
+    return save_list.default == "save" and bool(save_list.rules)
+
+
 def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[BlockPrice]:
     """Price each block of a model under a save-list.
 
@@ -333,7 +338,7 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
     if layout.unpriced:
         raise RecipeError(describe("config", [layout.unpriced]))
     problems = Problems(save_list.origin)
-    if save_list.default == "save" and save_list.rules:
+    if has_no_price(save_list):
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
         problems.add("default", '"save"', want, 'default = "recompute", and rules for what to keep')
     for i, rule in enumerate(save_list.rules):
@@ -459,11 +464,23 @@ def _norm(layer: str, rows: int, width: int, layout: Layout) -> list[Activation]
 
 
 def _gathered(layer: str, K: int, layout: Layout) -> int:
-    """Bytes of the gathered tokens; what a matmul gathers in float8 has a scale for each with it, or one for all."""
-    M, e = layout.tokens, layout.itemsize
-    if layout.is_fused(layer) and layout.is_float8(layer):
-        return M * K + (0 if layout.reduces_amax(layer) else 4 * M)
-    return e * M * K
+    """Bytes of the gathered tokens."""
+    float8 = layout.float8 if layout.is_fused(layer) and layout.is_float8(layer) else None
+    return token_bytes(layout.tokens, K, layout.itemsize, float8)
+
+
+def token_bytes(tokens: int, width: int, itemsize: int, float8: Float8Recipe | None = None) -> int:
+    """Bytes of tokens [M, K] on their way.
+
+    Args:
+        tokens: M.
+        width: K.
+        itemsize: of an element in the compute dtype.
+        float8: the arithmetic, where they are gathered inside a float8 product: with a scale for each, or one for all.
+    """
+    if float8 is None:
+        return itemsize * tokens * width
+    return tokens * width + (0 if float8.reduce_amax else 4 * tokens)
 
 
 def _row_parallel(layer: str, K: int, N: int, layout: Layout) -> list[Activation]:

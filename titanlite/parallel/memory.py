@@ -98,7 +98,8 @@ class MemoryModel:
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
             positions with the one and the final norm with the other; `parameters` all of them.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
-        blocks_stay: whether gathered blocks are held until backward.
+        blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
+        ends_freed: whether the head is not, nor a tied embedding.
         reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
     """
 
@@ -114,6 +115,7 @@ class MemoryModel:
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
         reshard = mesh.fsdp_reshard_after_forward
+        self.ends_freed = reshard == "always"
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
 
         D, V, block = sizes.dim, sizes.vocab_size, self.layout.block

@@ -25,10 +25,19 @@ import tomli
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
-from titanlite.parallel.activation_bytes import HEAD, Activation, BlockPrice, Layout, activations, is_windowed
+from titanlite.parallel.activation_bytes import (
+    HEAD,
+    Activation,
+    BlockPrice,
+    Layout,
+    activations,
+    is_windowed,
+    token_bytes,
+)
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.traffic import Unit, sent_bytes, units
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
 _T, _G = 1e12, 1e9
@@ -167,9 +176,9 @@ class StepTimeModel:
         times = self.times()
         again = sum(times.again(block) for block in blocks)
         matmul = self._matmul([self._head]) + n * self._matmul(self._block)
-        of_embedding = 2 * self._received(layout.itemsize * layout.tokens * memory.sizes.dim) / rates.tensor_parallel
         tokens = self._in_the_open([self._head]) + n * self._in_the_open(self._block)
-        tokens += of_embedding / _G if layout.tensor_parallel > 1 else 0.0
+        of_embedding = token_bytes(layout.tokens, memory.sizes.dim, layout.itemsize)
+        tokens += self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
         forward, backward = self._elementwise()
         loss = 3 * layout.itemsize * layout.tokens * memory.sizes.vocab_size // layout.tensor_parallel
         seconds = {
@@ -215,16 +224,16 @@ class StepTimeModel:
     def _matmul(self, layers: Sequence[_Linear]) -> float:
         return sum(self._seconds(layer, product) for layer in layers for product in _PRODUCTS)
 
-    def _received(self, whole: float) -> float:
-        """Bytes of a whole tensor that come from other tensor-parallel ranks."""
-        return whole * (self.layout.tensor_parallel - 1) / self.layout.tensor_parallel
+    def _on_the_wire(self, kind: str, whole: int) -> float:
+        """Seconds of a collective of tokens, of so many bytes."""
+        return sent_bytes(kind, whole, self.layout.tensor_parallel) / self.rates.tensor_parallel / _G
 
     def _wire(self, layer: _Linear, backward: bool) -> float:
         """Seconds of the collective of a layer: one gathers and the other scatters, forward and backward."""
-        width = layer.K if layer.gathers else layer.N
-        is_gather = layer.gathers != backward
-        e = 1 if is_gather and layer.is_fused and layer.is_float8 else self.layout.itemsize
-        return self._received(e * self.layout.tokens * width) / self.rates.tensor_parallel / _G
+        layout, is_gather = self.layout, layer.gathers != backward
+        float8 = layout.float8 if is_gather and layer.is_fused and layer.is_float8 else None
+        size = token_bytes(layout.tokens, layer.K if layer.gathers else layer.N, layout.itemsize, float8)
+        return self._on_the_wire("all_gather" if is_gather else "reduce_scatter", size)
 
     def _in_the_open(self, layers: Sequence[_Linear]) -> float:
         """Seconds that collectives add to their matmuls."""
@@ -284,17 +293,19 @@ class StepTimeModel:
 
     def _fsdp(self, n: int, compute: float) -> float:
         """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""
-        memory, e = self.memory, self.layout.itemsize
-        received = (memory.shards - 1) / memory.shards / self.rates.fsdp / _G
+        memory, rate = self.memory, self.rates.fsdp * _G
+        embedding, block = units(memory)[:2]
 
-        def reduction(elements: int) -> float:
-            among_replicas = 2 * (memory.replicas - 1) / memory.replicas / memory.shards / self.rates.fsdp / _G
-            return memory.reduced * elements * (received + among_replicas)
+        def gather(unit: Unit) -> float:
+            return sent_bytes("all_gather", unit.gathered_bytes, memory.shards) / rate
 
-        gather = memory.gathered_block * received
-        first, last = e * memory.embedding * received + gather, reduction(memory.embedding)
-        of_block = self._gathers() * gather + reduction(memory.block)
-        return first + last + n * max(0.0, of_block - compute)
+        def reduction(unit: Unit) -> float:
+            size = memory.reduced * unit.elements
+            among_replicas = sent_bytes("all_reduce", size // memory.shards, memory.replicas)
+            return (sent_bytes("reduce_scatter", size, memory.shards) + among_replicas) / rate
+
+        of_block = block.gathers * gather(block) + reduction(block)
+        return gather(embedding) + gather(block) + reduction(embedding) + n * max(0.0, of_block - compute)
 
 
 def unrated(config: Config, sizes: ModelRecipe, layout: Layout) -> Problem | None:

@@ -17,7 +17,7 @@ Blocks that are alike need not all be planned: two of each kind are, in a model 
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn

@@ -11,7 +11,6 @@ or draw from streams of their own. Whole ones, and dropout of a whole tensor, ne
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -323,23 +322,6 @@ def is_weight_of(node: Node, position: int) -> bool:
         position: among its tensor inputs.
     """
     return (node.target in MATMULS and position == 1) or (node.target is aten.embedding.default and position == 0)
-
-
-def wire_bytes(kind: str, tensor_bytes: int, size: int) -> int:
-    """What each rank sends in the fewest steps that a ring takes.
-
-    Args:
-        kind: of collective.
-        tensor_bytes: of the whole tensor.
-        size: ranks.
-    """
-    share = {
-        "all_gather": (size - 1) / size,
-        "reduce_scatter": (size - 1) / size,
-        "all_reduce": 2 * (size - 1) / size,
-        "all_to_all": (size - 1) / size**2,
-    }
-    return math.ceil(share[kind] * tensor_bytes)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

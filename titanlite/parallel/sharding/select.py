@@ -22,7 +22,8 @@ from torch.fx import Node
 from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
 from titanlite.parallel.sharding.propagate import Propagation
-from titanlite.parallel.sharding.rules import MATMULS, Rule, is_weight_of, wire_bytes
+from titanlite.parallel.sharding.rules import MATMULS, Rule, is_weight_of
+from titanlite.parallel.traffic import sent_bytes
 
 _LATENCY = 2_000_000
 """What a collective costs before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would
@@ -167,7 +168,7 @@ class Selection:
             for kind in (forward, backward if tensor in self.graph.trained else None):
                 if kind:
                     whole = value(tensor).numel() * value(tensor).element_size()
-                    bytes_moved += _LATENCY + wire_bytes(kind, whole, self._known.axes[axis])
+                    bytes_moved += _LATENCY + sent_bytes(kind, whole, self._known.axes[axis])
         return bytes_moved, n_hops
 
     def _place(self) -> None:
@@ -259,7 +260,7 @@ class Selection:
                         module=self._boundary(node, [user for user, _ in consumers]),
                         shape=hop.shape,
                         dtype=str(tensor.dtype).removeprefix("torch."),
-                        wire_bytes=wire_bytes(kind, size, self._sizes[hop.axis]),
+                        wire_bytes=sent_bytes(kind, size, self._sizes[hop.axis]),
                         direction=direction,
                         source=source,
                         target=target,
@@ -274,7 +275,7 @@ class Selection:
             if rule.statistics:
                 size = self._known.axes[axis]
                 shape = (size, rule.statistics, value(tensor_inputs(node)[0]).shape[0])
-                sent = wire_bytes("all_gather", 4 * torch.Size(shape).numel(), size)
+                sent = sent_bytes("all_gather", 4 * torch.Size(shape).numel(), size)
                 name, module = self.graph.names[node], self.graph.home(node)
                 forward.append(
                     Collective("all_gather", axis, name, module, shape, "float32", sent, "forward", Shard(0), REPLICATE)

@@ -1,0 +1,148 @@
+"""All that `titanlite plan` says of a run, put together; torch is imported if there is tensor parallelism."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titanlite.commands.forecast import Forecast, forecast, in_a_line
+from titanlite.commands.validate import CheckedRun
+from titanlite.config.check import sequences_per_step
+from titanlite.config.weight_decay import without_decay
+from titanlite.errors import ConfigError, Problem, describe
+from titanlite.parallel.activation_bytes import block_prices, has_no_price, layout_of
+from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
+
+if TYPE_CHECKING:
+    from titanlite.commands.fused_pairs import Pair
+    from titanlite.float8.convert import Maximum
+    from titanlite.parallel.sharding.layers import PlannedLayers
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All that is said of one run.
+
+    Attributes:
+        tokens: that a step trains on; of one data-parallel rank, if the number of processes is not known.
+        sharding: None without tensor parallelism.
+        traffic: all collectives of a step that are known.
+        pairs: those of them that are to be fused with matmuls, or not and why.
+        maxima: that are reduced over the tensor-parallel ranks in a micro-step.
+        predicted: None if the number of processes is not known.
+        notes: what `traffic` leaves out; a line each.
+    """
+
+    checked: CheckedRun
+    tokens: int
+    micro_steps: int
+    sharding: "PlannedLayers | None"
+    traffic: Sequence[Traffic]
+    pairs: "Sequence[Pair]"
+    maxima: "Sequence[Maximum]"
+    predicted: Forecast | None
+    notes: tuple[str, ...] = ()
+
+
+def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
+    """Plan a checked run.
+
+    Args:
+        checked: the run.
+        file: its config, for messages.
+        world: number of processes, if it is known.
+
+    Raises:
+        TitanliteError: there is nothing to plan, or the trainer would refuse the model.
+    """
+    config, mesh = checked.config, checked.config.parallelism
+    if mesh.tensor_parallel_degree == 1 and world is None:
+        want = "more than 1, or --world N: without it a plan is of what is split over tensor-parallel ranks"
+        fix = (
+            "--world 8, or --parallelism.tensor_parallel_degree 2, or --activation-checkpoint for the save-list's price"
+        )
+        raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
+    check_own_model(checked)
+    ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
+    ranks *= mesh.data_parallel_replicate_degree
+    if world:
+        ranks = world // mesh.tensor_parallel_degree
+    sequences = sequences_per_step(config, world) or config.training.local_batch_size
+    micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
+    tokens = sequences * config.training.seq_len
+    shards = max(1, ranks // mesh.data_parallel_replicate_degree)
+    predicted = forecast(checked, world) if world else None
+    if mesh.tensor_parallel_degree == 1:
+        traffic, notes = _traffic(checked, world)
+        return PlannedRun(checked, tokens, micro_steps, None, traffic, (), (), predicted, notes)
+    import torch
+
+    from titanlite.commands.fused_pairs import fused_pairs
+    from titanlite.commands.one_rank import as_a_rank_has_it, gathered_in_float8
+    from titanlite.commands.sharding_table import sharding_plan, token_traffic, whole_gradients
+
+    each, dtype = config.training.local_batch_size * config.training.seq_len, config.training.mixed_precision_param
+    sharding = sharding_plan(checked)
+    with as_a_rank_has_it(checked, sharding.layers, shards) as (model, maxima):
+        pairs = fused_pairs(model, each, getattr(torch, dtype)) if mesh.async_tensor_parallel else ()
+        in_float8 = gathered_in_float8(model)
+    repeated, unknown = _repeated(checked, predicted)
+    of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, micro_steps)
+    of_tokens += of_loss(each, mesh.tensor_parallel_degree, micro_steps)
+    others, notes = _traffic(checked, world, -(-whole_gradients(sharding) // shards))
+    notes = (*unknown, *notes)
+    return PlannedRun(checked, tokens, micro_steps, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
+
+
+def _traffic(
+    checked: CheckedRun, world: int | None, replicated: int = 0
+) -> tuple[tuple[Traffic, ...], tuple[str, ...]]:
+    """The collectives of a step but for those of tokens, and what is not known of them.
+
+    Args:
+        checked: the run.
+        world: number of processes.
+        replicated: elements of gradients that the ranks of a tensor-parallel group add up.
+    """
+    t = checked.config.parallelism.tensor_parallel_degree
+    if world is None:
+        return tuple(of_update(replicated, t, 1)), ("--world N also lists the collectives of FSDP",)
+    memory = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
+    if memory.layout.unpriced and world > t:
+        return tuple(of_update(replicated, t, world)), (
+            f"the collectives of FSDP are not listed: {in_a_line(memory.layout.unpriced)}",
+        )
+    return (*of_weights(memory), *of_update(replicated, t, world)), ()
+
+
+def _repeated(checked: CheckedRun, predicted: Forecast | None) -> tuple[list[set[tuple[str, str]]], tuple[str, ...]]:
+    """What backward of each block communicates again, and why that is not known."""
+    config, sizes = checked.config, checked.dimensions
+    save_list = checked.save_list or (predicted.save_list if predicted else None)
+    layout = layout_of(config, sizes, checked.float8)
+    if layout.unpriced is not None:
+        why = in_a_line(layout.unpriced)
+    elif save_list is None:
+        why = "the save-list is chosen when the run starts"
+    elif has_no_price(save_list):
+        why = f"save-list {config.activation_checkpoint.recipe} keeps what it does not name"
+    else:
+        return [again(block) for block in block_prices(sizes, layout, save_list)], ()
+    return [], (f"what is communicated again is not listed: {why}",)
+
+
+def check_own_model(checked: CheckedRun) -> None:
+    """Refuse what a config or a recipe says of a model of the user's own, if its file has others.
+
+    Args:
+        checked: the run.
+
+    Raises:
+        ConfigError: the blocks are others than the recipe's, or a pattern matches no parameter.
+    """
+    config = checked.config
+    if config.model.file:
+        from titanlite.models.find import build_model  # imports torch
+
+        model = build_model(config.model, checked.dimensions, config.training.seq_len)
+        without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()))

@@ -1,0 +1,197 @@
+"""What ranks send each other in a step: the bytes of every collective, by shapes; no torch.
+
+`titanlite plan` lists it, and `step_time.py` divides it by rates. Collectives of tokens between tensor-parallel layers
+are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
+
+    forward          FSDP gathers each unit of weights; vocabulary-parallel loss: two numbers a token and rank
+    backward         FSDP gathers again what it has freed, and sums and scatters gradients; replicas add theirs
+    recomputation    tokens, where the save-list does not keep what was communicated
+    update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers
+
+Not counted: what FSDP pads, where the rows of a weight are no multiple of its shards.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from titanlite.parallel.activation_bytes import HEAD, BlockPrice
+from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.save_rules import CLASSES, FUSED
+
+Pass = Literal["forward", "backward", "recomputation", "update"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        direction: the pass that it is part of.
+        module: whose tensors it moves.
+        shape: of the whole of what it moves.
+        moves: what that is, or how it lies before and after.
+        ranks: that take part.
+        whole_bytes: of what it moves, as one rank has it before it is scattered or after it is gathered.
+        times: a step.
+    """
+
+    kind: str
+    direction: Pass
+    module: str
+    shape: tuple[int, ...]
+    moves: str
+    ranks: int
+    whole_bytes: int
+    times: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each rank sends, each time."""
+        return sent_bytes(self.kind, self.whole_bytes, self.ranks)
+
+
+def sent_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
+    """What each rank sends in the fewest steps that a ring takes.
+
+    Args:
+        kind: of collective.
+        whole_bytes: of the whole tensor.
+        ranks: that take part.
+    """
+    share = {
+        "all_gather": (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "all_to_all": (ranks - 1) / ranks**2,
+    }
+    return math.ceil(share[kind] * whole_bytes)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that FSDP gathers at once.
+
+    Attributes:
+        name: the module's.
+        elements: on a tensor-parallel rank.
+        gathered_bytes: as they travel, with their scales in float8.
+        gathers: in a micro-step; the second is in backward.
+    """
+
+    name: str
+    elements: int
+    gathered_bytes: int
+    gathers: int
+
+
+def units(memory: MemoryModel) -> list[Unit]:
+    """FSDP's units, in the order in which forward needs them: the embedding or all but the blocks, blocks, the head.
+
+    Args:
+        memory: of the run.
+    """
+    layout, sizes, t = memory.layout, memory.sizes, memory.layout.tensor_parallel
+    rows = {name: n for name, (n, _) in layout.block.weights(sizes, t).items()} | {HEAD: sizes.vocab_size // t}
+    by_row = layout.float8 is not None and layout.float8.weight.output == "row"
+
+    def unit(name: str, elements: int, gathered: int, layers: Sequence[str], stays: bool) -> Unit:
+        in_float8 = gathered < layout.itemsize * elements
+        scales = 4 * sum(rows[layer] for layer in layers if layout.is_own(layer)) if by_row and in_float8 else 0
+        return Unit(name, elements, gathered + scales, 1 if stays else 2)
+
+    ends_stay = not memory.ends_freed
+    blocks = [
+        unit(f"layers.{n}", memory.block, memory.gathered_block, layout.block.layers, memory.blocks_stay)
+        for n in range(sizes.n_layers)
+    ]
+    e = layout.itemsize
+    if sizes.tied_embeddings:
+        return [unit("tok_embeddings", memory.embedding, e * memory.embedding, (), ends_stay), *blocks]
+    embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), memory.blocks_stay)
+    return [embedding, *blocks, unit(HEAD, memory.head, memory.gathered_head, (HEAD,), ends_stay)]
+
+
+def of_weights(memory: MemoryModel) -> list[Traffic]:
+    """FSDP's collectives.
+
+    Args:
+        memory: of the run.
+    """
+    shards, replicas, n = memory.shards, memory.replicas, memory.micro_steps
+    found: list[Traffic] = []
+    passes: tuple[Pass, Pass] = ("forward", "backward")
+    for gathers, direction in enumerate(passes, 1):
+        found += [
+            Traffic("all_gather", direction, u.name, (u.elements,), "weights", shards, u.gathered_bytes, n)
+            for u in units(memory)
+            if u.gathers >= gathers and shards > 1
+        ]
+    for kind, ranks, parts in (("reduce_scatter", shards, 1), ("all_reduce", replicas, shards)):
+        found += [
+            Traffic(kind, "backward", u.name, (size,), "sum of gradients", ranks, memory.reduced * size, n)
+            for u in reversed(units(memory))
+            if ranks > 1 and (size := -(-u.elements // parts))
+        ]
+    float8 = memory.layout.float8
+    scaled = _scaled_as_a_whole(memory)
+    if float8 is not None and scaled:
+        over = [shards, memory.layout.tensor_parallel if float8.reduce_amax else 1]
+        moves = "maxima of weights"
+        found += [Traffic("all_reduce", "update", "", (scaled,), moves, r, 4 * scaled, 1) for r in over if r > 1]
+    return found
+
+
+def _scaled_as_a_whole(memory: MemoryModel) -> int:
+    """Weights that FSDP gathers in float8 and that have one scale each."""
+    layout, sizes = memory.layout, memory.sizes
+    if layout.float8 is None or layout.float8.fsdp_all_gather != "float8" or layout.float8.weight.output == "row":
+        return 0
+    of_block = sum(layout.is_own(layer) for layer in layout.block.layers)
+    return sizes.n_layers * of_block + (layout.is_own(HEAD) and not sizes.tied_embeddings)
+
+
+def of_loss(tokens: int, ranks: int, micro_steps: int) -> list[Traffic]:
+    """The collective of the loss, if its vocabulary is split.
+
+    Args:
+        tokens: M of a micro-step.
+        ranks: tensor-parallel ones.
+        micro_steps: of a step.
+    """
+    shape, moves = (ranks, 2, tokens), "statistics"
+    return [Traffic("all_gather", "forward", "loss", shape, moves, ranks, 8 * ranks * tokens, micro_steps)] * (
+        ranks > 1
+    )
+
+
+def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic]:
+    """The reductions between backward and the update, and the one before forward, of a count.
+
+    Args:
+        replicated: elements that a rank holds of gradients of weights that tensor-parallel ranks hold whole.
+        tensor_parallel: ranks.
+        world: all ranks.
+    """
+    found: list[Traffic] = []
+    if tensor_parallel > 1 and replicated:
+        moves = "sum of gradients of whole weights"
+        found.append(Traffic("all_reduce", "update", "", (replicated,), moves, tensor_parallel, 4 * replicated, 1))
+    numbers = {"number of targets": 1, "norm of gradients": 1, "loss, and whether to stop": 2}
+    return [
+        *found,
+        *(Traffic("all_reduce", "update", "", (n,), what, world, 4 * n, 1) for what, n in numbers.items() if world > 1),
+    ]
+
+
+def again(block: BlockPrice) -> set[tuple[str, str]]:
+    """The collectives of tokens that backward of a block repeats: their kind and layer.
+
+    Args:
+        block: its price.
+    """
+    ops = (*CLASSES["communication"], *FUSED)
+    kinds = {op: "all_gather" if "all_gather" in op else "reduce_scatter" for op in ops}
+    return {(kinds[a.op], a.layer) for a in block.again if a.op in kinds}
