@@ -219,6 +219,7 @@ def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", LARGE, "--world", "4", "--json", str(file)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["activations", "42.1"] in rows
+    assert ["logits", "3.9"] in rows
     assert ["total", "80.6"] in rows
     said = json.loads(file.read_text())
     assert said["memory_bytes"]["activations"] == 32 * (130 + 1088 + 128) * 2**20
@@ -239,6 +240,18 @@ def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [c["sent_bytes"] for c in blocks] == [2 * weights * 3 / 4] * 2 + [4 * weights * 3 / 4]
     assert step["sent_bytes"] == sum(c["times"] * c["sent_bytes"] for c in step["collectives"])
     assert ["all_gather", "backward", "layers.0-31", str(weights), "weights", "4", "32"] in [row[:7] for row in rows]
+
+
+def test_logits_that_are_not_at_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", LARGE, "--world", "4"]) == 0
+    assert "where the logits are" not in capsys.readouterr().out
+    assert (
+        main(["plan", LARGE, "--world", "4", "--activation_checkpoint.recipe", "full", "--model.vocab_size", "8192"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert ["logits", "0.0"] in [line.split() for line in out.splitlines()]
+    assert "the peak is not where the logits are, which take 0.2 GiB and are gone when blocks run backward" in out
 
 
 def test_memory_and_time_need_no_torch() -> None:

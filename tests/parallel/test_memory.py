@@ -179,4 +179,6 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     assert predicted.gathered_weights == embedding + inner.nbytes + 2 * D
     vectors = 12 * V + 12 * 4 * tokens
     assert vectors < tokens * D or tokens < 256  # the least of what is predicted, of many tokens
-    assert 0 <= found.bytes - predicted.working_set <= vectors
+    # A cast of the weight may be the worst, before there are logits; of many tokens it is not.
+    assert predicted.logits == 2 * tokens * V or (predicted.logits == 0 and tokens < 256)
+    assert 0 <= found.bytes - predicted.logits - predicted.working_set <= vectors

@@ -85,6 +85,9 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         )
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
+    if not peak.logits:
+        gib = f"{memory.logits / GIB:,.1f} GiB"
+        notes.append(f"the peak is not where the logits are, which take {gib} and are gone when blocks run backward")
     if ops := _unpriced_ops(sizes, memory.layout, save_list):
         notes.append(f"no price is known of {', '.join(ops)}: what the save-list keeps of them is not counted")
     if time is None:

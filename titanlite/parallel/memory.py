@@ -59,7 +59,8 @@ class Memory:
         gathered_weights: whole weights in the compute dtype, at the worst moment.
         communication: FSDP's buffers on their way to and from other ranks.
         activations: what the save-list keeps, in all blocks.
-        working_set: what only the worst moment holds: logits and the gradient of the head, or what a block computes
+        logits: in the compute dtype; 0 if the worst moment is not in the head.
+        working_set: what else only the worst moment holds: casts, and gradients of the head, or what a block computes
             again and its gradients.
         slack: of the allocator.
     """
@@ -70,6 +71,7 @@ class Memory:
     gathered_weights: int
     communication: int
     activations: int
+    logits: int
     working_set: int
     slack: int
 
@@ -155,8 +157,9 @@ class MemoryModel:
         held = sum(block.held for block in blocks)
         head, block = self.gathered_head, self.gathered_block
         stays = (n * block + (0 if self.sizes.tied_embeddings else e * self.embedding)) if self.blocks_stay else 0
-        # The moments of backward that may be the worst, as (gathered weights, communication, activations, the rest).
-        moments = [(stays + head, 0, held, self._loss())]
+        # The moments of backward that may be the worst, as (gathered weights, communication, activations, logits,
+        # the rest).
+        moments = [(stays + head, 0, held, *self._loss())]
         rows = self._in_block()
         left = held
         for priced in reversed(blocks):
@@ -166,9 +169,9 @@ class MemoryModel:
                 after_head = 0, self.reduced * self.head
             weights = stays + after_head[0] + (0 if self.blocks_stay else block)
             again = max(0, self._whole_block - priced.held)
-            moments.append((weights, after_head[1], left, again + rows))
+            moments.append((weights, after_head[1], left, 0, again + rows))
             left -= priced.held
-        gathered, buffers, activations, working_set = max(moments, key=sum)
+        gathered, buffers, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,
             gradients=4 * shard,
@@ -176,6 +179,7 @@ class MemoryModel:
             gathered_weights=gathered,
             communication=buffers + self._gathering() + self._reducing(),
             activations=activations,
+            logits=logits,
             working_set=working_set,
             slack=SLACK,
         )
@@ -196,10 +200,15 @@ class MemoryModel:
         widened = largest * self.reduced if self.reduced != 4 else 0
         return widened + (4 * largest if self.micro_steps > 1 else 0)
 
-    def _loss(self) -> int:
-        """The head's forward and backward: norm, logits, loss, and the gradients of weight and input."""
+    @property
+    def logits(self) -> int:
+        """Bytes of a rank's logits, over which the loss writes their gradient; they are gone when blocks run."""
+        return self.layout.itemsize * self.layout.tokens * self.sizes.vocab_size // self.layout.tensor_parallel
+
+    def _loss(self) -> tuple[int, int]:
+        """The head's forward and backward: logits, and what else there is with them of norm, loss and gradients."""
         M, D, t, e = self.layout.tokens, self.sizes.dim, self.layout.tensor_parallel, self.layout.itemsize
-        V, logits = self.sizes.vocab_size, M * self.sizes.vocab_size // t
+        V, logits = self.sizes.vocab_size, M * self.sizes.vocab_size // t  # elements
         # The head is not compiled: its norm is float32, and so is a cast to float8, two tensors of what it casts.
         kept = (8 if e == 2 else 4) * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
         gradients = e * self.head + e * M * D
@@ -216,7 +225,10 @@ class MemoryModel:
             if self.layout.is_own(HEAD):
                 gradients += 2 * logits + M * D  # their bytes, and both factors turned
         in_eager_loss = 0 if self.layout.compiled else 12 * min(M, EAGER_LOSS_TOKENS) * V // t  # three float32 tensors
-        return kept + max(e * logits + max(gradients, casts_logits, in_eager_loss), casts_weight)
+        beside_logits = max(gradients, casts_logits, in_eager_loss)
+        if casts_weight > self.logits + beside_logits:
+            return 0, kept + casts_weight
+        return self.logits, kept + beside_logits
 
     def _in_block(self) -> int:
         """Gradients inside a block at its widest, around the gate, and those of the feed-forward's weights."""
