@@ -298,7 +298,8 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     odd = tmp_path / "odd.toml"
     odd.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.cat.default"\naction = "save"\n')
     assert main(["plan", DEBUG, "--world", "2", "--activation_checkpoint.recipe", str(odd)]) == 0
-    assert "no price is known of aten.cat.default" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f'no memory and no time: save-list {odd}, rules[0].op = "aten.cat.default"; want a class' in out
     file, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
     file.write_text(inspect.getsource(llama3))
     sizes.parent.mkdir()
@@ -321,9 +322,6 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpt2 = ["--model.name", "gpt2", "--model.flavor", "1.5B", "--training.seq_len", "1024"]
-    assert main(["plan", LARGE, "--world", "4", *gpt2]) == 2
-    assert 'rules[2].module = "w13"\n      want: a linear layer of a block: wqkv, wo, w1, w2' in capsys.readouterr().err
-    gpt2 += ["--activation_checkpoint.recipe", "attention"]
     assert main(["plan", LARGE, "--world", "4", *gpt2]) == 0
     assert "no time: model.vocab_size = 50257; want a multiple of 8" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "4", *gpt2, "--model.vocab_size", "50304"]) == 0

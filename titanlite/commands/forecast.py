@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.recipe_schema import ModelRecipe, SaveList
+from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import Layout, block_prices, has_no_price, is_windowed, price
+from titanlite.parallel.activation_bytes import block_prices, is_windowed, without_price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
-from titanlite.parallel.save_rules import BLOCK, CLASSES, is_whole
 from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
 
 
@@ -75,21 +74,13 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         notes.append(
             f"by these rates auto keeps {in_words(choice)}; a run times its own blocks, and may choose otherwise"
         )
-    if has_no_price(save_list):
-        return Forecast(
-            save_list,
-            notes=(
-                f'no memory and no time: save-list {chosen.recipe} has default = "save" and '
-                "rules, so that it has no price",
-            ),
-        )
+    if why := without_price(save_list):
+        return Forecast(save_list, notes=(f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}",))
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
     if not peak.logits:
         gib = f"{memory.logits / GIB:,.1f} GiB"
         notes.append(f"the peak is not where the logits are, which take {gib} and are gone when blocks run backward")
-    if ops := _unpriced_ops(sizes, memory.layout, save_list):
-        notes.append(f"no price is known of {', '.join(ops)}: what the save-list keeps of them is not counted")
     if time is None:
         return Forecast(save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
@@ -106,19 +97,6 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"
         notes.append(f"{hosts}: FSDP's are counted as if inside one, so the step is the least that it can be")
     return Forecast(save_list, peak, step, time.tokens_per_second(step), rates.device, tuple(notes))
-
-
-def _unpriced_ops(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[str]:
-    """Operations that a save-list keeps by name, and that no formula is about."""
-    seen = {
-        i
-        for active, window in set(zip(save_list.active(sizes.n_layers), sizes.windows, strict=True))
-        if not is_whole(save_list, active)
-        for priced in price(sizes, layout, save_list, active, window)
-        for i in priced.decision.rules
-    }
-    rules = enumerate(save_list.rules)
-    return [r.op for i, r in rules if i not in seen and r.action == "save" and r.op not in (BLOCK, *CLASSES)]
 
 
 def in_a_line(problem: Problem) -> str:

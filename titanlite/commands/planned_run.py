@@ -9,7 +9,7 @@ from titanlite.commands.validate import CheckedRun
 from titanlite.config.check import sequences_per_step
 from titanlite.config.weight_decay import without_decay
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices, has_no_price, layout_of
+from titanlite.parallel.activation_bytes import block_prices, layout_of, without_price
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
 
@@ -124,8 +124,8 @@ def _repeated(checked: CheckedRun, predicted: Forecast | None) -> tuple[list[set
         why = in_a_line(layout.unpriced)
     elif save_list is None:
         why = "the save-list is chosen when the run starts"
-    elif has_no_price(save_list):
-        why = f"save-list {config.activation_checkpoint.recipe} keeps what it does not name"
+    elif unpriced := without_price(save_list):
+        why = f"save-list {config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
     else:
         return [again(block) for block in block_prices(sizes, layout, save_list)], ()
     return [], (f"what is communicated again is not listed: {why}",)

@@ -315,9 +315,22 @@ def price(
     return priced
 
 
-def has_no_price(save_list: SaveList) -> bool:
-    """Whether a list keeps what it does not name: what that is depends on the compiler."""
-    return save_list.default == "save" and bool(save_list.rules)
+def without_price(save_list: SaveList) -> list[Problem]:
+    """Why what a list keeps has no price; nothing if it has one.
+
+    Args:
+        save_list: the list.
+    """
+    problems: list[Problem] = []
+    if save_list.default == "save" and save_list.rules:
+        want = '"recompute": what is kept without being named depends on the compiler, and has no price'
+        problems.append(Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep'))
+    for i, rule in enumerate(save_list.rules):
+        if rule.action == "save" and rule.op not in (BLOCK, *CLASSES, *OPERATIONS):
+            want = "a class, or an operation of one: what others make has no price"
+            fix = f"name a class: {', '.join(CLASSES)}; or train a few steps and read memory_gib"
+            problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, fix))
+    return problems
 
 
 def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[BlockPrice]:
@@ -338,14 +351,8 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
     if layout.unpriced:
         raise RecipeError(describe("config", [layout.unpriced]))
     problems = Problems(save_list.origin)
-    if has_no_price(save_list):
-        want = '"recompute": what is kept without being named depends on the compiler, and has no price'
-        problems.add("default", '"save"', want, 'default = "recompute", and rules for what to keep')
-    for i, rule in enumerate(save_list.rules):
-        if rule.action == "save" and rule.op not in (BLOCK, *CLASSES, *OPERATIONS):
-            want = "a class, or an operation of one: what others make has no price"
-            fix = f"name a class: {', '.join(CLASSES)}; or train a few steps and read memory_gib"
-            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, fix)
+    for why in without_price(save_list):
+        problems.add(why.where, why.saw, why.want, why.fix)
     problems.raise_all(RecipeError)
     require_layers(save_list, layout.block.layers)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}

@@ -114,9 +114,9 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
         elif key not in kinds:
             kind = KindUse(rules)
             _check_attention(BlockRules(save_list, rules, layers), block)
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            if rules or save_list.default == "save":
-                options["context_fn"] = partial(_contexts, save_list, kind, layers, use)
+            # Also where nothing is kept: torch 2.11 keeps what an autograd function makes if only its call is marked.
+            contexts = partial(_contexts, save_list, kind, layers, use)
+            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
             kinds[key] = kind, _checkpointed(type(block), options)
         kind, checkpointed = kinds[key]
         kind.blocks += 1
