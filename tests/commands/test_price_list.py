@@ -1,5 +1,6 @@
 """`titanlite plan --activation-checkpoint`: prices that agree with each other and with MFU, at once, without torch."""
 
+import inspect
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import RecipeError
+from titanlite.models import llama3
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
@@ -103,7 +105,7 @@ def test_other_architectures_have_one(name: str) -> None:
 
 def test_a_model_of_which_nothing_is_said_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
-    mine.touch()
+    mine.write_text(inspect.getsource(llama3))
     sizes.parent.mkdir()
     sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     flags = ["--model.file", str(mine), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]

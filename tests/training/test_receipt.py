@@ -130,6 +130,7 @@ def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
     assert list(matches) == BALANCED
     # In a micro-step of 2 blocks: attention once each, 2 gathers and 2 scatters, wqkv and w13.
     assert list(matches.values()) == [2, 8, 4]
+    assert list(entry["applied"]["predicted_mib_per_layer"]) == BALANCED
     assert entry["skipped"] == []
 
 

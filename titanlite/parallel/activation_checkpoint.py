@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.problems import Problems
@@ -41,18 +40,16 @@ class KindUse:
         blocks: how many.
         passes: forward passes, of all of them, or times that they were traced.
         matches: how often each rule matched in these.
-        held: bytes that each kept in these.
     """
 
     rules: frozenset[int]
     blocks: int = 0
     passes: int = 0
     matches: Counter[int] = field(default_factory=Counter)
-    held: Counter[int] = field(default_factory=Counter)
 
-    def each(self, total: int) -> float:
-        """What is a total of all passes, in one pass of all these blocks."""
-        return self.blocks * total / max(self.passes, 1)
+    def in_a_pass(self, i: int) -> float:
+        """How often a rule matched in one pass of all these blocks."""
+        return self.blocks * self.matches[i] / max(self.passes, 1)
 
 
 @dataclass
@@ -73,14 +70,7 @@ class SaveListUse:
     @property
     def matches(self) -> Counter[int]:
         """Operations that each rule matches in a forward pass of the model."""
-        return Counter(
-            {i: n for i in range(len(self.rules)) if (n := round(sum(k.each(k.matches[i]) for k in self.kinds)))}
-        )
-
-    def held_per_layer(self, i: int) -> float:
-        """Bytes that a rule kept of each block that it is for, as they were marked: compiled blocks keep no more."""
-        kinds = [kind for kind in self.kinds if i in kind.rules]
-        return sum(kind.each(kind.held[i]) for kind in kinds) / max(sum(kind.blocks for kind in kinds), 1)
+        return Counter({i: n for i in range(len(self.rules)) if (n := round(sum(k.in_a_pass(i) for k in self.kinds)))})
 
     def unmatched(self) -> list[int]:
         """Rules that matched no operation though they are not optional."""
@@ -170,9 +160,6 @@ def _policy(
             kind.passes += not began
             began[:] = [True]
             kind.matches.update(decision.rules)
-            if decision.action == "save" and decision.by is not None:
-                made = [t for t in tree_leaves(ctx.op_output) if isinstance(t, Tensor)]
-                kind.held[decision.by] += sum(t.numel() * t.element_size() for t in made)
         return actions[decision.action]
 
     return decide

@@ -20,7 +20,6 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.memory import GIB
-from titanlite.parallel.save_rules import BLOCK
 from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -130,22 +129,13 @@ def _label(rule: SaveRule) -> str:
 
 
 def _held(run: Run, rules: list[str]) -> dict[str, object]:
-    """MiB that each rule keeps of a block that it is for, on this rank in a micro-step: counted in eager mode. Compiled
-    blocks drop what backward has no use for, and whole ones keep what no rule names: predicted.
-    """
-    use, prices = run.save_list_use, run.rule_prices
+    """MiB that each rule keeps of a block that it is for, on this rank in a micro-step, as its price says."""
     if not rules:
         return {}
-    if not run.config.compile.enable and all(rule.op != BLOCK for rule in use.rules):
-        held, source = [use.held_per_layer(i) for i in range(len(rules))], "counted"
-    elif prices is not None:
-        held, source = [price.held for price in prices], "predicted"
-    else:
-        return {"mib_per_layer": "no price"}
-    return {
-        "mib_per_layer": {rule: round(n / 2**20, 3) for rule, n in zip(rules, held, strict=True)},
-        "mib_are": source,
-    }
+    if run.rule_prices is None:
+        return {"predicted_mib_per_layer": "no price"}
+    prices = zip(rules, run.rule_prices, strict=True)
+    return {"predicted_mib_per_layer": {rule: round(price.held / 2**20, 3) for rule, price in prices}}
 
 
 def _place(save_list: SaveList, rule: int) -> str:
