@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -299,12 +299,28 @@ def measure(x: Operands, upstream: bool) -> list[float]:
 
 
 def tune(x: Operands, say: Callable[..., None]) -> None:
+    """Print the fastest four candidates, and an entry of the table for the first, or for the plain path."""
     times = {}
     for tiles in candidates(x.case, x.a.dtype.itemsize):
         times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, 8))
-    for tiles, ms in sorted(times.items(), key=lambda item: item[1])[:4]:
-        t = tiles
+    fastest = sorted((item for item in times.items() if item[1] == item[1]), key=lambda item: item[1])  # no NaN
+    for t, ms in fastest[:4]:
         say(f"      {ms:.3f}  m {t.m} n {t.n} k {t.k} stages {t.stages} group {t.group} copy_rows {t.copy_rows}")
+    for tiles, ms in fastest[:1]:
+        op = "all_gather_matmul" if x.case.gathers else "matmul_reduce_scatter"
+        shape = {"itemsize": x.a.dtype.itemsize, "ranks": x.ranks, "M": x.M, "N": x.case.N, "K": x.case.K}
+        say(entry(op, shape, tiles, ms, attempt(lambda: milliseconds(x.sequential, 3, 8))))
+
+
+def entry(op: str, shape: dict[str, int], tiles: Tiles, ms: float, plain_ms: float) -> str:
+    """As it stands in `tiles.toml`: keys of the default are left out."""
+    keys = {"op": f'"{op}"', **shape}
+    if plain_ms < ms:
+        keys["plain"] = "true"
+    else:
+        keys |= {f.name: getattr(tiles, f.name) for f in fields(Tiles) if getattr(tiles, f.name) != f.default}
+    comment = f"# {ms:.3f} ms, one after the other {plain_ms:.3f}"
+    return "\n".join((f"[[tiles]] {comment}", *(f"{key} = {value}" for key, value in keys.items()), ""))
 
 
 if __name__ == "__main__":
