@@ -333,7 +333,7 @@ def test_a_working_directory_that_was_deleted(program: list[str], file: str, tmp
     assert done.returncode == 2
     assert done.stderr == (
         "this process: 1 problem\n  working directory = No such file or directory\n"
-        "      want: one that exists\n      fix:  cd to it\n"
+        "      want: one that exists\n      fix:  cd to another\n"
     )
 
 

@@ -75,7 +75,7 @@ def _require_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        problem = Problem("working directory", error.strerror or str(error), "one that exists", "cd to it")
+        problem = Problem("working directory", error.strerror or str(error), "one that exists", "cd to another")
         raise ConfigError(describe("this process", [problem])) from None
 
 

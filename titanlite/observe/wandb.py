@@ -2,9 +2,10 @@
 
 wandb runs in a process of its own (`wandb_process.py`), which follows metrics.jsonl. So the file is the queue: nothing
 of wandb's (its import, its start, a row, a service that hangs, what it does when an interpreter ends) happens in the
-process that trains, no row is dropped because wandb is slow, and a run that is killed is still finished there. The
-first failure becomes one warning, and from then on nothing more is sent. If the server cannot be reached at the start,
-the run is recorded offline instead, and `wandb sync` sends it later. Only the end is waited for, and not for long.
+process that trains, no row is dropped because wandb is slow while it trains, and if that process alone is killed the
+run is still finished. The first failure becomes one warning, and from then on nothing more is sent. If the server
+cannot be reached at the start, the run is recorded offline instead, and `wandb sync` sends it later. Only the end is
+waited for, and not for long; a service of wandb's that hangs even then, a process of its own, may stay behind.
 
 A run that is restarted keeps its id (`wandb/run_id` in the run's folder). Its rows carry `step` and `tokens` as
 fields and the x axis is `tokens`: wandb's own step counter would drop every row that is not above the last one, which
@@ -13,6 +14,7 @@ after a resume are the ones trained again.
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -44,7 +46,7 @@ class WandbRun:
         """
         self._warn, self._mode = warn, config.metrics.wandb
         self._rows = self._taken = 0
-        self._failed = False
+        self._failed = self._started = False
         self._heard = b""  # of a report that is not complete
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -63,23 +65,28 @@ class WandbRun:
                 "trainer": os.getpid(),
                 "init_timeout_s": _INIT_TIMEOUT_S,
                 "finish_timeout_s": _FINISH_TIMEOUT_S,
+                "end_s": _END_S[self._mode],
             }
-            # A session of its own: Ctrl-C is for the process that trains.
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(_PROCESS)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                start_new_session=True,
-            )
+            reports, reporter = os.pipe()  # not its standard output, to which anything may print
+            self._reports = os.fdopen(reports, "rb", buffering=0)
+            try:  # a session of its own: Ctrl-C is for the process that trains
+                process = subprocess.Popen(
+                    [sys.executable, "-P", str(_PROCESS), str(reporter)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    bufsize=0,
+                    start_new_session=True,
+                    pass_fds=(reporter,),
+                )
+            finally:
+                os.close(reporter)
         except OSError as error:
             self._fail("start", str(error))
             return
         assert process.stdin is not None  # noqa: S101
-        assert process.stdout is not None  # noqa: S101
-        self._process, self._told, self._reports = process, process.stdin, process.stdout
-        os.set_blocking(self._reports.fileno(), False)
+        self._process, self._told = process, process.stdin
+        os.set_blocking(reports, False)
         self._tell(json.dumps(work))
 
     def row_written(self) -> None:
@@ -89,7 +96,7 @@ class WandbRun:
             self._hear(self._process.poll())
 
     def finish(self, exit_code: int = 0) -> None:
-        """Have what is left sent, and end; waits 15 seconds at most, and 75 online.
+        """Have what is left sent, and end; waits 15 seconds at most, and 75 online, and 30 more if it still starts.
 
         Args:
             exit_code: of this process; any other than 0 marks the run as failed.
@@ -98,11 +105,13 @@ class WandbRun:
         if process is None:
             return
         self._tell(str(exit_code))
+        self._hear(None)
+        limit = _END_S[self._mode] + (0 if self._started else _INIT_TIMEOUT_S)
         try:
-            self._hear(process.wait(_END_S[self._mode]))
+            self._hear(process.wait(limit))
         except subprocess.TimeoutExpired:
             self._hear(None)
-            self._fail("finish", f"no end within {_END_S[self._mode]:g} s")
+            self._fail("finish", f"no end within {limit:g} s")
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # not even that ends a process that waits for a dead disk
                 process.wait(1.0)
@@ -120,9 +129,10 @@ class WandbRun:
             self._heard += more
         *reports, self._heard = self._heard.split(b"\n")
         for report in map(json.loads, reports):
+            self._started = self._started or "started" in report
             self._taken = report.get("taken", self._taken)
             if why := report.get("online_failed"):
-                self._warn(f"wandb: online failed ({_brief(why)}); recording offline, send it later with `wandb sync`")
+                self._say(f"online failed ({_brief(why)}); recording offline, send it later with `wandb sync`")
             if failed := report.get("failed"):
                 self._fail(*failed)
         if ended:
@@ -133,15 +143,25 @@ class WandbRun:
         if self._failed:
             return
         self._failed = True
-        taken = f"it took {self._taken} of {self._rows} rows, and may not have sent them all; " if self._rows else ""
-        self._warn(f"wandb: cannot {what} ({_brief(why)}); {taken}metrics.jsonl has every row")
+        taken = f"it took {self._taken} of {self._rows} rows" if self._rows else ""
+        taken += ", and may not have sent them all; " if self._taken else "; " if taken else ""
+        self._say(f"cannot {what} ({_brief(why)}); {taken}metrics.jsonl has every row")
+
+    def _say(self, text: str) -> None:
+        """Warn, unless the disk that the log is on has no room for it."""
+        with suppress(OSError):
+            self._warn(f"wandb: {text}")
 
 
 def _run_id(path: Path) -> str:
-    """The id of this run, made up at its first start."""
-    if not path.exists():
-        path.write_text(secrets.token_hex(4) + "\n")
-    return path.read_text().strip()
+    """The id of this run, made up at its first start, and again where that was cut off."""
+    known = path.read_text(errors="replace").strip() if path.exists() else ""
+    if not re.fullmatch("[0-9a-f]{8}", known):
+        known = secrets.token_hex(4)
+        beside = path.with_name("run_id.new")
+        beside.write_text(known + "\n")
+        beside.replace(path)
+    return known
 
 
 def _brief(text: str) -> str:

@@ -1,8 +1,9 @@
 """The process that talks to Weights & Biases: it follows metrics.jsonl, so that training waits for nothing of wandb's.
 
 Run by path, with what to do as one line of JSON on standard input; the next line is the exit code of training, and the
-end of the input without one says that training was killed. What is to be told goes to standard output, one JSON object
-a line: `{"taken": rows}`, `{"online_failed": why}` or `{"failed": [what, why]}`.
+end of the input without one says that training was killed. What is to be told goes to the file descriptor that the
+argument names, one JSON object a line: `{"started": mode}`, `{"taken": rows}`, `{"online_failed": why}` or `{"failed":
+[what, why]}`.
 
 wandb is told as little as needed: the config (which has no key for a secret), the rows, and the machine's load. Not the
 command line, the environment, the git remote (which may hold a token), the source or the installed packages.
@@ -12,8 +13,11 @@ import json
 import os
 import select
 import signal
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -25,24 +29,22 @@ _LOOK_S = 0.5  # how often for new rows
 def main() -> None:
     """Start or go on with a run, send rows until training ends, finish."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # a scheduler sends them to all processes; rows come until training ends
+        signal.signal(number, lambda *_: None)  # rows come until training ends; wandb's service has handlers of its own
     told = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered: `select` must see what is not read yet
-    reports = os.dup(1)
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), 1
-    )  # what wandb prints, and its service after this process, is not a report
+    reports = int(sys.argv[1])
 
     def say(**what: object) -> None:
         with suppress(BrokenPipeError):  # of a process that was killed
             os.write(reports, json.dumps(what).encode() + b"\n")
 
     work = json.loads(told.readline())
+    Thread(target=_end_after, args=(work["trainer"], work["end_s"]), daemon=True).start()
     doing = "start"
     try:
-        run = _start_or_offline(work, say)
-        doing = "log"
-        with Path(work["metrics"]).open("rb") as rows:
+        with Path(work["metrics"]).open("rb") as rows:  # now: a run that is resumed puts another file in its place
             rows.seek(work["from"])
+            run = _start_or_offline(work, say)
+            doing = "log"
             exit_code = _follow(run, rows, told, work["trainer"], say)
         doing = "finish"
         run.finish(exit_code=exit_code)
@@ -54,14 +56,26 @@ def main() -> None:
         os._exit(1)  # not by way of wandb's hooks, which wait for its service
 
 
+def _end_after(trainer: int, seconds: float) -> None:
+    """End this process some time after training was killed, whatever wandb waits for."""
+    while os.getppid() == trainer:
+        time.sleep(_LOOK_S)
+    time.sleep(seconds)
+    os._exit(1)
+
+
 def _start_or_offline(work: dict[str, Any], say: Any) -> "wandb.Run":
     """Start wandb in the mode asked for; offline if the server cannot be reached."""
-    if work["mode"] == "online":
+    mode, online_failed = work["mode"], None
+    if mode == "online":
         try:
-            return _start(work, "online")
+            run = _start(work, "online")
         except Exception as error:
-            say(online_failed=_first_line(error))
-    return _start(work, "offline")
+            mode, online_failed = "offline", _first_line(error)
+    if mode == "offline":
+        run = _start(work, "offline")
+    say(started=mode, online_failed=online_failed)
+    return run
 
 
 def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.Run":

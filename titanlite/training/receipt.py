@@ -122,7 +122,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
 
 def _label(rule: SaveRule) -> str:
-    """A rule in words, no two of a list alike."""
+    """A rule in words; under job.strict no two of a list are alike."""
     words = " ".join((rule.action, rule.op, *rule.module))
     every = f", every {rule.every}" if rule.every > 1 else ""
     return words + every + (f", blocks {rule.layers}" if rule.layers != ":" else "")
