@@ -313,7 +313,7 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["plan", DEBUG, *mine, *TWO[:2]]) == 0
     out = capsys.readouterr().out
     assert f"what is communicated again is not listed: {why}" in out
-    assert "--world N also lists the collectives of FSDP" in out
+    assert "--world N also lists what data-parallel ranks exchange" in out
     assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
     capsys.readouterr()
     assert main(["plan", DEBUG, "--world", "2", *mine, "--optimizer.weight_decay_exclude", "*norms.weight"]) == 2
@@ -352,6 +352,24 @@ def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str
     assert "by these rates auto keeps matmul attention.wqkv, attention" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "8", *flags, "--compile.enable", "false"]) == 0
     assert "no memory: the save-list is chosen when the run starts" in capsys.readouterr().out
+
+
+def test_what_torch_knows_is_refused_without_tensor_parallelism(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, odd = tmp_path / "mine.py", tmp_path / "odd.toml"
+    for op in ("aten.mmm.default", "aten.silu.default"):
+        odd.write_text(f'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "{op}"\naction = "save"\n')
+        assert main(["plan", DEBUG, "--world", "2", "--activation_checkpoint.recipe", str(odd)]) == 2
+        assert f'line 4  rules[0].op = "{op}"' in capsys.readouterr().err
+    file.write_text(inspect.getsource(llama3))
+    sizes = tmp_path / "model" / "mine-small.toml"
+    sizes.parent.mkdir()
+    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
+    mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+    filtered = ["--float8.recipe", "rowwise", "--float8.filter_fqns", "nosuch"]
+    assert main(["plan", DEBUG, "--world", "2", *mine, *filtered]) == 2
+    assert 'float8.filter_fqns = "nosuch"' in capsys.readouterr().err
 
 
 def test_diff(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         return Forecast(save_list, notes=(f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}",))
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
-    if not peak.logits:
+    if not peak.logits and memory.logits >= GIB / 10:
         gib = f"{memory.logits / GIB:,.1f} GiB"
         notes.append(f"the peak is not where the logits are, which take {gib} and are gone when blocks run backward")
     if time is None:

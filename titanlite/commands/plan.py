@@ -15,7 +15,7 @@ from typing import Any
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.columns import columns
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
-from titanlite.commands.planned_run import PlannedRun, check_own_model, plan_run
+from titanlite.commands.planned_run import PlannedRun, check_with_torch, plan_run
 from titanlite.commands.validate import checked_run, file_and_world
 from titanlite.errors import ConfigError, Problem, describe
 
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     if _PRICES in argv:
         from titanlite.commands.price_list import price_list
 
-        check_own_model(checked)
+        check_with_torch(checked)
         sys.stdout.write(price_list(checked, flags[1], world))
         return 0
     planned = plan_run(checked, flags[1], world)
@@ -157,7 +157,7 @@ def _diff(argv: list[str]) -> int:
         if values[0] != values[1]:
             rows.append([what, *values])
     sys.stdout.write(columns(*rows) if len(rows) > 1 else "nothing differs\n")
-    notes = [planned.predicted.notes if planned.predicted else () for planned in plans]
+    notes = [(*planned.notes, *(planned.predicted.notes if planned.predicted else ())) for planned in plans]
     for name, own, others in zip(names, notes, reversed(notes), strict=True):
         sys.stdout.write("".join(f"\n{name}: {note}\n" for note in own if note not in others))
     return 0
@@ -171,8 +171,8 @@ def _facts(planned: PlannedRun) -> dict[str, str]:
 
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
-    for kind, direction, name, _, moves, _, times, mib, _ in collective_rows(planned.traffic):
-        facts[f"{kind} {direction} {name}, {moves}"] = f"{times} of {mib} MiB"
+    for kind, direction, name, _, moves, ranks, times, mib, _ in collective_rows(planned.traffic):
+        facts[f"{kind} {direction} {name}, {moves}, {ranks} ranks"] = f"{times} of {mib} MiB"
     facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
     if planned.sharding is not None:
         for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():

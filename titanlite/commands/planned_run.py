@@ -9,8 +9,10 @@ from titanlite.commands.validate import CheckedRun
 from titanlite.config.check import sequences_per_step
 from titanlite.config.weight_decay import without_decay
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.float8.scope import require_matches
 from titanlite.parallel.activation_bytes import block_prices, layout_of, without_price
 from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
         price = "--activation-checkpoint for the price of the save-list"
         fix = f"--world 8, or --parallelism.tensor_parallel_degree 2, or {price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
-    check_own_model(checked)
+    check_with_torch(checked)
     ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
     ranks *= mesh.data_parallel_replicate_degree
     if world:
@@ -105,7 +107,9 @@ def _traffic(
     """
     t = checked.config.parallelism.tensor_parallel_degree
     if world is None:
-        return tuple(of_update(replicated, t, 1)), ("--world N also lists the collectives of FSDP",)
+        return tuple(of_update(replicated, t, 1)), (
+            "--world N also lists what data-parallel ranks exchange, and the reductions over all ranks",
+        )
     memory = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
     if memory.layout.unpriced and world > t:
         return tuple(of_update(replicated, t, world)), (
@@ -130,18 +134,31 @@ def _repeated(checked: CheckedRun, predicted: Forecast | None) -> tuple[list[set
     return [], (f"what is communicated again is not listed: {why}",)
 
 
-def check_own_model(checked: CheckedRun) -> None:
-    """Refuse what a config or a recipe says of a model of the user's own, if its file has others.
+def check_with_torch(checked: CheckedRun) -> None:
+    """Refuse what `titanlite validate` lets pass because torch would have to be imported: only where something is left.
 
     Args:
         checked: the run.
 
     Raises:
-        ConfigError: the blocks are others than the recipe's, or a pattern matches no parameter.
+        TitanliteError: of a model of the user's own, the blocks are others than the recipe's, or a pattern matches no
+            parameter or no layer; or a save-list names an operation that torch has not, or keeps an elementwise one.
     """
-    config = checked.config
+    config, save_list, layers = checked.config, checked.save_list, None
     if config.model.file:
-        from titanlite.models.find import build_model  # imports torch
+        from titanlite.models.find import build_model
+        from titanlite.models.layers import Linear
 
         model = build_model(config.model, checked.dimensions, config.training.seq_len)
         without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()))
+        layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+        if checked.float8 is not None:
+            require_matches(config.float8.filter_fqns, layers)
+    if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
+        from titanlite.parallel.activation_checkpoint import check_names
+
+        if layers is None:
+            layers = layout_of(config, checked.dimensions, checked.float8).block.layers
+        else:
+            layers = tuple(name.removeprefix("layers.0.") for name in layers if name.startswith("layers.0."))
+        check_names(save_list, layers)

@@ -72,10 +72,6 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
     config, layout = checked.config, layout_of(checked)
     if layout.unpriced:
         raise RecipeError(describe(file, [layout.unpriced]))
-    if checked.save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in checked.save_list.rules):
-        from titanlite.parallel.activation_checkpoint import check_names  # torch knows; it is slow to import
-
-        check_names(checked.save_list, layout.block.layers)
     name, n_layers = config.activation_checkpoint.recipe, checked.dimensions.n_layers
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titanlite import recipes
 from titanlite.errors import ShardingError
-from titanlite.models.llama3 import FeedForward, Llama3
+from titanlite.models.llama3 import Block, FeedForward, Llama3
 from titanlite.parallel.sharding.layers import plan_layers
 
 Inside = Callable[[Tensor, FeedForward], Tensor]
@@ -151,4 +151,49 @@ def test_one_of_blocks_that_are_alike_is_run() -> None:
     assert refused([of_the_model] * 3) == ""
     assert Mlp.calls == 3 + 1
     assert "other = 384" in refused([of_the_model, of_the_model, divided])
-    assert Mlp.calls == 4 + 2 * (3 + 2)  # once more for the line
+    assert Mlp.calls == 4 + (3 + 2 + 3) + 2 * 3  # all of them before it is refused, and once more for the line
+
+
+LEFT: list[Tensor] = []
+
+
+class HandsOn(Block):
+    """Gives what it is given, too."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[M, D] each → [M, D] each."""
+        return super().forward(x, cos, sin), first
+
+
+class LeavesBehind(Block):
+    """Puts half of its result where the model finds it."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[M, D] → [M, D]."""
+        y = super().forward(x, cos, sin)
+        LEFT.append(y / 2)
+        return y
+
+
+class Carries(Llama3):
+    """Takes one of both from its blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[M] → [M, V]."""
+        x = first = self.tok_embeddings(tokens)
+        LEFT.clear()
+        for block in self.layers:
+            if isinstance(block, HandsOn):
+                x, first = block(x, self.cos, self.sin, first)
+            else:
+                x = block(x, self.cos, self.sin)
+        return self.output(self.norm(x + sum(LEFT, first)))
+
+
+@pytest.mark.parametrize("kind", [HandsOn, LeavesBehind])
+def test_blocks_that_hand_on_or_leave_something(kind: type[Block]) -> None:
+    with torch.device("meta"):
+        model = Carries(dataclasses.replace(SIZES, n_layers=3), TOKENS)
+    for block in model.layers:
+        block.__class__ = kind
+    assert plan_layers(model, TOKENS, RANKS)["layers.2.feed_forward.w2"].scatters

@@ -56,10 +56,11 @@ def check_local_sizes(
         ShardingError: each line that computes with other numbers is in the message, up to the first from which on
             tensors or operators are others.
     """
-    if _problems(model, tokens, graph, plan, layers, whole, graph):
+    # Blocks may hand on what they are given, or leave something to others: before it is refused all of them are run.
+    if all(_problems(model, tokens, graph, plan, layers, whole, graph, every_block=every) for every in (False, True)):
         inputs = [torch.empty(tokens, dtype=torch.long, device="meta")]
         traced = export(model, inputs, stack_traces=True)  # lines take their time, and are needed here only
-        problems = _problems(model, tokens, graph, plan, layers, whole, traced)
+        problems = _problems(model, tokens, graph, plan, layers, whole, traced, every_block=True)
         raise ShardingError(describe(inspect.getfile(type(model)), problems))
 
 
@@ -71,11 +72,12 @@ def _problems(
     layers: Mapping[str, LayerPlan],
     whole: set[Node],
     traced: Graph,
+    every_block: bool,
 ) -> list[Problem]:
-    """As `check_local_sizes`, with the lines of a graph that may have them."""
+    """As `check_local_sizes`, with the lines of a graph that may have them; of blocks that are alike one may be run."""
     (ranks,) = plan.axes.values()
     file = inspect.getfile(type(model))
-    with _on_a_rank(model, layers, ranks) as skipped:
+    with _on_a_rank(model, layers, ranks, every_block) as skipped:
         try:
             inputs = [torch.empty(tokens, dtype=torch.long, device="meta")]
             local = export(model, inputs, stack_traces=traced is not graph)
@@ -186,7 +188,7 @@ def _problem(file: str, nodes: list[Node], difference: _Difference, ranks: int) 
 
 
 @contextlib.contextmanager
-def _on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int) -> Iterator[set[str]]:
+def _on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int, every_block: bool) -> Iterator[set[str]]:
     """Cut a model's parameters and let its layers take and give a rank's tokens, for a while.
 
     Gives the names of modules whose graphs are others than in one process by that.
@@ -195,7 +197,7 @@ def _on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int) ->
     skipped = {name for name, layer in layers.items() if layer.gathers or layer.scatters or layer.takes_rows}
     alike = _Alike(skipped)
     forwards: dict[str, Callable[..., Any]] = {name: _moving(model, name, layers[name], ranks) for name in skipped}
-    for n, block in enumerate(model.layers):  # type: ignore[arg-type]
+    for n, block in enumerate(() if every_block else model.layers):  # type: ignore[arg-type]
         below = {k.removeprefix(f"layers.{n}."): v for k, v in layers.items() if k.startswith(f"layers.{n}.")}
         forwards[f"layers.{n}"] = alike.once(f"layers.{n}", block.forward, (kind_of(block), repr(below)))
     with contextlib.ExitStack() as put:
