@@ -38,6 +38,9 @@ MEASURED = {
     ("8b", 4, "none", TP, "2"): 75.3,
     ("8b", 4, "none", TP, "2", "--float8.recipe", "rowwise", "--parallelism.async_tensor_parallel"): 65.1,
     ("1b", 1, "none"): 45.5,
+    ("1b", 1, "full"): 26.7,
+    ("1b", 1, "full", "--compile.enable", "false"): 26.7,
+    ("1b", 1, "full", "--float8.recipe", "rowwise"): 25.9,
     ("1b", 1, "none", "--float8.recipe", "rowwise"): 40.1,
     ("1b", 1, "none", "--model.name", "gemma3"): 49.9,
 }
