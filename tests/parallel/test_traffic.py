@@ -102,7 +102,7 @@ def reshard(when: str) -> tuple[str, ...]:
         (2, (*reshard("always"), *BF16)),
         (2, in_float8("rowwise")),
         (2, (*in_float8("tensorwise"), *reshard("always"))),
-        (2, HSDP),
+        (2, (*HSDP, "--training.global_batch_size", "4")),
         (4, (*HSDP, *in_float8("tensorwise"))),
         (2, (*TP, *BF16, *keeping("full"))),
         (2, (*TP, *in_float8("rowwise"), *keeping("full"))),
