@@ -73,9 +73,14 @@ NONE = SaveList("", "save")
 TWO_MATMULS = SaveList("", "recompute", (SaveRule("matmul", "save", module=("wqkv", "w13")),))
 SAVE_LISTS = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
 SAVE_LISTS["two matmuls"] = TWO_MATMULS
-# A fused operation is kept if its matmul or what it communicates is. Shipped lists keep both, or neither. In eager mode
-# w2 runs again although only its operands are needed: an operator saves them once it has run, not before as a matmul.
-RECOMPUTED = {"full": FORWARD, "attention": FORWARD[1:], "two matmuls": [FORWARD[1], FORWARD[3]]}
+# A fused operation that gathers is kept if its matmul is; one that scatters, also if what it communicates is. In eager
+# mode w2 runs again although only its operands are needed: an operator saves them once it has run, a matmul before.
+RECOMPUTED = {
+    "full": FORWARD,
+    "attention": FORWARD[1:],
+    "balanced_tight": [FORWARD[2]],
+    "two matmuls": [FORWARD[1], FORWARD[3]],
+}
 
 
 class Calls(CountCollectives):
