@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from titanlite import recipes
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.parallel import activation_bytes
 from titanlite.parallel.activation_bytes import Layout, block_input, block_prices
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
-from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS
+from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, rule_in_words
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -96,7 +96,7 @@ def _of_rules(checked: CheckedRun, layout: Layout) -> list[str]:
     save_list, n_layers = _named(checked), checked.dimensions.n_layers
     totals(checked, layout)  # a list without a price is refused before anything is printed
     prices = rule_prices(checked.dimensions, layout, save_list)
-    rows = [(_label(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
+    rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer; what is kept, and what computing it again would cost:\n"
     if not save_list.rules and save_list.default == "save":
         return [introduction, "  no rules: everything is kept\n"]
@@ -129,9 +129,3 @@ def _amounts(price: RulePrice) -> tuple[str, str, str]:
         seen = "nothing here" if price.rule.op in (BLOCK, *CLASSES, *OPERATIONS) else "not priced"
         return seen, "", ""
     return f"{price.held / _MIB:,.1f}", f"{price.flops / 1e9:,.1f}", f"{price.moved / _MIB:,.1f}"
-
-
-def _label(rule: SaveRule) -> str:
-    """A rule in words, as "save matmul wqkv w13, every 2"."""
-    words = " ".join((rule.action, rule.op, *rule.module))
-    return words + (f", every {rule.every}" if rule.every > 1 else "")

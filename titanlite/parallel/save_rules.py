@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
 
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -193,6 +193,16 @@ class BlockRules:
         problems = Problems(listed.origin)
         problems.add(where, json.dumps(saw), want, fix)
         return problems.message()
+
+
+def rule_in_words(rule: SaveRule) -> str:
+    """A rule, but for the blocks that it is for: "save matmul wqkv w13, every 2".
+
+    Args:
+        rule: of a save-list.
+    """
+    words = " ".join((rule.action, rule.op, *rule.module))
+    return words + (f", every {rule.every}" if rule.every > 1 else "")
 
 
 def kernels(save_list: SaveList) -> list[str]:

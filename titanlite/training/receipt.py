@@ -20,6 +20,7 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.memory import GIB
+from titanlite.parallel.save_rules import rule_in_words
 from titanlite.parallel.tensor import ParallelLinear
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -123,9 +124,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
 def _label(rule: SaveRule) -> str:
     """A rule in words; under job.strict no two of a list are alike."""
-    words = " ".join((rule.action, rule.op, *rule.module))
-    every = f", every {rule.every}" if rule.every > 1 else ""
-    return words + every + (f", blocks {rule.layers}" if rule.layers != ":" else "")
+    return rule_in_words(rule) + (f", blocks {rule.layers}" if rule.layers != ":" else "")
 
 
 def _held(run: Run, rules: list[str]) -> dict[str, object]:
