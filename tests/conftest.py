@@ -29,6 +29,17 @@ if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Start autograd where it sees no device: with one it has threads, and forked ranks cannot take gradients then.
+
+    Not where `-m gpu` asks for devices. torch's builds for CUDA count one without a driver, too, after the first tensor
+    that has no memory: hence the gradient here.
+    """
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch.ones((), requires_grad=True).backward()
+
+
 @pytest.fixture
 def without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's graphs are traced, split and differentiated, and run as they are."""
@@ -47,4 +58,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and pytest -m gpu"))

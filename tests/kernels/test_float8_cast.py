@@ -128,6 +128,21 @@ def test_bits_of_blocks_are_the_definitions(rows, rows_turned, pow2, source, dev
             assert (got[1].t() if height == 1 else got[1]).is_contiguous()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_gpus_units_of_every_mantissa_are_the_definitions(dtype):
+    """Those of device code divide by approximations, which are corrected; each of 2²³ mantissas has some exponent."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    exponents = torch.randint(80, 255, (2**16, 2**7), generator=rng, device="cuda", dtype=torch.int32)  # from 1e-14 on
+    amax = (torch.arange(2**23, device="cuda", dtype=torch.int32).view(2**16, 2**7) | exponents << 23).view(
+        torch.float32
+    )
+    x = torch.zeros(2**16, 2**14, device="cuda")
+    x[:, ::128] = amax
+    units = cast_blocks(x, 1, 0, dtype, False)[1]
+    assert torch.equal(units, float8_cast.scale_of(amax, dtype, False)[1])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 128])
 def test_what_is_not_a_number_stays_in_its_block(rows, device):

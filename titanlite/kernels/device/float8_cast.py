@@ -19,6 +19,30 @@ CHUNK, WIDTH = 1024, 128
 
 
 @triton.jit
+def _inverse(x):
+    """1 / x of float32, correctly rounded where both are normal numbers: an approximation and two steps of Newton's.
+
+    Without the branches of `tl.div_rn`, at each of which a thread that takes many waits.
+    """
+    y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    y = tl.fma(tl.fma(-x, y, 1.0), y, y)
+    return tl.fma(tl.fma(-x, y, 1.0), y, y)
+
+
+@triton.jit
+def _quotient(most, value):
+    """`most` / `value`, correctly rounded, from 1e-12 to infinity. The greatest values have no normal inverse.
+
+    The quotient of two float32 numbers, rounded to float32, is that of float64 rounded twice: 53 ≥ 2·24 + 2 bits.
+    """
+    value_scaled = value * 2.0**-30
+    y = _inverse(value_scaled)
+    quotient = most * y
+    quotient = tl.fma(tl.fma(-quotient, value_scaled, tl.zeros_like(value) + most), y, quotient) * 2.0**-30
+    return tl.where(value == float("inf"), 0.0, quotient)
+
+
+@triton.jit
 def scale_of(amax, most, POW2: tl.constexpr):
     """Scale and unit for maxima, given as the bits of float32; `titanlite.kernels.float8_cast.scale_of` says which."""
     if POW2:
@@ -28,12 +52,10 @@ def scale_of(amax, most, POW2: tl.constexpr):
         scale = tl.where(amax < 0x7F800000, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
         unit = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
     else:
-        # The quotient of two float32 numbers, rounded to float32, is that of float64 rounded twice: 53 ≥ 2·24 + 2 bits.
         value = amax.to(tl.float32, bitcast=True)
-        least = (most.to(tl.float64) / tl.full((), EPS, tl.float64)).to(tl.float32)
-        quotient = tl.div_rn(tl.zeros(value.shape, tl.float32) + most, value)
-        scale = tl.where(value <= EPS, least, quotient)  # EPS is rounded down to float32
-        unit = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        least = (most.to(tl.float64) * tl.full((), 1 / EPS, tl.float64)).to(tl.float32)
+        scale = tl.where(value <= EPS, least, _quotient(most, value))  # EPS is rounded down to float32
+        unit = tl.where(scale == 0, float("inf"), _inverse(scale))
     return scale, unit
 
 
