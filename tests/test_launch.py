@@ -15,7 +15,8 @@ TWO_HOSTS, SLURM = (str(REPOSITORY / "scripts" / "launch" / name) for name in ("
 RECORD = """
 import json, os, sys
 name = os.path.basename(sys.argv[0])
-given = {"args": sys.argv[1:], "folder": os.getcwd(), "store": os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")}
+torch = {key: value for key, value in os.environ.items() if key.startswith("TORCH_")}
+given = {"args": sys.argv[1:], "folder": os.getcwd(), "torch": torch}
 open(os.path.join(os.environ["RECORDS"], name + ".json"), "w").write(json.dumps(given))
 """
 STAND_INS = {
@@ -68,6 +69,7 @@ COMMON = {
     "local_ranks_filter": "0",
     "training_script": "train.py",
 }
+TORCH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def test_two_hosts(cluster) -> None:
@@ -75,9 +77,9 @@ def test_two_hosts(cluster) -> None:
     done, given = cluster(TWO_HOSTS, "node1", *flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert given["torchrun"]["folder"] == str(REPOSITORY)
-    assert given["torchrun"]["store"] == "1"
+    assert given["torchrun"]["torch"] == TORCH | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
     wants = COMMON | {"nnodes": "2", "nproc_per_node": "gpu", "rdzv_endpoint": "node1:29500", "rdzv_id": "titanlite"}
-    wants |= {"shutdown_timeout": 600.0, "training_script_args": flags}
+    wants |= {"training_script_args": flags}
     found = understood(given["torchrun"]["args"])
     assert {key: found[key] for key in wants} == wants
 
@@ -95,9 +97,9 @@ def test_slurm(cluster) -> None:
     assert given["scontrol"]["args"] == ["show", "hostnames", "node[7-9]"]
     assert given["srun"]["args"][:4] == ["--cpus-per-task", "64", "--kill-on-bad-exit=0", "torchrun"]
     assert given["torchrun"]["folder"].endswith("submitted from")
-    assert given["torchrun"]["store"] == "1"
+    assert given["torchrun"]["torch"] == TORCH | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "540"}
     wants = COMMON | {"nnodes": "2", "nproc_per_node": "gpu", "rdzv_endpoint": "node7:29500", "rdzv_id": "42"}
-    wants |= {"shutdown_timeout": 540.0, "training_script_args": flags}
+    wants |= {"training_script_args": flags}
     found = understood(given["torchrun"]["args"])
     assert {key: found[key] for key in wants} == wants
 

@@ -19,13 +19,14 @@ shift
 
 # A restart over gloo must find a fresh store; over NCCL this changes nothing.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Seconds from a signal until torchrun kills the processes; its own 30 are too short for the step at hand and a large
+# checkpoint. Before torch 2.12 they are always 30: a save that takes longer is lost, the one before it stays.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 
 # --max-restarts     If a process dies, every host stops its processes and starts them again, and the run goes on from
 #                    its newest checkpoint (checkpoint.resume = "auto"). Steps since then are done again.
 # --signals-to-handle  SIGUSR1 in addition to torchrun's own: save, and stop. SIGTERM and SIGINT do the same.
 #                    torchrun itself ends with exit code 1 then; status.json in the run folder says "stopped".
-# --shutdown-timeout   Seconds from such a signal until torchrun kills the processes; its own 30 are too short for the
-#                    step at hand and a large checkpoint. (TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the same as a variable.)
 # --local-ranks-filter, --tee, --log-dir   Of each host, only local rank 0 writes to the terminal; what every rank writes
 #                    is in outputs/torchrun. The first rank that failed has the last word, with its traceback.
 # A mistake in the config ends here, with one message; torchrun would start the processes again.
@@ -39,6 +40,5 @@ exec torchrun \
     --rdzv-id titanlite \
     --max-restarts 3 \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
-    --shutdown-timeout 600 \
     --local-ranks-filter 0 --tee 3 --log-dir outputs/torchrun \
     train.py "$@"

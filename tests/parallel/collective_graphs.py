@@ -28,7 +28,11 @@ class Graphs(NamedTuple):
 
 
 def around_the_pass(gm: GraphModule) -> Graphs:
-    plain = GraphModule(gm, copy.deepcopy(gm.graph)).forward  # the compiler's own is generated only when it is called
+    graph = copy.deepcopy(gm.graph)
+    for node in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
+        with graph.inserting_before(node):  # as the compiler does; torch 2.11 takes no other input
+            node.replace_input_with(node.args[0], graph.call_method("contiguous", (node.args[0],)))
+    plain = GraphModule(gm, graph).forward  # the compiler's own is generated only when it is called
     pairs = fuse_collective_matmuls(gm.graph)
     gm.graph.lint()
     gm.recompile()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.needs import SCALES_BY_ROW
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from titanlite import recipes
@@ -211,20 +212,18 @@ COMPILED = [
 ]
 
 
+CASES = [
+    *((own, float8, "eager") for own in OWN if own not in ONE_OP for float8 in (*FLOAT8[1:], BY_TORCHAO, BY_BLOCKS)),
+    *((own, float8, "eager") for own in ONE_OP[:2] for float8 in (*FLOAT8[1:], BY_TORCHAO)),
+    ("one op of blocks", BY_BLOCKS, "eager"),
+    *((own, float8, mode) for own, float8 in BY_NAME for mode in MODES),
+    *((own, float8, "compiled") for own, float8 in COMPILED),
+]
+
+
 @pytest.mark.parametrize(
     ("own", "float8", "mode"),
-    [
-        *(
-            (own, float8, "eager")
-            for own in OWN
-            if own not in ONE_OP
-            for float8 in (*FLOAT8[1:], BY_TORCHAO, BY_BLOCKS)
-        ),
-        *((own, float8, "eager") for own in ONE_OP[:2] for float8 in (*FLOAT8[1:], BY_TORCHAO)),
-        ("one op of blocks", BY_BLOCKS, "eager"),
-        *((own, float8, mode) for own, float8 in BY_NAME for mode in MODES),
-        *((own, float8, "compiled") for own, float8 in COMPILED),
-    ],
+    [pytest.param(*case, marks=SCALES_BY_ROW if BY_TORCHAO in case else ()) for case in CASES],
 )
 def test_lists_of_ones_own(own, float8, mode):
     check(own, *measured(OWN[own], mode, float8, **(OF_BLOCKS if float8 == "blockwise" else {})))
@@ -264,6 +263,7 @@ def test_maxima_of_all_ranks(fused, tmp_path):
             assert seen.counts["all_reduce"] == (2 + again) * n
 
 
+@SCALES_BY_ROW
 @pytest.mark.parametrize("mode", MODES)
 def test_a_recipe_that_is_torchaos(mode, tmp_path):
     """No shipped one casts an activation once more for the gradient of its weight."""

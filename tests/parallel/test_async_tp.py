@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.fx import GraphModule
 from torch.nn.functional import pad
 
+from tests.needs import DOUBLE_ATTENTION
 from tests.parallel.collective_graphs import around_the_pass, c10d, gather, group, scatter, tensor, traced
 from tests.parallel.dtensor_llama import Block, parallel
 from tests.ranks import run_ranks
@@ -102,6 +103,7 @@ def test_a_weight_of_which_the_last_rank_has_nothing(tmp_path):
     run_ranks(body, tmp_path, 3)
 
 
+@DOUBLE_ATTENTION
 def test_training_with_inductor(tmp_path):
     def losses(model: nn.Module, run: Callable) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

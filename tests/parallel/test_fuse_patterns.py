@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.needs import SCALES_BY_ROW
 from tests.parallel.collective_graphs import F8, around_the_pass, c10d, gather, group, scatter, tensor, traced
 from tests.ranks import run_ranks
 
@@ -252,5 +253,6 @@ def test_scatters(ranks, tmp_path):
     run_ranks(scatter_cases, tmp_path, ranks)
 
 
+@SCALES_BY_ROW
 def test_float8(tmp_path):
     run_ranks(float8_cases, tmp_path, 2)
