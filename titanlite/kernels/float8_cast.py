@@ -117,11 +117,11 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
     if not pow2:
         scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
         return scale, scale.reciprocal()
-    bits, top = amax.float().clamp(min=EPS).view(torch.int32), _bits(torch.finfo(dtype).max)
-    bits = bits & 0x7FFFFFFF  # NaN may have a sign
-    exponent = 254 + (top >> 23) - 127 - (bits >> 23) - ((bits & 0x7FFFFF) > (top & 0x7FFFFF)).int()
-    finite, nan = bits < 0x7F800000, torch.nan
-    return tuple(torch.where(finite, (e << 23).view(torch.float32), nan) for e in (exponent, 254 - exponent))  # type: ignore[return-value]
+    amax, top = amax.float().clamp(min=EPS), _bits(torch.finfo(dtype).max)
+    # A mantissa above that of the greatest number carries into the exponent; what is not finite becomes NaN.
+    exponent = 254 + (top >> 23) - 127 - ((amax.view(torch.int32) + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
+    scale = (exponent << 23).view(torch.float32) + (amax - amax)
+    return scale, scale.reciprocal()
 
 
 def _bits(number: float) -> int:
