@@ -19,6 +19,7 @@ import titanlite.training.build as build
 import titanlite.training.receipt as training_receipt
 from tests.training.launched import Desk, Ended
 from titanlite import recipes
+from titanlite.config.recipe_schema import SaveRule
 from titanlite.config.schema import Config, Training
 from titanlite.errors import StrictError
 from titanlite.kernels.lowering import Lowered, lowered
@@ -132,6 +133,13 @@ def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
     assert list(matches.values()) == [2, 8, 4]
     assert list(entry["applied"]["predicted_mib_per_layer"]) == BALANCED
     assert entry["skipped"] == []
+
+
+def test_no_two_rules_have_one_name() -> None:
+    twice = SaveRule("matmul", "save", module=("wo",))
+    names = training_receipt._labels([twice, replace(twice, layers="::2"), twice, replace(twice, every=2), twice])
+    first = "save matmul wo"
+    assert names == [first, f"{first}, blocks ::2", f"{first} (rule 3)", f"{first}, every 2", f"{first} (rule 5)"]
 
 
 def test_a_rule_that_matches_nothing_ends_the_run_before_step_2(desk: Desk, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ Everything is read off the run itself: dtypes off real tensors, the attention ba
 run's shapes, the rules of the save-list off their matches.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -89,7 +91,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     use, chosen = run.save_list_use, run.chosen
     if use.refused is not None:
         raise use.refused
-    rules = [_label(rule) for rule in use.rules]
+    rules = _labels(use.rules)
     of_auto: dict[str, object] = {}
     if chosen is not None:
         again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)
@@ -122,9 +124,10 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         console.warning(message)
 
 
-def _label(rule: SaveRule) -> str:
-    """A rule in words; under job.strict no two of a list are alike."""
-    return rule_in_words(rule) + (f", blocks {rule.layers}" if rule.layers != ":" else "")
+def _labels(rules: Sequence[SaveRule]) -> list[str]:
+    """Rules in words; those that another has said before, as may be without `job.strict`, with their numbers."""
+    words = [rule_in_words(rule) + (f", blocks {rule.layers}" if rule.layers != ":" else "") for rule in rules]
+    return [f"{rule} (rule {i})" if rule in words[: i - 1] else rule for i, rule in enumerate(words, 1)]
 
 
 def _held(run: Run, rules: list[str]) -> dict[str, object]:
