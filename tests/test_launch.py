@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 REPOSITORY = Path(__file__).parents[1]
 DEBUG = str(REPOSITORY / "configs" / "debug.toml")
@@ -69,15 +70,23 @@ COMMON = {
     "local_ranks_filter": "0",
     "training_script": "train.py",
 }
-TORCH = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def test_two_hosts(cluster) -> None:
+def check_torch(given: dict[str, str], seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torchrun makes of its environment. Before torch 2.12 it waits for 30 seconds, whatever that says."""
+    assert given.keys() == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+    assert given["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", given["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    assert getattr(config, "shutdown_timeout", seconds) == seconds
+
+
+def test_two_hosts(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--config", DEBUG, "--job.name", "a run with blanks", "--training.steps=50"]
     done, given = cluster(TWO_HOSTS, "node1", *flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert given["torchrun"]["folder"] == str(REPOSITORY)
-    assert given["torchrun"]["torch"] == TORCH | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    check_torch(given["torchrun"]["torch"], 600, monkeypatch)
     wants = COMMON | {"nnodes": "2", "nproc_per_node": "gpu", "rdzv_endpoint": "node1:29500", "rdzv_id": "titanlite"}
     wants |= {"training_script_args": flags}
     found = understood(given["torchrun"]["args"])
@@ -90,14 +99,14 @@ def test_two_hosts_takes_the_numbers_of_hosts_and_processes(cluster) -> None:
     assert (found["nnodes"], found["nproc_per_node"]) == ("4", "1")
 
 
-def test_slurm(cluster) -> None:
+def test_slurm(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--config", DEBUG, "--job.name", "a run with blanks"]
     done, given = cluster(SLURM, *flags)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert given["scontrol"]["args"] == ["show", "hostnames", "node[7-9]"]
     assert given["srun"]["args"][:4] == ["--cpus-per-task", "64", "--kill-on-bad-exit=0", "torchrun"]
     assert given["torchrun"]["folder"].endswith("submitted from")
-    assert given["torchrun"]["torch"] == TORCH | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "540"}
+    check_torch(given["torchrun"]["torch"], 540, monkeypatch)
     wants = COMMON | {"nnodes": "2", "nproc_per_node": "gpu", "rdzv_endpoint": "node7:29500", "rdzv_id": "42"}
     wants |= {"training_script_args": flags}
     found = understood(given["torchrun"]["args"])
@@ -115,6 +124,10 @@ def test_slurm_activates_the_environment_of_the_checkout(cluster, tmp_path: Path
 class TestBoth:
     def test_the_exit_code_is_passed_on(self, cluster, script: str, args: list[str]) -> None:
         assert cluster(script, *args, "--config", DEBUG, ends_with=17)[0].returncode == 17
+
+    def test_torchrun_waits_as_long_as_it_is_told(self, cluster, script: str, args: list[str]) -> None:
+        _, given = cluster(script, *args, "--config", DEBUG, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1800")
+        assert given["torchrun"]["torch"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "1800"
 
     def test_a_mistake_ends_it_before_anything_is_started(self, cluster, script: str, args: list[str]) -> None:
         done, given = cluster(script, *args, "--config", DEBUG, "--training.stepz=5")

@@ -20,8 +20,8 @@ shift
 # A restart over gloo must find a fresh store; over NCCL this changes nothing.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Seconds from a signal until torchrun kills the processes; its own 30 are too short for the step at hand and a large
-# checkpoint. Before torch 2.12 they are always 30: a save that takes longer is lost, the one before it stays.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+# checkpoint. Before torch 2.12 they are always 30: what takes longer is lost, the checkpoint before it stays.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 # --max-restarts     If a process dies, every host stops its processes and starts them again, and the run goes on from
 #                    its newest checkpoint (checkpoint.resume = "auto"). Steps since then are done again.

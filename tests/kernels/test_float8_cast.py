@@ -128,19 +128,31 @@ def test_bits_of_blocks_are_the_definitions(rows, rows_turned, pow2, source, dev
             assert (got[1].t() if height == 1 else got[1]).is_contiguous()
 
 
+def maxima(device: str) -> Tensor:
+    """Each of 2²³ mantissas with some exponent; and those where there is something to be careful about."""
+    rng = torch.Generator(device).manual_seed(0)
+    exponents = torch.randint(80, 255, (2**23,), generator=rng, device=device, dtype=torch.int32)  # from 2⁻⁴⁷ on
+    bits = torch.arange(2**23, device=device, dtype=torch.int32) | exponents << 23
+    least = torch.tensor(float8_cast.EPS).view(torch.int32).item()
+    edges = [0, 1, least - 1, least, least + 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF]
+    tops = [(e << 23) + m for e in range(255) for m in (0, 0x600000, 0x600001, 0x7FFFFF)]
+    whole = torch.cat([bits, torch.tensor([*edges, *tops], device=device, dtype=torch.int32)])
+    return whole.view(torch.float32)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("pow2", [False, True])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_a_gpus_units_of_every_mantissa_are_the_definitions(dtype):
-    """Those of device code divide by approximations, which are corrected; each of 2²³ mantissas has some exponent."""
-    rng = torch.Generator("cuda").manual_seed(0)
-    exponents = torch.randint(80, 255, (2**16, 2**7), generator=rng, device="cuda", dtype=torch.int32)  # from 1e-14 on
-    amax = (torch.arange(2**23, device="cuda", dtype=torch.int32).view(2**16, 2**7) | exponents << 23).view(
-        torch.float32
-    )
-    x = torch.zeros(2**16, 2**14, device="cuda")
-    x[:, ::128] = amax
-    units = cast_blocks(x, 1, 0, dtype, False)[1]
-    assert torch.equal(units, float8_cast.scale_of(amax, dtype, False)[1])
+def test_a_gpus_scales_of_every_mantissa_are_the_definitions(dtype, pow2):
+    """Device code divides by approximations, which it corrects; graphs are compiled to code of other kinds."""
+    from tests.kernels.scale_probe import scales
+
+    amax = maxima("cuda")
+    wanted = float8_cast.scale_of(amax, dtype, pow2)
+    compiled = torch.compile(float8_cast.scale_of, fullgraph=True) if pow2 else float8_cast.scale_of
+    for got in (scales(amax, torch.finfo(dtype).max, pow2), compiled(amax, dtype, pow2)):
+        for ours, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -30,8 +30,10 @@ class Graphs(NamedTuple):
 def around_the_pass(gm: GraphModule) -> Graphs:
     graph = copy.deepcopy(gm.graph)
     for node in graph.find_nodes(op="call_function", target=c10d.reduce_scatter_tensor.default):
-        with graph.inserting_before(node):  # as the compiler does; torch 2.11 takes no other input
-            node.replace_input_with(node.args[0], graph.call_method("contiguous", (node.args[0],)))
+        source = node.args[0]
+        if not source.meta["val"].is_contiguous():  # the compiler sees to it, and run as it is torch 2.11 refuses it
+            with graph.inserting_before(node):
+                node.replace_input_with(source, graph.call_method("contiguous", (source,)))
     plain = GraphModule(gm, graph).forward  # the compiler's own is generated only when it is called
     pairs = fuse_collective_matmuls(gm.graph)
     gm.graph.lint()

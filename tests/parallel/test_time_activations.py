@@ -54,7 +54,8 @@ def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int
         recipe = recipes.load("float8", float8)
         apply_float8(model, recipe, ("output",), CPU, of.tokens, shards=1)
         of = layout(itemsize=itemsize, float8=recipe, converted=LAYERS)
-    before, others = dict(model.layers[0].named_parameters()), parameters_on_cpus()  # that an earlier test has left
+    before = dict(model.layers[0].named_parameters())
+    others = parameters_on_cpus()  # that earlier tests have left; held, so that their ids stay theirs
     check(time_block(model.layers[0], SIZES, of, CPU), of)  # type: ignore[arg-type]
     assert dict(model.layers[0].named_parameters()) == before
     gc.collect()

@@ -120,8 +120,8 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
     amax, top = amax.float().clamp(min=EPS), _bits(torch.finfo(dtype).max)
     # A mantissa above that of the greatest number carries into the exponent; what is not finite becomes NaN.
     exponent = 254 + (top >> 23) - 127 - ((amax.view(torch.int32) + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
-    scale = (exponent << 23).view(torch.float32) + (amax - amax)
-    return scale, scale.reciprocal()
+    of_numbers = amax - amax
+    return tuple((e << 23).view(torch.float32) + of_numbers for e in (exponent, 254 - exponent))  # type: ignore[return-value]
 
 
 def _bits(number: float) -> int:

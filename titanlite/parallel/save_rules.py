@@ -196,11 +196,7 @@ class BlockRules:
 
 
 def rule_in_words(rule: SaveRule) -> str:
-    """A rule, but for the blocks that it is for: "save matmul wqkv w13, every 2".
-
-    Args:
-        rule: of a save-list.
-    """
+    """Give a rule in words, without its `layers`: "save matmul wqkv w13, every 2"."""
     words = " ".join((rule.action, rule.op, *rule.module))
     return words + (f", every {rule.every}" if rule.every > 1 else "")
 

@@ -121,18 +121,19 @@ def of_weights(memory: MemoryModel) -> list[Traffic]:
         memory: of the run.
     """
     shards, replicas, n = memory.shards, memory.replicas, memory.micro_steps
-    weights, found = units(memory), list[Traffic]()
+    fsdp_units = units(memory)
+    found: list[Traffic] = []
     passes: tuple[Pass, Pass] = ("forward", "backward")
     for gathers, direction in enumerate(passes, 1):
         found += [
             Traffic("all_gather", direction, u.name, (u.elements,), "weights", shards, u.gathered_bytes, n)
-            for u in weights
+            for u in fsdp_units
             if u.gathers >= gathers and shards > 1
         ]
     for kind, ranks, parts in (("reduce_scatter", shards, 1), ("all_reduce", replicas, shards)):
         found += [
             Traffic(kind, "backward", u.name, (size,), "sum of gradients", ranks, memory.reduced * size, n)
-            for u in reversed(weights)
+            for u in reversed(fsdp_units)
             if ranks > 1 and (size := -(-u.elements // parts))
         ]
     float8 = memory.layout.float8

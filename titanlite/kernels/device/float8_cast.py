@@ -22,7 +22,9 @@ CHUNK, WIDTH = 1024, 128
 def _inverse(x):
     """1 / x of float32, correctly rounded where both are normal numbers: an approximation and two steps of Newton's.
 
-    Without the branches of `tl.div_rn`, at each of which a thread that takes many waits.
+    Those leave one mantissa, of all ones, as exact as the approximation; `tests/kernels/test_float8_cast.py` holds
+    that against every mantissa. `tl.div_rn` has branches, and a thread that takes many quotients waits at each
+    (scripts/bench/float8_cast.py, 1×128 both ways).
     """
     y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     y = tl.fma(tl.fma(-x, y, 1.0), y, y)
@@ -38,7 +40,7 @@ def _quotient(most, value):
     value_scaled = value * 2.0**-30
     y = _inverse(value_scaled)
     quotient = most * y
-    quotient = tl.fma(tl.fma(-quotient, value_scaled, tl.zeros_like(value) + most), y, quotient) * 2.0**-30
+    quotient = tl.fma(tl.fma(-quotient, value_scaled, most), y, quotient) * 2.0**-30
     return tl.where(value == float("inf"), 0.0, quotient)
 
 
@@ -48,11 +50,12 @@ def scale_of(amax, most, POW2: tl.constexpr):
     if POW2:
         amax = tl.maximum(amax, tl.full((), EPS, tl.float32).to(tl.int32, bitcast=True))
         top = most.to(tl.int32, bitcast=True)
-        exponent = 254 + (top >> 23) - 127 - (amax >> 23) - ((amax & 0x7FFFFF) > (top & 0x7FFFFF)).to(tl.int32)
+        exponent = 254 + (top >> 23) - 127 - ((amax + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
         scale = tl.where(amax < 0x7F800000, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
         unit = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
     else:
         value = amax.to(tl.float32, bitcast=True)
+        # 1 / EPS is 10¹² exactly; a division in float64 would have branches, too.
         least = (most.to(tl.float64) * tl.full((), 1 / EPS, tl.float64)).to(tl.float32)
         scale = tl.where(value <= EPS, least, _quotient(most, value))  # EPS is rounded down to float32
         unit = tl.where(scale == 0, float("inf"), _inverse(scale))
