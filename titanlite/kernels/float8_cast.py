@@ -9,8 +9,6 @@ down to a power of two they are taken from exponent and mantissa, where torchao 
 the quotient is within its rounding of the next power, which maxima in bfloat16 or float8 never are.
 """
 
-import struct
-
 import torch
 from torch import Tensor
 
@@ -103,6 +101,13 @@ def cast_blocks(
     return torch.ops.titanlite.cast_blocks(x, rows, rows_turned, dtype, pow2, after)
 
 
+_TOPS = {
+    dtype: torch.tensor(torch.finfo(dtype).max).view(torch.int32).item()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+}
+"""Greatest numbers, as the bits of a float32."""
+
+
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     """What takes numbers up to `amax` to the range of a float8 dtype.
 
@@ -117,16 +122,11 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
     if not pow2:
         scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
         return scale, scale.reciprocal()
-    amax, top = amax.float().clamp(min=EPS), _bits(torch.finfo(dtype).max)
+    amax, top = amax.float().clamp(min=EPS), _TOPS[dtype]
     # A mantissa above that of the greatest number carries into the exponent; what is not finite becomes NaN.
     exponent = 254 + (top >> 23) - 127 - ((amax.view(torch.int32) + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
     of_numbers = amax - amax
     return tuple((e << 23).view(torch.float32) + of_numbers for e in (exponent, 254 - exponent))  # type: ignore[return-value]
-
-
-def _bits(number: float) -> int:
-    """Those of a float32."""
-    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
