@@ -4,6 +4,7 @@ Ranks are forked and meet over TCP as under torchrun, so a run costs a second wh
 What depends on the launcher itself uses `torchrun`.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -22,6 +23,7 @@ from typing import Any
 import torch._inductor
 import torch._logging
 import torch.distributed.checkpoint
+import torch.distributed.elastic.rendezvous.api
 import torch.distributed.run
 import torch.export._trace
 
@@ -213,10 +215,12 @@ def wait_for_step(folder: Path, step: int, timeout_s: float = 60) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on, and that Linux gives to no connection before somebody does (not from 32768 on)."""
+    while True:
+        port = random.SystemRandom().randrange(16384, 32768)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("", port))
+            return port
 
 
 class Launcher:
@@ -265,6 +269,8 @@ def _launch(argv: list[str], log: Path) -> None:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # gloo's second start would meet the keys of the first
     }
     os.chdir(REPOSITORY)
+    # The agent takes any port, for a worker to listen on seconds later; in between, a neighbour's connection may get it.
+    torch.distributed.elastic.rendezvous.api.get_free_port = free_port
     torch.distributed.run.main(argv)
 
 
