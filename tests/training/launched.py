@@ -269,7 +269,7 @@ def _launch(argv: list[str], log: Path) -> None:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # gloo's second start would meet the keys of the first
     }
     os.chdir(REPOSITORY)
-    # The agent takes any port, for a worker to listen on seconds later; in between, a neighbour's connection may get it.
+    # The agent takes any port, for a worker to listen on seconds later; meanwhile a neighbour's connection may get it.
     torch.distributed.elastic.rendezvous.api.get_free_port = free_port
     torch.distributed.run.main(argv)
 
