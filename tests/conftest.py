@@ -33,11 +33,11 @@ if sys.platform == "linux":
 def pytest_configure(config: pytest.Config) -> None:
     """Start autograd where it sees no device: with one it has threads, and forked ranks cannot take gradients then.
 
-    Not where `-m gpu` asks for devices. torch's builds for CUDA count one without a driver, too, once a FakeTensorMode
-    was entered: hence the gradient here.
+    Not where `-m gpu` asks for tests on devices alone. torch's builds for CUDA count one without a driver, too, once a
+    FakeTensorMode was entered: hence the gradient here.
     """
     chosen = Expression.compile(config.option.markexpr or "not gpu")
-    if chosen.evaluate(lambda name, **_: False):  # tests without a mark are among them
+    if any(chosen.evaluate(lambda name, slow=slow, **_: slow and name == "slow") for slow in (False, True)):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.ones((), requires_grad=True).backward()
 

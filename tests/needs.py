@@ -1,4 +1,6 @@
-"""What some tests need and not every torch has that titanlite runs on."""
+"""What some tests need and not every run of the tests has: something of torch's, or time."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -19,3 +21,12 @@ SCALES_BY_ROW = pytest.mark.skipif(not _scales_by_row(), reason="this torch mult
 DOUBLE_ATTENTION = pytest.mark.skipif(
     torch.__version__ < "2.12.0a0", reason="this torch's compiler loses float64 in the gradient of attention on CPUs"
 )
+
+
+def slow(*cases: Any) -> list[Any]:
+    """Parameters that cost seconds and show for another value what those beside them show: `pytest -m slow` has them.
+
+    Args:
+        cases: of one parameter, or a tuple for each of several.
+    """
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]

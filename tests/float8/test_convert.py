@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.needs import slow
 from tests.parallel.count_collectives import CountCollectives
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, train
@@ -164,8 +165,9 @@ def all_converted(run: Run) -> None:
 @pytest.mark.parametrize(
     ("layout", "recipe"),
     [
-        *(("one process", recipe) for recipe in ("rowwise_with_gw_hp", "blockwise", "mxfp8")),
-        *((layout, recipe) for layout in ("one process", BOTH) for recipe in ("tensorwise", "rowwise", "ones_own")),
+        *(("one process", recipe) for recipe in (*recipes.names("float8"), "ones_own") if recipe != "none"),
+        (BOTH, "rowwise"),
+        *slow((BOTH, "tensorwise"), (BOTH, "ones_own")),
     ],
 )
 def test_trains_as_bfloat16_does(layout, recipe, in_bfloat16, tmp_path):
@@ -183,7 +185,7 @@ def test_trains_as_bfloat16_does(layout, recipe, in_bfloat16, tmp_path):
         assert noise <= 0.3, f"{name}: {noise:.2f}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [BOTH, *slow("one process", "FSDP 2")])
 def test_scales_gathered_weights_and_collectives(layout, tmp_path):
     world, flags = LAYOUTS[layout]
     with_float8 = checked(tmp_path, world, [*FLOAT8, "tensorwise", *flags])

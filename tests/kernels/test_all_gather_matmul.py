@@ -24,6 +24,7 @@ from tests.kernels.collective_cases import (
     gather_truths,
     gathers,
     groups,
+    quick_and_slow,
     rolled,
     run_gather,
     sizes,
@@ -38,7 +39,7 @@ CASES = {case.id: case for case in gathers("cpu")}
 ONE_OF_EACH_FORM = ["three-products-bias", "right-bias", "left_t-columns", "right_t-contracted"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_and_slow(FAMILIES))
 def test_cases(family: str, tmp_path):
     run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
 

@@ -22,6 +22,7 @@ from tests.kernels.collective_cases import (
     check_cases,
     families,
     groups,
+    quick_and_slow,
     rolled,
     run_scatter,
     scatter_given,
@@ -39,7 +40,7 @@ CASES = {case.id: case for case in scatters("cpu")}
 ONE_OF_EACH_KIND = ["three-products-bias-float64", "columns-bias-float64"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick_and_slow(FAMILIES))
 def test_cases(family: str, tmp_path):
     run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.needs import SCALES_BY_ROW
+from tests.needs import SCALES_BY_ROW, slow
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from titanlite import recipes
@@ -102,8 +102,14 @@ def test_shipped_lists(name, float8, mode):
             assert torch.equal(got, kept)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("float8", "name"), [*(("blockwise", name) for name in FEW), ("mxfp8", "matmuls")])
+@pytest.mark.parametrize(
+    ("float8", "name", "mode"),
+    [
+        *(("blockwise", name, mode) for name in FEW for mode in MODES),
+        ("mxfp8", "matmuls", "eager"),
+        *slow(("mxfp8", "matmuls", "compiled")),
+    ],
+)
 def test_shipped_lists_with_scales_by_block(name, float8, mode):
     check(name, *measured(recipes.load("activation_checkpoint", name), mode, float8, **OF_BLOCKS))
 
@@ -130,7 +136,8 @@ SOME = {name: recipes.load("activation_checkpoint", name) for name in FEW}
 
 
 @pytest.mark.parametrize(
-    ("own", "float8"), [*((own, None) for own in (*SOME, "statistics and casts")), ("none", "rowwise")]
+    ("own", "float8"),
+    [("every_second_matmul", None), ("statistics and casts", None), *slow(("none", None), ("none", "rowwise"))],
 )
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_architectures(other, float8, own):
@@ -143,7 +150,7 @@ def test_other_architectures(other, float8, own):
         check(mode, *measured((SOME | OWN)[own], mode, float8, sizes=sizes, architecture=name))
 
 
-@pytest.mark.parametrize("other", ["qwen3", "gpt2", "gemma3 local"])
+@pytest.mark.parametrize("other", ["gpt2", *slow("qwen3", "gemma3 local")])
 def test_other_architectures_under_tensor_parallelism(other):
     name, sizes = OTHERS[other]
     with ranks_that_move_nothing(2):
@@ -159,8 +166,10 @@ def test_float32(name, mode):
     check(name, *measured(recipes.load("activation_checkpoint", name), mode, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("float8", "mode"),
+    [("tensorwise", "eager"), ("rowwise", "eager"), ("tensorwise", "compiled"), *slow(("rowwise", "compiled"))],
+)
 def test_bytes_do_not_depend_on_the_width_of_weights(float8, mode):
     """What is kept has a row for every token: twice the tokens, twice the bytes, and nothing for what has no tokens.
 
@@ -202,12 +211,13 @@ BY_NAME = [("attention's operator", None), ("maxima by name", "rowwise"), ("cast
 # Every list and every recipe at least once; `test_bytes_do_not_depend_on_the_width_of_weights` has two more.
 COMPILED = [
     ("statistics and casts", BY_TORCHAO),
-    ("statistics and casts", BY_BLOCKS),
     ("casts of one layer", "rowwise"),
-    ("casts and what is multiplied", "tensorwise"),
     ("casts and what is multiplied", BY_BLOCKS),
     ("one op", BY_TORCHAO),
     ("one op of float8", "rowwise"),
+    # and quickly
+    ("statistics and casts", BY_BLOCKS),
+    ("casts and what is multiplied", "tensorwise"),
     ("one op of blocks", BY_BLOCKS),
 ]
 
@@ -221,15 +231,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("own", "float8", "mode"),
-    [pytest.param(*case, marks=SCALES_BY_ROW if BY_TORCHAO in case else ()) for case in CASES],
-)
+def marks_of(own: str, float8: str | None, mode: str) -> list[pytest.MarkDecorator]:
+    again = mode == "compiled" and (own, float8) in COMPILED[:-3]
+    return [*([pytest.mark.slow] if again else []), *([SCALES_BY_ROW] if float8 == BY_TORCHAO else [])]
+
+
+@pytest.mark.parametrize(("own", "float8", "mode"), [pytest.param(*case, marks=marks_of(*case)) for case in CASES])
 def test_lists_of_ones_own(own, float8, mode):
     check(own, *measured(OWN[own], mode, float8, **(OF_BLOCKS if float8 == "blockwise" else {})))
 
 
-@pytest.mark.parametrize("matmul", ["output", "grad_weight"])
+@pytest.mark.parametrize("matmul", ["output", *slow("grad_weight")])
 def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
     of = {"output": ("input", "weight"), "grad_weight": ("input", "grad_output")}[matmul]
     mine = tmp_path / "mine.toml"
@@ -239,15 +251,16 @@ def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
         check((mode, own), *measured(own, mode, str(mine), **OF_BLOCKS))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("float8", "fused"), [("tensorwise", True), *slow(("tensorwise", False), ("rowwise", False), ("rowwise", True))]
+)
 def test_casts_under_tensor_parallelism(float8, fused):
     with ranks_that_move_nothing(2):
         for mode in MODES if not fused else ["eager"]:
             check(mode, *measured(OWN["casts and what is multiplied"], mode, float8, fused=fused))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [True, *slow(False)])
 def test_maxima_of_all_ranks(fused, tmp_path):
     """Gathered bytes have one scale, which no rank sends; a reduced maximum is kept where maxima are."""
     mine = tmp_path / "mine.toml"
@@ -264,7 +277,7 @@ def test_maxima_of_all_ranks(fused, tmp_path):
 
 
 @SCALES_BY_ROW
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", *slow("compiled")])
 def test_a_recipe_that_is_torchaos(mode, tmp_path):
     """No shipped one casts an activation once more for the gradient of its weight."""
     mine = tmp_path / "mine.toml"

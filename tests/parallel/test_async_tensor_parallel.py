@@ -31,6 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.kernels.collective_cases import Ranks
 from tests.kernels.collective_gpu import Between, spoil, start
+from tests.needs import slow
 from tests.parallel.count_collectives import CountCollectives
 from tests.ranks import run_ranks
 from titanlite import recipes
@@ -73,6 +74,7 @@ NONE = SaveList("", "save")
 TWO_MATMULS = SaveList("", "recompute", (SaveRule("matmul", "save", module=("wqkv", "w13")),))
 SAVE_LISTS = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
 SAVE_LISTS["two matmuls"] = TWO_MATMULS
+QUICK = ["none", "full", "balanced"]
 # A fused operation that gathers is kept if its matmul is; one that scatters, also if what it communicates is. In eager
 # mode w2 runs again although only its operands are needed: an operator saves them once it has run, a matmul before.
 RECOMPUTED = {
@@ -257,7 +259,7 @@ def tensor_parallel_mesh(device: str = "cpu", ranks: int = 2) -> DeviceMesh:
     return init_device_mesh(device, (ranks,), mesh_dim_names=("tp",))
 
 
-@pytest.mark.parametrize("save_list", SAVE_LISTS)
+@pytest.mark.parametrize("save_list", [*QUICK, *slow(*(name for name in SAVE_LISTS if name not in QUICK))])
 def test_block(save_list, tmp_path):
     def body() -> None:
         mesh = tensor_parallel_mesh()
@@ -279,7 +281,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("save_list", COMPILED)
+@pytest.mark.parametrize("save_list", [*QUICK, *slow(*(name for name in COMPILED if name not in QUICK))])
 def test_compiled_block(save_list, tmp_path):
     case = COMPILED[save_list]._replace(save_list=SAVE_LISTS[save_list], backend=BACKEND)
     # The compiler sees that backward does not need what w2 returns.
@@ -339,7 +341,7 @@ def check_accumulation(mesh: DeviceMesh, dtype: torch.dtype, save_list: SaveList
     assert_same(fused.results, plain.results, 0.0 if exact else allowed(dtype, pairs=8 * LAYERS + 2))
 
 
-@pytest.mark.parametrize("save_list", ["none", "full", "balanced"])
+@pytest.mark.parametrize("save_list", ["balanced", *slow("none", "full")])
 def test_gradient_accumulation(save_list, tmp_path):
     def body() -> None:
         for dtype in (torch.float32, torch.bfloat16):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.needs import SCALES_BY_ROW
+from tests.needs import SCALES_BY_ROW, slow
 from tests.parallel.collective_graphs import F8, around_the_pass, c10d, gather, group, scatter, tensor, traced
 from tests.ranks import run_ranks
 
@@ -114,7 +114,7 @@ def gather_cases() -> None:
     check(lambda x, w, v: (y := gather(x), y @ w, y @ v.sin())[1:], x, w, v, matmuls=2)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_gathers(ranks, tmp_path):
     run_ranks(gather_cases, tmp_path, ranks)
 
@@ -248,7 +248,7 @@ def float8_cases() -> None:
            x, f8(16, K).t(), one, two, fused=False, reason="scales its result")  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_scatters(ranks, tmp_path):
     run_ranks(scatter_cases, tmp_path, ranks)
 

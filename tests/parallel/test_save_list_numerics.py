@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.needs import slow
 from tests.parallel.held_for_backward import Compiled, build, stream
 from tests.ranks import run_ranks
 from titanlite import recipes
@@ -88,8 +89,9 @@ def test_eager_is_bitwise_equal(name, float8, device, kept):
         assert torch.equal(got, truth)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("float8", "fused"), [("tensorwise", False), ("rowwise", False), ("rowwise", True), *slow(("tensorwise", True))]
+)
 def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_path):
     def body() -> None:
         truth = run("none", float8, fused=fused)[0]
@@ -106,7 +108,7 @@ def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_pat
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["none", "full", "attention", "matmuls", "every_second_matmul"])
+@pytest.mark.parametrize("name", ["attention", *slow("none", "full", "matmuls", "every_second_matmul")])
 def test_compiled_rounds_no_more_than_each_operation_once(name, device, kept):
     got, seen = run(name, None, partial(nn.Module.compile, fullgraph=True, dynamic=False), device=device)
     for mine, truth in zip(got, kept(None, device), strict=True):

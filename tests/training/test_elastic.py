@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.needs import slow
 from tests.training.launched import REPOSITORY, Desk, Ended, free_port, torchrun
 
 TRAIN = str(REPOSITORY / "train.py")
@@ -75,7 +76,7 @@ def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     assert sum(line.startswith("step 20/20") for line in lines) == 1
 
 
-@pytest.mark.parametrize("kind", ["bug", "input"])
+@pytest.mark.parametrize("kind", ["input", *slow("bug")])
 def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path, kind: str) -> None:
     script, log = tmp_path / "broken.py", tmp_path / "log"
     script.write_text(BROKEN)
