@@ -1,16 +1,19 @@
-"""Llama's block as others write it, split by `torch.distributed.tensor.parallel` as torchtitan does.
+"""Llama's block as others write it, split and recomputed as torchtitan does: by DTensor and torch's checkpointing.
 
 Its layers are apart where titanlite's are joined (wq, wk and wv; w1 and w3), and share what was gathered for them.
 
-Source of the plan: torchtitan v0.2.2, `models/llama3/infra/parallelize.py`, `apply_tp`.
+Source of the plan: torchtitan v0.2.2, `models/llama3/infra/parallelize.py`, `apply_tp`; of what is recomputed, its
+`distributed/activation_checkpoint.py`.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,6 +23,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from titanlite.parallel.save_rules import CLASSES
 
 
 class Norm(nn.Module):
@@ -78,3 +84,21 @@ def parallel(block: Block) -> Block:
     )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return parallelize_module(block, mesh, plan)  # type: ignore[return-value]
+
+
+def recomputed(block: nn.Module, per_op: bool = False) -> nn.Module:
+    """Under checkpointing: all of it, or per op, where attention, what is reduced and every second matmul is kept."""
+    options: dict[str, Any] = {"context_fn": _contexts} if per_op else {}
+    return checkpoint_wrapper(block, **options)
+
+
+def _contexts() -> tuple[Any, Any]:
+    matmuls = Counter[bool]()
+    kept = {*CLASSES["attention"], *CLASSES["matmul"], "_c10d_functional.reduce_scatter_tensor.default"}
+
+    def decide(ctx: Any, func: Any, *_: object, **__: object) -> CheckpointPolicy:
+        matmuls[ctx.is_recompute] += (is_matmul := str(func) in CLASSES["matmul"])
+        is_kept = str(func) in kept and not (is_matmul and matmuls[ctx.is_recompute] % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(decide)
