@@ -38,23 +38,25 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """With twice as many query heads as key/value heads, of width 4. Keys have no bias: its gradient would be zero."""
+    """With twice as many query heads as key/value heads. Keys have no bias: its gradient would be zero."""
 
-    def __init__(self, width: int, bias: bool) -> None:
+    def __init__(self, width: int, head_width: int, bias: bool) -> None:
         super().__init__()
+        self.head_width = head_width
         self.wq, self.wo = (nn.Linear(width, width, bias) for _ in range(2))
         self.wk, self.wv = nn.Linear(width, width // 2, bias=False), nn.Linear(width, width // 2, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (w(x).view(*x.shape[:2], -1, 4).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).view(*x.shape[:2], -1, self.head_width).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
-    def __init__(self, width: int, bias: bool) -> None:
+    def __init__(self, width: int, ffn_width: int, bias: bool) -> None:
         super().__init__()
-        self.w1, self.w3, self.w2 = (nn.Linear(*io, bias) for io in ((width, 8), (width, 8), (8, width)))
+        self.w1, self.w3 = (nn.Linear(width, ffn_width, bias) for _ in range(2))
+        self.w2 = nn.Linear(ffn_width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -63,10 +65,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """A layer of Llama, as others write it."""
 
-    def __init__(self, width: int = 16, bias: bool = False) -> None:
+    def __init__(self, width: int = 16, head_width: int = 4, ffn_width: int = 8, bias: bool = False) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
-        self.attention, self.feed_forward = Attention(width, bias), FeedForward(width, bias)
+        self.attention = Attention(width, head_width, bias)
+        self.feed_forward = FeedForward(width, ffn_width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -82,7 +85,7 @@ def parallel(block: Block) -> Block:
     plan |= dict.fromkeys(
         ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"), column
     )
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(block.ffn_norm.weight.device.type, (dist.get_world_size(),))
     return parallelize_module(block, mesh, plan)  # type: ignore[return-value]
 
 

@@ -10,19 +10,16 @@ sums are formed in another order (on a GPU) or in another dtype (inductor keeps 
 import dataclasses
 import functools
 import math
-import multiprocessing
-import os
 import shutil
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch._dynamo  # the first call of an operator imports it: once here, not in every forked rank
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,9 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.kernels.collective_cases import Ranks
-from tests.kernels.collective_gpu import Between, spoil, start
+from tests.kernels.collective_gpu import Between, spoil
 from tests.needs import slow
 from tests.parallel.count_collectives import CountCollectives
+from tests.parallel.ranks_on_gpus import run_on_gpus
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
@@ -350,41 +348,22 @@ def test_gradient_accumulation(save_list, tmp_path):
     run_ranks(body, tmp_path)
 
 
-def rank_of_many(rank: int, world: int, device: str, folder: Path) -> None:
+def blocks_and_layers(device: str) -> None:
     """Blocks, then layers and micro-batches with NaN in all buffers ahead of each operator: on GPUs, these are real."""
-    try:
-        start(rank, world, device, str(folder), check_timeout_s=120)
-        mesh, dtype = tensor_parallel_mesh(device, world), torch.bfloat16
-        tolerance = allowed(dtype, pairs=8)
-        for save_list in ("none", "full", "balanced"):
-            recomputed = RECOMPUTED.get(save_list, [])
-            for batch in (1, 2, 3):
-                for biased in (False, True):
-                    case = Case(batch, biased, dtype, SAVE_LISTS[save_list])
-                    check_block(mesh, case, recomputed, tolerance)
-            check_accumulation(mesh, dtype, SAVE_LISTS[save_list], recomputed)
-        assert bool(lowered) == (device == "cuda")
-        assert not {how.reason for how in lowered if how.reason}
-    except BaseException:
-        (folder / f"rank{rank}").write_text(traceback.format_exc())
-        os._exit(1)
-    os._exit(0)  # a process group's end may wait for peers
+    mesh, dtype = tensor_parallel_mesh(device, dist.get_world_size()), torch.bfloat16
+    tolerance = allowed(dtype, pairs=8)
+    for save_list in ("none", "full", "balanced"):
+        recomputed = RECOMPUTED.get(save_list, [])
+        for batch in (1, 2, 3):
+            for biased in (False, True):
+                case = Case(batch, biased, dtype, SAVE_LISTS[save_list])
+                check_block(mesh, case, recomputed, tolerance)
+        check_accumulation(mesh, dtype, SAVE_LISTS[save_list], recomputed)
+    assert bool(lowered) == (device == "cuda")
+    assert not {how.reason for how in lowered if how.reason}
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_on_gpus(tmp_path):
-    world = 1 << (min(torch.cuda.device_count(), 8).bit_length() - 1)  # heads are shared equally
-    if world < 2:
-        pytest.skip("needs two CUDA devices")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_of_many, args=(r, world, "cuda", tmp_path)) for r in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(500)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    said = "\n".join(path.read_text() for path in sorted(tmp_path.glob("rank*")))
-    assert codes == [0] * world, f"{codes}\n{said}"
+    run_on_gpus(blocks_and_layers, tmp_path)
