@@ -193,6 +193,8 @@ def strict_cases() -> None:
         "convert_element_type": lambda x, w: gather(x).half() @ w.half(),
         "div": lambda x, w: scatter((x @ w) / n),
         "constant_pad_nd": lambda x, w: scatter(pad((x @ w)[: 6 - n], (0, 0, 0, n))),
+        "cat": lambda x, w: scatter(torch.cat([(y := (x @ w).split(4))[0], pad(y[1], (0, 0, 0, 2))])),
+        "mul": lambda x, w: torch.cat((gather(x) * 2).split(5)) @ w,
         "select": lambda x, w: gather(x.view(1, 6, 16), 1)[0] @ w,
     }.items():
         missed = error(lambda x, w, f=between: (product(x, w), f(x, w)), kernel)

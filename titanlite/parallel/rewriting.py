@@ -10,7 +10,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from titanlite.parallel.movement import Atoms, arguments, is_static, length, sources, steps
+from titanlite.parallel.movement import SPLITS, Atoms, arguments, is_static, length, sources, steps
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def could_be_passed(node: Node) -> bool:
     """Whether a pair with this between its two would be one with it before or behind: a cast, a part, a factor."""
     if node.target in _FACTORS:
         return not isinstance(node.args[1], Node)
-    return node.target in _NO_ARITHMETIC or bool(sources(node))
+    return node.target in _NO_ARITHMETIC or node.target in SPLITS or bool(sources(node))
 
 
 def matmul_of(node: Node) -> Matmul:
