@@ -60,6 +60,13 @@ def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.Captur
     assert "positions.weight" in capsys.readouterr().out
 
 
+def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
+    """What registers operators cannot be imported a second time."""
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write('\nOPERATORS = torch.library.Library("of_my_own", "DEF")\n')
+    assert plan([DEBUG, *mine, *TP_2, "--diff", BATCH, "4"]) == 0
+
+
 def say(tmp_path: Path, block: str) -> None:
     """Say in the recipe of `mine` what its blocks are made of."""
     with (tmp_path / "model" / "mine-small.toml").open("a") as recipe:

@@ -1,10 +1,13 @@
 """A config's model: of a shipped architecture, or of a file of the user's own."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,26 +37,32 @@ def model_class(model: Model) -> type[Any]:
     if not model.file:
         shipped = importlib.import_module(f"titanlite.models.{model.name}")
         return getattr(shipped, ARCHITECTURES[model.name].class_name)
-    name = f"titanlite_model_{Path(model.file).stem}"  # a name of its own: it may be called torch.py
-    spec = importlib.util.spec_from_file_location(name, model.file)
-    assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
-    assert spec.loader is not None  # noqa: S101
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
+    file = os.path.abspath(model.file)
     try:
-        spec.loader.exec_module(module)
+        module = _imported(file)
     except Exception as error:
         want, fix = "a Python file that can be imported", "run `python " + model.file + "` until it has nothing to say"
-        raise ConfigError(describe(model.file, [mistake(error, spec.origin or model.file, want, fix)])) from error
-    own = [
-        c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == name and issubclass(c, nn.Module)
-    ]
-    found = [c for c in own if hasattr(c, "fill_buffers")]
+        raise ConfigError(describe(model.file, [mistake(error, file, want, fix)])) from error
+    classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    found = [c for c in classes if issubclass(c, nn.Module) and hasattr(c, "fill_buffers")]
     if len(found) != 1:
         names = ", ".join(c.__name__ for c in found) or "no such class"
         want = "one class with a method `fill_buffers`, which is the model, as in titanlite/models/llama3.py"
         fix = "leave one in the file" if found else "def fill_buffers(self) -> None, empty if there are no buffers"
         raise ConfigError(describe(model.file, [Problem("model.file", names, want, fix)]))
     return found[0]
+
+
+@functools.cache
+def _imported(file: str) -> ModuleType:
+    """Import a Python file once in a process: it may register operators, which a second import could not."""
+    name = f"titanlite_model_{Path(file).stem}"  # a name of its own: it may be called torch.py
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
+    assert spec.loader is not None  # noqa: S101
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
+    spec.loader.exec_module(module)
+    return module
 
 
 def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
