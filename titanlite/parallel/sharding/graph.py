@@ -268,11 +268,14 @@ def _split_biases(graph: fx.Graph) -> None:
         total.meta = dict(node.meta)
 
 
+_OF_EVERY_MODULE = {k for k in vars(nn.Module()) if k.startswith("_")}
+
+
 def kind_of(block: nn.Module) -> str:
     """Give all that decides a block's graph: classes, shapes of parameters, and plain attributes of its modules."""
     seen: list[Any] = []
     for name, module in block.named_modules():
         shapes = [(n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()]
-        plain = {k: repr(v) for k, v in vars(module).items() if not k.startswith("_")}
+        plain = {k: repr(v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
         seen.append((name, type(module).__qualname__, shapes, plain))
     return repr(seen)

@@ -11,7 +11,8 @@ a move that no layer can make is an error, for the plan says that without it the
 
 All else is computed where it lies. What is computed of inputs and buffers alone is whole on every rank.
 
-Blocks that are alike need not all be planned: two of each kind are, in a model of nothing else, and the others follow.
+Blocks that are alike need not all be planned: two of each kind are, and the others follow. Of the shipped models tests
+say that this is their plan; of a user's own it is seen to do nothing but repeat them (`repeats.py`).
 """
 
 import copy
@@ -29,8 +30,9 @@ from titanlite.parallel.sharding.check import check
 from titanlite.parallel.sharding.cure import cure
 from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import Graph, export, kind_of, tensor_inputs
-from titanlite.parallel.sharding.local_sizes import check_local_sizes
+from titanlite.parallel.sharding.local_sizes import check_local_sizes, on_a_rank
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, show
+from titanlite.parallel.sharding.repeats import only_repeats
 from titanlite.parallel.sharding.rules import is_weight_of
 from titanlite.parallel.sharding.select import Selection
 
@@ -63,7 +65,7 @@ def plan_tensor_parallel(
     try:
         plan, layers = _planned(graph, annotations, ranks, sizes or {})
     except ShardingError as error:
-        fewer, _ = stand_ins(model, any_class=True)
+        fewer, _ = stand_ins(model)
         graphs = [graph] if fewer is model else [export(fewer, inputs), graph]
         cures = cure(graphs, annotations, lambda graph, changed: _planned(graph, changed, ranks, {}))
         raise ShardingError(f"{error}{cures}") from error
@@ -127,12 +129,24 @@ def derive_layers(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     fewer, stand_for = stand_ins(model)
-    plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
+    is_own = not type(model).__module__.startswith("titanlite.models.")
+    if fewer is not model and not (is_own and not only_repeats(model, fewer, tokens)):
+        plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
+        planned = _for_all(fewer, plan, layers, stand_for)
+        if planned and not (is_own and not _repeats_on_a_rank(model, fewer, tokens, planned, layers)):
+            return planned
+    plan, layers = plan_tensor_parallel(model, tokens, ranks, sizes)
+    return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
+
+
+def _for_all(
+    fewer: nn.Module, plan: Plan, layers: Mapping[str, LayerPlan], stand_for: list[list[int]]
+) -> PlannedLayers | None:
+    """What each layer does where blocks stand for others; None if where one stands decides what it does."""
     kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
     of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(kinds))]
     if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
-        plan, layers = plan_tensor_parallel(model, tokens, ranks, sizes)  # where a block stands decides
-        return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
+        return None
     others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
     return PlannedLayers(
         plan,
@@ -145,6 +159,20 @@ def derive_layers(
             for name, layer in planned.items()
         },
     )
+
+
+def _repeats_on_a_rank(
+    model: nn.Module, fewer: nn.Module, tokens: int, planned: PlannedLayers, layers: Mapping[str, LayerPlan]
+) -> bool:
+    """Whether blocks hand their tokens on as they get them, and a model only repeats them on a rank, too."""
+    plan = planned.plan
+    (ranks,) = plan.axes.values()
+    computed = [t for t in plan.tensors.values() if t.name in plan.steps]  # the last of a block is what it gives
+    results = {block[0]: t.placements for t in computed if (block := BLOCK_NAME.match(t.module))}
+    if len(set(results.values())) > 1:
+        return False
+    of_each = {model: planned.layers, fewer: layers}
+    return only_repeats(model, fewer, tokens, lambda each: on_a_rank(each, of_each[each], ranks, every_block=True))
 
 
 def plan_layers(
@@ -162,29 +190,27 @@ def plan_layers(
     return derive_layers(model, tokens, ranks, dtype, sizes).layers
 
 
-def stand_ins(model: nn.Module, any_class: bool = False) -> tuple[nn.Module, list[list[int]]]:
+def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
     """The same model with two blocks of each kind, which stand for the others.
 
     Args:
         model: has `sharding` and `layers`.
-        any_class: also of one that is not titanlite's; what is found of it must be held against the whole.
 
     Returns:
         The model, which shares its blocks with the one given, and for each of its blocks the numbers of those that it
-        stands for. All of them by themselves, where annotations choose among blocks by number, or where the model is
-        not one of titanlite's: what it does by a block's number would not be seen.
+        stands for. All of them by themselves, where annotations choose among blocks by number. That blocks of a kind do
+        the same wherever they stand must be known, or seen.
 
     Raises:
         ShardingError: the model has no annotations.
     """
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    own = any_class or type(model).__module__.startswith("titanlite.models.")
-    if not own or any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
-        return model, [[n] for n in range(len(blocks))]
     of_kind: dict[str, list[int]] = {}
     for n, block in enumerate(blocks):
         of_kind.setdefault(kind_of(block), []).append(n)
     chosen = sorted(part for numbers in of_kind.values() for part in (numbers[:1], numbers[1:]) if part)
+    if len(chosen) == len(blocks) or any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
+        return model, [[n] for n in range(len(blocks))]
     return _with_blocks(model, [blocks[numbers[0]] for numbers in chosen]), chosen
 
 

@@ -77,7 +77,7 @@ def _problems(
     """As `check_local_sizes`, with the lines of a graph that may have them; of blocks that are alike one may be run."""
     (ranks,) = plan.axes.values()
     file = inspect.getfile(type(model))
-    with _on_a_rank(model, layers, ranks, every_block) as skipped:
+    with on_a_rank(model, layers, ranks, every_block) as skipped:
         try:
             inputs = [torch.empty(tokens, dtype=torch.long, device="meta")]
             local = export(model, inputs, stack_traces=traced is not graph)
@@ -188,10 +188,17 @@ def _problem(file: str, nodes: list[Node], difference: _Difference, ranks: int) 
 
 
 @contextlib.contextmanager
-def _on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int, every_block: bool) -> Iterator[set[str]]:
+def on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int, every_block: bool) -> Iterator[set[str]]:
     """Cut a model's parameters and let its layers take and give a rank's tokens, for a while.
 
-    Gives the names of modules whose graphs are others than in one process by that.
+    Args:
+        model: on the meta device.
+        layers: what its modules do on a rank.
+        ranks: tensor-parallel ones.
+        every_block: not only one of those that are alike, and called alike.
+
+    Returns:
+        The names of modules whose graphs are others than in one process by that.
     """
     parts: dict[nn.Parameter, nn.Parameter] = {}
     skipped = {name for name, layer in layers.items() if layer.gathers or layer.scatters or layer.takes_rows}
@@ -200,7 +207,7 @@ def _on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int, ev
     for n, block in enumerate(() if every_block else model.layers):  # type: ignore[arg-type]
         below = {k.removeprefix(f"layers.{n}."): v for k, v in layers.items() if k.startswith(f"layers.{n}.")}
         forwards[f"layers.{n}"] = alike.once(f"layers.{n}", block.forward, (kind_of(block), repr(below)))
-    with contextlib.ExitStack() as put:
+    with contextlib.ExitStack() as changed:
         for name, layer in layers.items():
             held = model.get_submodule(name)._parameters
             for own, placement in layer.placements.items():
@@ -210,14 +217,14 @@ def _on_a_rank(model: nn.Module, layers: Mapping[str, LayerPlan], ranks: int, ev
                     shape = local_shape(tuple(whole.shape), (placement,), (ranks,))
                     part = nn.Parameter(whole.new_empty(shape), whole.requires_grad)
                     parts |= {whole: part, part: part}  # a module may have two names
-                put.enter_context(_put(held, own, parts[whole]))
+                changed.enter_context(put(held, own, parts[whole]))
         for name, forward in forwards.items():
-            put.enter_context(_put(vars(model.get_submodule(name)), "forward", forward))
+            changed.enter_context(put(vars(model.get_submodule(name)), "forward", forward))
         yield skipped
 
 
 @contextlib.contextmanager
-def _put(into: dict[str, Any], key: str, value: object) -> Iterator[None]:
+def put(into: dict[str, Any], key: str, value: object) -> Iterator[None]:
     """An entry of a dict, for a while."""
     before = {key: into[key]} if key in into else {}
     into[key] = value
