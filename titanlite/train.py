@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m titanlite.train --config llama3_8b.toml --parallelism.tensor_parallel_degree 4
 
 In a checkout `train.py` is the same. Whatever can be wrong with the input is found before torch is imported, so a
-mistake costs a second.
+mistake costs a second; in a model file of one's own, before anything is written or prepared.
 """
 
 import os
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from titanlite.checkpoint.resume import step_to_resume
+from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code, leave
 from titanlite.run_folder import RunFolder
@@ -19,6 +20,7 @@ from titanlite.run_folder import RunFolder
 def main() -> None:
     """Check everything, claim the run's folder, train."""
     run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    check_with_torch(run)
     folder, notices = RunFolder(Path(run.config.job.dump_folder).expanduser() / run.config.job.name), [*run.hints]
     if os.environ.get("RANK", "0") == "0":
         notices += folder.claim(run.config)

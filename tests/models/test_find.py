@@ -14,6 +14,7 @@ from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
 from titanlite.models import gpt2
 from titanlite.models.find import build_model, model_class
+from titanlite.train import main as train_main
 
 BATCH, TP_2 = "--training.local_batch_size", ["--parallelism.tensor_parallel_degree", "2"]
 AUTO = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "0.7"]
@@ -65,6 +66,20 @@ def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
     with (tmp_path / "mine.py").open("a") as file:
         file.write('\nOPERATORS = torch.library.Library("of_my_own", "DEF")\n')
     assert plan([DEBUG, *mine, *TP_2, "--diff", BATCH, "4"]) == 0
+
+
+def test_a_pattern_that_matches_none_of_its_parameters_is_found_by_its_line(
+    mine: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'extends = ["{DEBUG}"]\n[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
+    flags = [*mine, "--job.dump_folder", str(tmp_path / "runs")]
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(config), *flags])
+    for command in (lambda: plan([str(config), *flags, *TP_2]), train_main):
+        with pytest.raises(ConfigError) as refused:
+            command()
+        assert f'{config}: 1 problem\n  line 3  optimizer.weight_decay_exclude = "*nrom.weight"' in str(refused.value)
+    assert not (tmp_path / "runs").exists()  # before a run takes its folder
 
 
 def say(tmp_path: Path, block: str) -> None:

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.columns import columns
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
-from titanlite.commands.planned_run import PlannedRun, check_with_torch, plan_run
+from titanlite.commands.planned_run import PlannedRun, plan_run
 from titanlite.commands.validate import checked_run, file_and_world
 from titanlite.errors import ConfigError, Problem, describe
 

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.check import sequences_per_step
-from titanlite.config.weight_decay import without_decay
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.float8.scope import require_matches
 from titanlite.parallel.activation_bytes import block_prices, layout_of, without_price
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
 
 if TYPE_CHECKING:
@@ -132,33 +130,3 @@ def _repeated(checked: CheckedRun, predicted: Forecast | None) -> tuple[list[set
     else:
         return [again(block) for block in block_prices(sizes, layout, save_list)], ()
     return [], (f"what is communicated again is not listed: {why}",)
-
-
-def check_with_torch(checked: CheckedRun) -> None:
-    """Refuse what `titanlite validate` lets pass because torch would have to be imported: only where something is left.
-
-    Args:
-        checked: the run.
-
-    Raises:
-        TitanliteError: of a model of the user's own, the blocks are others than the recipe's, or a pattern matches no
-            parameter or no layer; or a save-list names an operation that torch has not, or keeps an elementwise one.
-    """
-    config, save_list, layers = checked.config, checked.save_list, None
-    if config.model.file:
-        from titanlite.models.find import build_model
-        from titanlite.models.layers import Linear
-
-        model = build_model(config.model, checked.dimensions, config.training.seq_len)
-        without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()))
-        layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-        if checked.float8 is not None:
-            require_matches(config.float8.filter_fqns, layers)
-    if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
-        from titanlite.parallel.activation_checkpoint import check_names
-
-        if layers is None:
-            layers = layout_of(config, checked.dimensions, checked.float8).block.layers
-        else:
-            layers = tuple(name.removeprefix("layers.0.") for name in layers if name.startswith("layers.0."))
-        check_names(save_list, layers)

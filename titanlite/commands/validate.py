@@ -16,6 +16,7 @@ from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_with_origin
+from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
@@ -35,12 +36,14 @@ class CheckedRun:
 
     Attributes:
         save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
+        origin: the place of each key.
     """
 
     config: Config
     dimensions: ModelRecipe
     save_list: SaveList | None
     float8: Float8Recipe | None
+    origin: Origin
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
 
 
@@ -100,7 +103,8 @@ def checked_run(
         attempt(lambda: _check_save_list(config, dimensions, float8, save_list))
     if wrong or dimensions is None:
         raise ConfigError("\n".join(wrong))
-    return CheckedRun(config, dimensions, save_list, float8, (*hints, *_unaligned_vocabulary(config, dimensions)))
+    hints += _unaligned_vocabulary(config, dimensions)
+    return CheckedRun(config, dimensions, save_list, float8, origin, hints)
 
 
 def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:

@@ -1,0 +1,40 @@
+"""The checks of a run that need torch: of a model file of the user's own, and of single operations in a save-list.
+
+`titanlite plan` and training make them before anything else that takes time; `titanlite validate` cannot.
+"""
+
+from titanlite.commands.validate import CheckedRun
+from titanlite.config.weight_decay import without_decay
+from titanlite.float8.scope import require_matches
+from titanlite.parallel.activation_bytes import layout_of
+from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS
+
+
+def check_with_torch(checked: CheckedRun) -> None:
+    """Refuse what `checked_run` lets pass because torch would have to be imported: only where something is left.
+
+    Args:
+        checked: the run.
+
+    Raises:
+        TitanliteError: of a model of the user's own, the blocks are others than the recipe's, or a pattern matches no
+            parameter or no layer; or a save-list names an operation that torch has not, or keeps an elementwise one.
+    """
+    config, save_list, layers = checked.config, checked.save_list, None
+    if config.model.file:
+        from titanlite.models.find import build_model
+        from titanlite.models.layers import Linear
+
+        model = build_model(config.model, checked.dimensions, config.training.seq_len)
+        without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), checked.origin)
+        layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+        if checked.float8 is not None:
+            require_matches(config.float8.filter_fqns, layers)
+    if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
+        from titanlite.parallel.activation_checkpoint import check_names
+
+        if layers is None:
+            layers = layout_of(config, checked.dimensions, checked.float8).block.layers
+        else:
+            layers = tuple(name.removeprefix("layers.0.") for name in layers if name.startswith("layers.0."))
+        check_names(save_list, layers)
