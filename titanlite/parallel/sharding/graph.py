@@ -82,7 +82,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
         ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
     """
     said = io.StringIO()  # of an exception torch prints the whole graph so far
-    with _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said):
+    with _torch_config(stack_traces), Constants(), contextlib.redirect_stderr(said):
         try:
             program = torch.export.export(model, tuple(inputs), strict=False)
         except Exception as error:
@@ -204,7 +204,7 @@ def _torch_config(stack_traces: bool) -> Iterator[None]:
         logging.disable(disabled)
 
 
-class _Constants(TorchFunctionMode):
+class Constants(TorchFunctionMode):
     """Makes tensors of numbers on the CPU and moves them: on the meta device they would hold nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,6 +30,7 @@ from titanlite.parallel.sharding.check import check
 from titanlite.parallel.sharding.cure import cure
 from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import Graph, export, kind_of, tensor_inputs
+from titanlite.parallel.sharding.local_backwards import check_local_backwards
 from titanlite.parallel.sharding.local_sizes import check_local_sizes, on_a_rank
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, show
 from titanlite.parallel.sharding.repeats import only_repeats
@@ -70,7 +71,14 @@ def plan_tensor_parallel(
         cures = cure(graphs, annotations, lambda graph, changed: _planned(graph, changed, ranks, {}))
         raise ShardingError(f"{error}{cures}") from error
     check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
+    if _is_own(model):
+        check_local_backwards(model, tokens, layers, ranks)
     return plan, layers
+
+
+def _is_own(model: nn.Module) -> bool:
+    """Whether a model is of a user's own file; of those that are shipped tests say what is otherwise seen."""
+    return not type(model).__module__.startswith("titanlite.models.")
 
 
 def _planned(
@@ -129,7 +137,7 @@ def derive_layers(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     fewer, stand_for = stand_ins(model)
-    is_own = not type(model).__module__.startswith("titanlite.models.")
+    is_own = _is_own(model)
     if fewer is not model and not (is_own and not only_repeats(model, fewer, tokens)):
         plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
         planned = _for_all(fewer, plan, layers, stand_for)

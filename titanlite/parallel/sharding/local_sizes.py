@@ -9,7 +9,7 @@ these may differ if the result is the part that is planned.
 No process takes part. Parameters are cut, layers that move tokens give shapes as they will, and of blocks that are
 alike, and called alike, one is run.
 
-Not seen is what an `autograd.Function` of a user's own does in backward, of which no plan is made either.
+What an `autograd.Function` of a user's own does in backward is in no graph: `local_backwards.py` runs it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, local_s
 _SIZES = {"size", "shape", "sizes"}
 """Arguments that say nothing but the shape of an operator's result."""
 
-_FIX = (
+FIX = (
     "take sizes from the model's dimensions, as self.width = sizes.ffn_dim in __init__, not from a tensor's shape or "
     "len(); or tensor_parallel_degree = 1"
 )
@@ -84,7 +84,7 @@ def _problems(
         except ShardingError as error:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             want = f"code that runs on the part of each tensor that one of {ranks} ranks has, as it does on the whole"
-            return [mistake(cause, file, want, _FIX)]
+            return [mistake(cause, file, want, FIX)]
     one, here, lines = (_Operators(g, skipped) for g in (graph, local, traced))
     problems: dict[object, Problem] = {}
     for node, own, line in zip_longest(one.compared, here.compared, lines.compared):
@@ -105,7 +105,7 @@ def _problems(
         for name, read in one.read.items():
             if not read <= here.read[name]:
                 want = "the tensors that it is called with in one process"
-                problems[name] = Problem(name, f"called with other tensors on one of {ranks} ranks", want, _FIX)
+                problems[name] = Problem(name, f"called with other tensors on one of {ranks} ranks", want, FIX)
     return list(problems.values())
 
 
@@ -184,7 +184,7 @@ def _problem(file: str, nodes: list[Node], difference: _Difference, ranks: int) 
     where = re.sub(r"\b\d+\b", "*", (modules_of(node) or ["the model"])[-1])
     where, number = (f"{where}: {line.code}", line.number) if line else (where, None)
     saw, want = f"{difference.here} on one of {ranks} ranks", f"{difference.one}, as in one process"
-    return Problem(where, saw, want, _FIX, number)
+    return Problem(where, saw, want, FIX, number)
 
 
 @contextlib.contextmanager
