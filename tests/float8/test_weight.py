@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.needs import slow
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
@@ -145,7 +146,7 @@ def differences(
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one process", "HSDP 2 × 2", *slow("FSDP 2")])
 def test_every_layout_trains_with_the_weights_of_one_process(layout: str, tmp_path) -> None:
     world, replicas = LAYOUTS[layout]
     truths = {name: alone(recipes.load("float8", name), world) for name in ("tensorwise", "rowwise")}

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
-from tests.needs import DOUBLE_ATTENTION
+from tests.needs import DOUBLE_ATTENTION, slow
 from tests.parallel.collective_graphs import around_the_pass, c10d, gather, group, scatter, tensor, traced
 from tests.parallel.dtensor_llama import Block, parallel, recomputed
 from tests.ranks import run_ranks
@@ -80,8 +80,8 @@ def check(model: nn.Module, batch: int, dtype: torch.dtype, collectives: int) ->
 
 @pytest.mark.parametrize(
     ("bias", "dtype", "batches"),
-    [(False, torch.float32, (2,)), (True, torch.bfloat16, (1, 2, 3))],
-    ids=["plain-float32", "bias-bfloat16"],
+    [(True, torch.bfloat16, (1, 2, 3)), *slow((False, torch.float32, (2,)))],
+    ids=["bias-bfloat16", "plain-float32"],
 )
 def test_block_of_dtensors(bias, dtype, batches, tmp_path):
     def body() -> None:
@@ -92,7 +92,7 @@ def test_block_of_dtensors(bias, dtype, batches, tmp_path):
 
 
 # Backward gathers for wq, wk and wv and for w1 and w3 again, and if it does not keep what was reduced, wo's too.
-@pytest.mark.parametrize(("per_op", "collectives"), [(False, 8 + 3), (True, 8 + 2)], ids=["full", "per-op"])
+@pytest.mark.parametrize(("per_op", "collectives"), [(True, 8 + 2), *slow((False, 8 + 3))], ids=["per-op", "full"])
 def test_recomputed_block(per_op, collectives, tmp_path):
     def body() -> None:
         # torch 2.13 on a CPU mixes up what a graph with DTensors keeps for backward if it recomputes an operation that
@@ -122,6 +122,7 @@ def test_a_weight_of_which_the_last_rank_has_nothing(tmp_path):
 
 
 @DOUBLE_ATTENTION
+@pytest.mark.slow
 def test_training_with_inductor(tmp_path):
     def losses(model: nn.Module, run: Callable) -> list[float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.needs import slow
 from tests.ranks import run_ranks
 from tests.training.short_run import DEBUG, assemble, batches_of, checked
 from titanlite.commands.planned_run import plan_run
@@ -99,16 +100,18 @@ def reshard(when: str) -> tuple[str, ...]:
     ("world", "flags"),
     [
         (2, ()),
-        (2, (*reshard("always"), *BF16)),
-        (2, in_float8("rowwise")),
         (2, (*in_float8("tensorwise"), *reshard("always"))),
-        (2, (*HSDP, "--training.global_batch_size", "4")),
         (4, (*HSDP, *in_float8("tensorwise"))),
-        (2, (*TP, *BF16, *keeping("full"))),
         (2, (*TP, *in_float8("rowwise"), *keeping("full"))),
-        (2, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("full"))),
-        (2, (*TP, *ASYNC, *in_float8("tensorwise"), *keeping("matmuls"))),
         (4, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("balanced_tight"))),
+        *slow(
+            (2, (*reshard("always"), *BF16)),
+            (2, in_float8("rowwise")),
+            (2, (*HSDP, "--training.global_batch_size", "4")),
+            (2, (*TP, *BF16, *keeping("full"))),
+            (2, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("full"))),
+            (2, (*TP, *ASYNC, *in_float8("tensorwise"), *keeping("matmuls"))),
+        ),
         (2, ("--model.name", "gemma3", *TP, *reshard("always"), *keeping("full"))),
     ],
     ids=lambda value: " ".join(flag.rpartition(".")[2] for flag in value) if isinstance(value, tuple) else str(value),

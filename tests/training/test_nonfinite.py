@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.needs import slow
 from tests.training.launched import Desk, Ended
 from titanlite.training import loop
 from titanlite.training.build import Run
@@ -69,7 +70,7 @@ def faulty(
     return plant
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("kind", ["gradient", *slow("loss")])
 def test_stop_ends_all_ranks_and_publishes_nothing(desk: Desk, undisturbed: Ended, kind: str) -> None:
     flags = ["--checkpoint.interval=2"]
     run = desk.run(f"stop {kind}", 2, *flags, plant=faulty(kind, range(4, 5)), ends=2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.needs import slow
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, train
 from titanlite.float8.weight import local_data
@@ -36,7 +37,7 @@ class ReducedDtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["one process", "HSDP 2 × 2", "FSDP 2 × TP 2", *slow("FSDP 2", "TP 2")])
 def test_dtypes(layout, tmp_path):
     world, flags = LAYOUTS[layout]
     asked = checked(tmp_path, world, [*BF16, *flags])
