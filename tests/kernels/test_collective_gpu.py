@@ -15,6 +15,7 @@ def test_on_gpus(world):
     assert not failed, "\n".join(map(str, failed))
 
 
+@pytest.mark.slow
 def test_over_gloo():
     results = run(2, "cpu", only="out of step", timeout_s=60)
     names = ["operators out of step all-2", "network out of step all-2"]

@@ -279,7 +279,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("save_list", [*QUICK, *slow(*(name for name in COMPILED if name not in QUICK))])
+@pytest.mark.parametrize("save_list", ["none", "balanced", *slow("full", "matmuls", "two matmuls")])
 def test_compiled_block(save_list, tmp_path):
     case = COMPILED[save_list]._replace(save_list=SAVE_LISTS[save_list], backend=BACKEND)
     # The compiler sees that backward does not need what w2 returns.
@@ -294,6 +294,7 @@ def test_compiled_block(save_list, tmp_path):
     run_ranks(body, tmp_path, timeout_s=120)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="the compiler's CPU back end needs g++")
 def test_block_compiled_to_machine_code(tmp_path):
     case = Case(dtype=torch.bfloat16, save_list=SAVE_LISTS["attention"], backend="inductor")
