@@ -14,5 +14,4 @@ outputs=$PWD/outputs/demo-$(date +%Y%m%d-%H%M%S) # each start is a run of its ow
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     train.py --config configs/debug.toml "$@" --job.dump_folder "$outputs"
 
-titanlite=(-c 'import sys; from titanlite.commands import main; sys.exit(main())') # installed or not
-"$python" "${titanlite[@]}" compare "$outputs"/* --out "$outputs/loss.png"
+"$python" -m titanlite compare "$outputs"/* --out "$outputs/loss.png"

@@ -103,9 +103,7 @@ def _report(losses: dict[str, float | None], args: argparse.Namespace) -> int:
 
 
 def _titanlite(*arguments: str) -> None:
-    """Run a command of titanlite, which need not be installed."""
-    command = "import sys; from titanlite.commands import main; sys.exit(main())"
-    subprocess.run([sys.executable, "-c", command, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "titanlite", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

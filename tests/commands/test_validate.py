@@ -320,7 +320,7 @@ def test_a_bad_file_is_refused_in_a_moment_and_without_torch(file: str) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [["train.py", "--config"], ["-c", "from titanlite.commands import main; raise SystemExit(main())", "validate"]],
+    [["train.py", "--config"], ["-m", "titanlite", "validate"]],
     ids=["train", "titanlite"],
 )
 def test_a_working_directory_that_was_deleted(program: list[str], file: str, tmp_path: Path) -> None:
