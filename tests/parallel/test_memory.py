@@ -36,7 +36,8 @@ MEASURED = {
     ("8b", 4, "none"): 111.6,
     ("8b", 4, "none", TP, "4"): 60.0,
     ("8b", 4, "none", TP, "2"): 75.3,
-    ("8b", 4, "none", TP, "2", "--float8.recipe", "rowwise", "--parallelism.async_tensor_parallel"): 65.1,
+    ("8b", 4, "none", TP, "2", "--float8.recipe", "rowwise", "--parallelism.async_tensor_parallel"): 65.2,
+    ("8b", 4, "none", TP, "2", "--float8.recipe", "tensorwise", "--parallelism.async_tensor_parallel"): 72.1,
     ("1b", 1, "none"): 45.5,
     ("1b", 1, "full"): 26.7,
     ("1b", 1, "full", "--compile.enable", "false"): 26.7,
@@ -61,7 +62,7 @@ def peak(model: str, world: int, name: str, *flags: str) -> Memory:
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """All are within 0.8 %."""
+    """All are within 1.4 %."""
     assert peak(*case).total / GIB == pytest.approx(MEASURED[case], rel=0.015)
 
 
