@@ -1,6 +1,7 @@
 """The pass on models of DTensors: all collectives of a block are fused, training is the same, strict mode is strict."""
 
 from collections.abc import Callable
+from threading import Thread
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.parallel.dtensor_llama import Block, parallel, recomputed
 from tests.ranks import run_ranks
 from titanlite.errors import StrictError
 from titanlite.kernels.lowering import Lowered, lowered
-from titanlite.parallel.async_tp import Pair, enable
+from titanlite.parallel.async_tp import Pair, check_fused, fuse_collective_matmuls, fusing
 
 
 def local(x: Tensor) -> Tensor:
@@ -143,8 +144,9 @@ def test_training_with_inductor(tmp_path):
     def body() -> None:
         plain = losses(eager := model(), eager)
         report: list[Pair] = []
-        with pytest.raises(StrictError, match="8 of 8 collectives fused") as error, enable(report, strict=True):
-            fused = losses(compiled := model(), torch.compile(compiled, fullgraph=True))
+        fused = losses(compiled := model(), torch.compile(compiled, fullgraph=True, options=fusing(report)))
+        with pytest.raises(StrictError, match="8 of 8 collectives fused") as error:
+            check_fused(report)
         assert "a CPU computes their definitions" in str(error.value)
         assert [pair.fused for pair in report] == [True] * 8, "\n".join(map(str, report))
         assert fused[0] > fused[-1]
@@ -153,17 +155,52 @@ def test_training_with_inductor(tmp_path):
     run_ranks(body, tmp_path, 2, timeout_s=200)
 
 
+def graphs_of_a_linear_layer() -> None:
+    layer, mesh = nn.Sequential(nn.Linear(16, 8, bias=False)).double(), init_device_mesh("cpu", (2,))
+    layer = parallelize_module(layer, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
+    report: list[Pair] = []
+
+    def said() -> list[str]:
+        """Lines of the graphs that were compiled since the last call."""
+        lines = list(map(str, report))
+        report.clear()
+        return lines
+
+    gather, scatter = "fused  all_gather_into_tensor with mm", "fused  reduce_scatter_tensor with mm_2"
+    plain, fused = (torch.compile(layer, options=o, dynamic=False) for o in ({}, fusing(report)))
+    for tokens in (4, 6):
+        x, y = (tensor(tokens, 16).requires_grad_() for _ in range(2))
+        plain(x).square().sum().backward()  # compiled before, and in inductor's cache
+        assert said() == []
+        out = fused(y).square().sum()
+        assert said() == [gather]
+        backward = Thread(target=out.backward)  # as autograd does on GPUs
+        backward.start()
+        backward.join()
+        assert scatter in said()
+        torch.testing.assert_close(y.grad, x.grad, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        fused(tensor(4, 16))
+    assert said() == [gather]
+    again = torch.compile(layer, options=fusing(report), dynamic=False)  # as for the next block of a kind
+    again(tensor(4, 16).requires_grad_())
+    assert said() == []
+
+
+def test_graphs_are_fused_whenever_they_are_compiled(tmp_path):
+    run_ranks(graphs_of_a_linear_layer, tmp_path, 2)
+
+
 def strict_cases() -> None:
     n, x, w = dist.get_world_size(), tensor(6, 16), tensor(16, 12)
     kernel = Lowered("all_gather_matmul", "6×16, 16×12")
 
     def error(f: Callable, *ran: Lowered) -> str:
         """What strict mode says of a compiled function whose operators ran so."""
-        graph = traced(f, x, w).graph
+        lowered.clear()
+        lowered.update(ran)
         try:
-            with enable(strict=True):
-                torch._inductor.config.post_grad_custom_pre_pass(graph)  # type: ignore[misc]
-                lowered.update(ran)
+            check_fused(fuse_collective_matmuls(traced(f, x, w).graph))
         except StrictError as problem:
             return str(problem)
         return ""
@@ -212,20 +249,14 @@ def strict_cases() -> None:
     assert "a pair fused" in alone
     assert "all_gather_into_tensor: relu stands between it and mm" in alone
 
-    with pytest.raises(ZeroDivisionError), enable(strict=True):  # what went wrong inside comes first
-        raise ZeroDivisionError
-
 
 def test_strict(tmp_path):
     run_ranks(strict_cases, tmp_path, 2)
 
 
 def test_a_graph_from_the_cache_was_compiled_by_this_pass():
-    config = torch._inductor.config
-    with enable():
-        assert config.post_grad_custom_pre_pass.uuid()
-    with enable([]):  # a graph from the cache would be missing in the report
-        assert config.post_grad_custom_pre_pass.uuid() is None
-        with pytest.raises(ValueError, match=r"post_grad_custom_pre_pass is .*; want none"), enable():
-            pass
-    assert config.post_grad_custom_pre_pass is None
+    assert fusing()["post_grad_custom_pre_pass"].uuid()
+    recorded = fusing([])
+    assert recorded["post_grad_custom_pre_pass"].uuid() is None  # a graph from the cache would be missing in the report
+    with torch._inductor.config.patch(recorded), pytest.raises(ValueError, match=r"_pre_pass is .*; want none"):
+        fusing()

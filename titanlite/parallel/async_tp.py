@@ -11,22 +11,23 @@ transposes a graph has, up to each matmul, and from there it is known which oper
 dim. What else reads the gathered tensor reads the operator's first result. Results keep shape, dtype and strides.
 
 Nothing is missed in silence: each collective is in the returned table, with the reason if it was left alone. "Fused"
-says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`, and `strict`
-looks at both.
+says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`, and
+`check_fused` looks at both.
 
     report: list[Pair] = []
-    with enable(report, strict=True):  # around the first step: graphs are compiled when they are first needed
-        torch.compile(model)(x).sum().backward()
+    model = torch.compile(model, options=fusing(report))
+    model(x).sum().backward()  # graphs are compiled when they are first needed
+    check_fused(report)
     print(*report, sep="\n")
+
+The pass is an option of the compiled model, not a setting of the process: graphs are compiled as long as shapes and
+modes are new, and those of backward, on GPUs, by a thread of autograd's, which in torch 2.13 has settings of its own.
 
 Reading order: this file, `fuse_gather.py`, `gathered.py`, `fuse_scatter.py`; below them `movement.py`, `rewriting.py`.
 """
 
-import contextlib
 import logging
-from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
@@ -35,7 +36,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from titanlite.errors import Problem, StrictError, describe
-from titanlite.kernels.lowering import Lowered, lowered
+from titanlite.kernels.lowering import lowered
 from titanlite.parallel import fuse_gather, fuse_scatter, gathered, movement, rewriting
 from titanlite.parallel.fuse_scatter import REDUCE_SCATTER
 from titanlite.parallel.gathered import ALL_GATHER
@@ -114,51 +115,55 @@ def _is_collective(node: Node) -> bool:
     )
 
 
-@contextlib.contextmanager
-def enable(report: list[Pair] | None = None, strict: bool = False) -> Iterator[None]:
-    """Have inductor run the pass on every graph that it compiles.
+def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
+    """Options of `torch.compile` with which the pass runs on every graph of a model, whenever that is compiled.
+
+    Models that are compiled with one report are compiled alike: blocks of one kind share their graphs.
 
     Args:
         report: receives the pairs of each graph. A graph from inductor's cache passes nothing, so with a report that
             cache is not used. With or without one, misses are logged by this module: at level WARNING, or INFO where
             they are `declared`.
-        strict: hold the first step, forward and backward, against what was asked for: every pair fused, by a kernel.
-            Needs a report, and makes one where none is given.
+
+    Returns:
+        The options; others may stand beside them.
 
     Raises:
         ValueError: inductor has another pass in this place.
-        StrictError: at the end, if `strict`: a pair that is missed and not `declared`, an operator without its kernel,
-            or none fused; with the reasons.
     """
-    config = torch._inductor.config
-    if config.post_grad_custom_pre_pass is not None:
+    other = torch._inductor.config.post_grad_custom_pre_pass
+    if other is not None:
         raise ValueError(
-            f"async_tp.enable: inductor's post_grad_custom_pre_pass is {config.post_grad_custom_pre_pass!r}; want "
-            "none. Call fuse_collective_matmuls(graph) from that pass"
+            f"async_tp.fusing: inductor's post_grad_custom_pre_pass is {other!r}; want none. Call "
+            "fuse_collective_matmuls(graph) from that pass"
         )
-    if strict and report is None:
-        report = []
-    before = lowered.copy()
-    with config.patch(post_grad_custom_pre_pass=_Pass(report)):  # the graph as AOTAutograd leaves it
-        yield
-    if strict and report is not None:
-        _enforce(report, lowered - before)
+    return {"post_grad_custom_pre_pass": _Pass(report)}  # it gets the graph as AOTAutograd leaves it
 
 
-def _enforce(report: list[Pair], ran: Counter[Lowered]) -> None:
-    """Raise StrictError unless all pairs were fused, and all operators ran as kernels."""
+def check_fused(report: list[Pair]) -> None:
+    """Hold what was compiled until now against what was asked for: every pair fused, by a kernel.
+
+    To be called after the first step, forward and backward, and again after one that compiled for new shapes.
+
+    Args:
+        report: the one that `fusing` was given.
+
+    Raises:
+        StrictError: a pair that is missed and not `declared`, an operator without its kernel, or none fused; with the
+            reasons.
+    """
     n_fused, want = sum(pair.fused for pair in report), "every pair fused"
     cases = [(pair.collective, pair.reason) for pair in report if not (pair.fused or pair.declared)]
-    cases += [(f"{op} {shapes}", reason) for op, shapes, reason, declared in ran if reason and not declared]
+    cases += [(f"{op} {shapes}", reason) for op, shapes, reason, declared in lowered if reason and not declared]
     if not n_fused:
         want = "a pair fused"
         cases = [(pair.collective, pair.reason) for pair in report] or [("no collective", "in what was compiled")]
-    elif not ran:
+    elif not lowered:
         cases.append(("no operator", "has run on a GPU; a CPU computes their definitions"))
     if cases:
         lines = "".join(f"\n          {what}: {why}" for what, why in cases)
-        fix = "change what stands in the way; strict=False runs with what was fused"
-        problem = Problem("async_tp.enable(strict)", f"{n_fused} of {len(report)} collectives fused", want + lines, fix)
+        fix = "change what stands in the way; without check_fused the model runs with what was fused"
+        problem = Problem("async_tp.check_fused", f"{n_fused} of {len(report)} collectives fused", want + lines, fix)
         raise StrictError(describe("not all that was asked for was applied", [problem]))
 
 
@@ -167,6 +172,13 @@ class _Pass(CustomGraphPass):
 
     def __init__(self, report: list[Pair] | None) -> None:
         self._report = report
+
+    def __eq__(self, other: object) -> bool:
+        """Blocks that are compiled one by one would otherwise not share a graph, and run out of recompilations."""
+        return isinstance(other, _Pass) and self._report is other._report
+
+    def __hash__(self) -> int:
+        return id(self._report)
 
     def __call__(self, graph: Graph) -> None:
         pairs = fuse_collective_matmuls(graph)
