@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.fx import GraphModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
@@ -100,6 +106,35 @@ def test_recomputed_block(per_op, collectives, tmp_path):
         # could have drawn random numbers, such as attention in one kernel.
         with sdpa_kernel(SDPBackend.MATH):
             check(recomputed(block(True, torch.bfloat16), per_op), 2, torch.bfloat16, collectives)
+
+    run_ranks(body, tmp_path, 2)
+
+
+class Gated(nn.Module):
+    """Four layers that share an input, whose gradient is the sum of four products, of a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ins = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(4))
+        self.out = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = (w(x[0]) for w in self.ins)
+        return self.out(a * b + c * d)[None]
+
+
+def test_sum_of_four_products_for_a_batch_of_one(tmp_path):
+    def body() -> None:
+        torch.manual_seed(0)
+        whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan: dict[str, Any] = {"0": whole, "0.out": RowwiseParallel(output_layouts=Shard(0))}
+        plan |= {f"0.ins.{i}": ColwiseParallel() for i in range(4)}
+        mesh = init_device_mesh("cpu", (2,))
+        model = parallelize_module(nn.Sequential(Gated()).double(), mesh, plan)
+        (truth, got), report = runs_of(model, 1, 4, torch.float64)
+        assert [pair.fused for pair in report] == [True] * 4, "\n".join(map(str, report))
+        for g, t in zip(got, truth, strict=True):
+            torch.testing.assert_close(g, t, rtol=1e-12, atol=1e-12)
 
     run_ranks(body, tmp_path, 2)
 
@@ -218,6 +253,8 @@ def strict_cases() -> None:
     assert error(lambda x, w: (product(x, w), c10d.wait_tensor(c10d.all_reduce(x, "sum", group()))), kernel) == ""
     assert error(lambda x, w: (product(x, w), gather_of(1)(x, w)), kernel) == ""
     assert error(lambda x, w: scatter(gather(x) @ w), kernel) == ""  # one matmul between two
+    # A gathered tensor that says which rows of another to take.
+    assert error(lambda x, w: (product(x, w), x[gather(torch.arange(6))] @ w), kernel) == ""
     # A pair that is missed.
     both = error(lambda x, w: (product(x, w), gather(x)[: 6 * n - 1] @ w), kernel)
     assert "1 of 2 collectives fused" in both
@@ -233,7 +270,8 @@ def strict_cases() -> None:
         "constant_pad_nd": lambda x, w: scatter(pad((x @ w)[: 6 - n], (0, 0, 0, n))),
         "cat": lambda x, w: scatter(torch.cat([(y := (x @ w).split(4))[0], pad(y[1], (0, 0, 0, 2))])),
         "mul": lambda x, w: torch.cat((gather(x) * 2).split(5)) @ w,
-        "select": lambda x, w: gather(x.view(1, 6, 16), 1)[0] @ w,
+        "index": lambda x, w: gather(x)[torch.arange(4)] @ w,
+        "select_scatter": lambda x, w: scatter(torch.select_scatter(x.new_zeros(2 * n, 6, 12), x @ w, 0, 1)),
     }.items():
         missed = error(lambda x, w, f=between: (product(x, w), f(x, w)), kernel)
         assert f"{stands} stands between it and mm_1" in missed

@@ -76,6 +76,7 @@ def gather_cases() -> None:
               tensor(batch, 6 * n, N))  # fmt: skip
         check(lambda x, w: (y := gather(x, 1), y @ w, y[:, 1:] * 2, y[:, :, ::2].sum())[1:], x, w)
     x = tensor(6, K)
+    check(lambda x, w: gather(x, 1)[0] @ w, x[None], w)
     check(lambda x, w: (y := gather(x), y @ w, y[1:] * 2)[1:], x, w)
     check(lambda x, go: go @ gather(x), x, tensor(N, 6 * n))
     check(lambda x, go: go.t() @ gather(x), x, tensor(6 * n, N))
@@ -100,6 +101,7 @@ def gather_cases() -> None:
     missed(lambda x, w: (y := gather(x)) @ (w + y.sum()), x, w, reason="depends on the gathered tensor")
     missed(lambda x, w: torch.addmm((y := gather(x)).sum(0)[:N], y, w), x, w, reason="depends on the gathered tensor")
     missed(lambda x, w: gather(x)[: 6 * n - 1] @ w, x, w, reason="a part of the gathered tensor")
+    missed(lambda x, w: gather(x, 1)[:, 0] @ w, tensor(2, 6, K), w, reason="a part of the gathered tensor")
     missed(lambda x, w, b: torch.addmm(b, gather(x), w, alpha=2.0), x, w, bias, reason="scales its terms")
     missed(lambda x, w, b: torch.addmm(b, gather(x), w), x, w, tensor(6 * n, N), reason="no bias")
     check(lambda x, go: go @ gather(x, 1).flatten(1), tensor(2, 3, 4), tensor(N, 2))
@@ -141,7 +143,13 @@ def scatter_cases() -> None:
         # The product is a matrix by birth, and gets its dims afterwards.
         check(lambda x, w, s=(batch, 2 * n, 4 * n): scatter((x @ w).view(s), 1), x.flatten(0, 1), w)
         check(lambda x, w, s=(batch, 2 * n, 4 * n): scatter((x @ w).view(s).transpose(0, 1)), x.flatten(0, 1), w)
+        # More products than the kernels sum: the narrow ones are put side by side.
+        check(lambda x, y, w, v: scatter((x @ w + y @ v) + (y @ w + x @ v), 1), x, y, w, v, matmuls=4)
+        check(lambda x, y, w, v, b: scatter(x @ w + y[..., :6] @ v[:6] + x[..., 3:] @ w[3:] + b, 1), x, y, w, v, bias,
+              matmuls=3)  # fmt: skip
     x = tensor(2 * n, K)
+    check(lambda x, w: scatter((x @ w)[0]), x[None], w)
+    check(lambda x, w: scatter(torch.select_scatter(x.new_zeros(1, 2 * n, 4 * n), x @ w, 0, 0), 1), x, w)
     check(lambda x, w: scatter((x @ w).t()), x, w)
     check(lambda x, w: scatter(x @ w + x @ w), x, w, matmuls=2)
     check(lambda x, w: scatter((y := x @ w) + y), x, w, matmuls=2)
@@ -169,7 +177,6 @@ def scatter_cases() -> None:
         w,
         reason="do not lie alike",
     )
-    missed(lambda x, w, v: scatter(x @ w + x @ v + x @ w + x @ v), x, w, v, reason="a sum of 4 products")
     missed(lambda x, w: scatter(torch.bmm(x, w)), tensor(n, 3, K), tensor(n, K, N), reason="batches of matrices")
     missed(
         lambda x, w: scatter(F.pad(x @ w, (0, 0, 0, 1))),
@@ -233,6 +240,8 @@ def float8_cases() -> None:
             check8(lambda x, w, a, b, d=dim: scatter(mm(x, w, a, b), d), x, w8, one, two)
             check8(lambda x, w, a, b, d=dim: scatter(mm(x, w, a, b), d), x, w8, rows, columns)
         check8(lambda x, w, a, b: scatter(mm(x, w, a, b) + mm(x, w, b, a), 1), x, w8, one, two, matmuls=2)
+        check8(lambda x, w, a, b: scatter((mm(x, w, a, b) + mm(x, w, b, a)) + (mm(x, w, a, a) + mm(x, w, b, b)), 1),
+               x, w8, one, two, fused=False, reason="a sum of 4 scaled products")  # fmt: skip
         check8(lambda x, w, a, b, c: scatter(mm(x, w, a, b, bias=c), 1), x, w8, one, two, f32(4 * n), fused=False,
                reason="no bias in the product's dtype")  # fmt: skip
     # The gathered operand on the right: go @ G, and x @ G.t() with scales by row of G.

@@ -22,7 +22,7 @@ def indices(layout: Layout) -> list[int]:
 def moved(x: Tensor, choose: random.Random) -> Tensor:
     """Some random movement."""
     dim = choose.randrange(x.ndim)
-    match choose.randrange(9):
+    match choose.randrange(11):
         case 0:
             return x.permute(choose.sample(range(x.ndim), x.ndim))
         case 1:
@@ -42,6 +42,10 @@ def moved(x: Tensor, choose: random.Random) -> Tensor:
             return x.unsqueeze(dim).contiguous()
         case 8 if x.ndim > 1:
             return x.flatten(dim - 1, dim) if dim else x.squeeze()
+        case 9:
+            return x.select(dim, choose.randrange(x.shape[dim]) - x.shape[dim])
+        case 10:
+            return torch.select_scatter(x.new_zeros(x.unsqueeze(dim).shape), x, dim, 0)
     return x
 
 

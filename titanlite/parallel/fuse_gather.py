@@ -7,7 +7,6 @@ does.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ from titanlite.parallel.rewriting import (
     collective_of,
     could_be_passed,
     descendants,
+    first_matmul,
     is_matmul,
     matmul_of,
     name_of,
@@ -76,7 +76,7 @@ def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
     moved, uses = _readers(node)
     matmuls = dict.fromkeys(user for _, user in uses if is_matmul(user))
     if not matmuls:
-        raise _no_matmul([user for _, user in uses])
+        raise _no_matmul(uses)
     check_ranks(collective)
     dependent = descendants(node)
     groups: dict[Gathered, list[Product]] = defaultdict(list)
@@ -204,34 +204,26 @@ def _is_row_major(value: torch.Tensor) -> bool:
     return value.stride() == tuple(math.prod(value.shape[i + 1 :]) for i in range(value.ndim))
 
 
-def _no_matmul(users: list[Node]) -> MissedError:
+def _no_matmul(uses: list[tuple[Node, Node]]) -> MissedError:
     """Why no matmul reads the gathered tensor. That is as it should be unless one is near."""
-    for user in users:
-        if (near := _reached(user, could_be_passed)) is not None:
+    users = [user for _, user in uses]
+    for node, user in uses:
+        if user in _elements_to(node) and (near := first_matmul(user, could_be_passed, _elements_to)):
             return MissedError(f"{name_of(user)} stands between it and {near.name}")
     for user in users:
         if user.target in (aten.bmm.default, aten.baddbmm.default):
             return UnpairedError(f"{user.name} multiplies batches of matrices (bmm), for which there is no operator")
     for user in users:
-        if (far := _reached(user, lambda n: _is_pointwise(n) or bool(sources(n)))) is not None:
+        if (far := first_matmul(user, lambda n: _is_pointwise(n) or bool(sources(n)), _elements_to)) is not None:
             return UnpairedError(f"{name_of(user)} stands between it and {far.name}")
     names = ", ".join(dict.fromkeys(map(name_of, users)))
     return UnpairedError(f"no matmul reads it, but {names}" if names else "nothing reads it")
 
 
+def _elements_to(node: Node) -> list[Node]:
+    """Who reads a node, but for those to whom it says which elements of another tensor to take."""
+    return [user for user in node.users if user.target != aten.index.Tensor or user.args[0] is node]
+
+
 def _is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _reached(start: Node, passes: Callable[[Node], bool]) -> Node | None:
-    """The first matmul behind a node, with such nodes alone before it."""
-    found, left = {start}, [start]
-    while left:
-        last = left.pop()
-        if is_matmul(last):
-            return last
-        if passes(last):
-            fresh = [n for n in last.users if n not in found]
-            found.update(fresh)
-            left += fresh
-    return None

@@ -25,6 +25,7 @@ from titanlite.parallel.rewriting import (
     check_ranks,
     collective_of,
     could_be_passed,
+    first_matmul,
     is_matmul,
     matmul_of,
     name_of,
@@ -34,7 +35,7 @@ aten = torch.ops.aten
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 MOST_PRODUCTS = 3
-"""In one sum: what the kernels take."""
+"""In one sum: what the kernels take. More are put side by side, unless each has a scale of its own."""
 
 
 class Sum(NamedTuple):
@@ -117,10 +118,8 @@ def _no_matmul(source: Node) -> MissedError:
         return UnpairedError(f"{source.name} multiplies batches of matrices (bmm), for which there is no operator")
     if source.op == "placeholder":
         return UnpairedError(f"it reduces an input of the graph, {source.name}")
-    near = source
-    while could_be_passed(near) and near.all_input_nodes:
-        near = near.all_input_nodes[0]
-    if is_matmul(near):
+    near = first_matmul(source, could_be_passed, lambda n: n.all_input_nodes)
+    if near is not None:
         return MissedError(f"{name_of(source)} stands between it and {near.name}")
     return UnpairedError(f"{name_of(source)} stands between it and a matmul, or there is none")
 
@@ -132,9 +131,8 @@ def _check(total: Sum, node: Node) -> None:
         for user in each.users:
             if user not in inside:
                 raise MissedError(f"{each.name} is read by {user.name} as well")
-    n = len(total.matmuls) + bool(total.biases)
-    if n > MOST_PRODUCTS:
-        raise MissedError(f"a sum of {n} products; the operator takes {MOST_PRODUCTS}")
+    if total.matmuls[0].is_scaled and len(total.matmuls) > MOST_PRODUCTS:
+        raise MissedError(f"a sum of {len(total.matmuls)} scaled products; the operator takes {MOST_PRODUCTS}")
     first = total.matmuls[0]
     shape, dtype = first.node.meta["val"].shape, first.left.meta["val"].dtype
     for m in total.matmuls:
@@ -171,6 +169,11 @@ def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total
         if total.biases:
             left, right = _bias_product(rewriting, total.biases, shape, first.left.meta["val"])
             lefts, rights = [*lefts, left], [*rights, right]
+        if len(lefts) > MOST_PRODUCTS:  # the narrowest side by side as one, which copies the least
+            by_width = sorted(zip(lefts, rights, strict=True), key=lambda pair: -pair[0].meta["val"].shape[-1])
+            lefts, rights = (list(factors) for factors in zip(*by_width, strict=True))
+            lefts[MOST_PRODUCTS - 1 :] = [rewriting.call(aten.cat.default, lefts[MOST_PRODUCTS - 1 :], -1)]
+            rights[MOST_PRODUCTS - 1 :] = [rewriting.call(aten.cat.default, rights[MOST_PRODUCTS - 1 :])]
         left_scales, right_scales = [], []
         for m in total.matmuls:
             if m.left_scale is not None and m.right_scale is not None:

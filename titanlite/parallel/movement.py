@@ -36,6 +36,7 @@ RESHAPES = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
     aten.expand.default,
+    aten.select_scatter.default,  # into the only place of its dim, as the gradient of x[0] for a batch of one
 }
 COPIES = {
     aten.clone.default,
@@ -249,7 +250,7 @@ class Movements:
         source, layout = before[0]
         target, shape = node.target, list(node.meta["val"].shape)
         given = arguments(node.args[0] if target is operator.getitem else node)  # type: ignore[arg-type]
-        dim = given["dim"] % len(shape) if isinstance(given.get("dim"), int) and shape else 0
+        dim = given["dim"] % len(layout.dims) if isinstance(given.get("dim"), int) and layout.dims else 0
         out: Layout | None = None
         if target in COPIES:
             out = layout
@@ -260,6 +261,9 @@ class Movements:
         elif target is aten.slice.Tensor:
             start, whole = given["start"] or 0, length(layout.dims[dim])
             out = narrowed(layout, dim, min(start + whole if start < 0 else start, whole), shape[dim])
+        elif target is aten.select.int:
+            one = narrowed(layout, dim, given["index"] % length(layout.dims[dim]), 1)
+            out = one and Layout((*one.dims[:dim], *one.dims[dim + 1 :]), one.offset)
         elif target is operator.getitem:  # of a split
             split, index = node.args
             lengths = [v.shape[dim] for v in split.meta["val"]]  # type: ignore[union-attr]
@@ -285,18 +289,21 @@ def sources(node: Node) -> list[Node]:
         inputs = list(args[0])
     elif target is aten.slice.Tensor and arguments(node)["step"] != 1:
         inputs = []
+    elif target is aten.select_scatter.default:
+        inputs = [args[1]]
     elif target in RESHAPES or target in COPIES or target in _TURNS:
         inputs = [args[0]]
     if not all(is_static(n) for n in [node, *inputs]):
         return []
-    if target is aten.expand.default and node.meta["val"].numel() != inputs[0].meta["val"].numel():
+    may_grow = target in (aten.expand.default, aten.select_scatter.default)
+    if may_grow and node.meta["val"].numel() != inputs[0].meta["val"].numel():
         return []
     if inputs and node.meta["val"].dtype.itemsize != inputs[0].meta["val"].dtype.itemsize:
         return []
     return inputs
 
 
-_TURNS = {aten.slice.Tensor, aten.permute.default, aten.t.default, aten.transpose.int}
+_TURNS = {aten.slice.Tensor, aten.select.int, aten.permute.default, aten.t.default, aten.transpose.int}
 
 
 def path(node: Node, source: Node) -> Iterator[Node]:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +28,11 @@ MOST_RANKS = 8
 _NO_ARITHMETIC = {
     aten._to_copy.default,
     torch.ops.prims.convert_element_type.default,
-    aten.select.int,
     aten.constant_pad_nd.default,
+    aten.index.Tensor,
+    aten.as_strided.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
 }
 _FACTORS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
@@ -245,6 +248,20 @@ class Rewriting:
     def is_erased(self, node: Node) -> bool:
         """Whether the node is gone."""
         return node in self._erased
+
+
+def first_matmul(start: Node, passes: Callable[[Node], bool], onwards: Callable[[Node], Iterable[Node]]) -> Node | None:
+    """The first matmul from a node on, with nothing but such nodes before it; `onwards` gives a node's next ones."""
+    found, left = {start}, [start]
+    while left:
+        last = left.pop()
+        if is_matmul(last):
+            return last
+        if passes(last):
+            fresh = [n for n in onwards(last) if n not in found]
+            found.update(fresh)
+            left += fresh
+    return None
 
 
 def descendants(node: Node) -> set[Node]:
