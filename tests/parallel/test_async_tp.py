@@ -190,9 +190,18 @@ def test_training_with_inductor(tmp_path):
     run_ranks(body, tmp_path, 2, timeout_s=200)
 
 
-def graphs_of_a_linear_layer() -> None:
-    layer, mesh = nn.Sequential(nn.Linear(16, 8, bias=False)).double(), init_device_mesh("cpu", (2,))
-    layer = parallelize_module(layer, mesh, {"0": ColwiseParallel(input_layouts=Shard(0))})
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w(x)
+
+
+def graphs_of_two_layers() -> None:
+    plan, mesh = {"w": ColwiseParallel(input_layouts=Shard(0))}, init_device_mesh("cpu", (2,))
+    layer, next_layer = (parallelize_module(Layer().double(), mesh, plan) for _ in range(2))
     report: list[Pair] = []
 
     def said() -> list[str]:
@@ -217,13 +226,13 @@ def graphs_of_a_linear_layer() -> None:
     with torch.no_grad():
         fused(tensor(4, 16))
     assert said() == [gather]
-    again = torch.compile(layer, options=fusing(report), dynamic=False)  # as for the next block of a kind
-    again(tensor(4, 16).requires_grad_())
+    # As other layers of a model do, the next has the graphs of the first.
+    torch.compile(next_layer, options=fusing(report), dynamic=False)(tensor(4, 16).requires_grad_())
     assert said() == []
 
 
 def test_graphs_are_fused_whenever_they_are_compiled(tmp_path):
-    run_ranks(graphs_of_a_linear_layer, tmp_path, 2)
+    run_ranks(graphs_of_two_layers, tmp_path, 2)
 
 
 def strict_cases() -> None:
@@ -264,15 +273,15 @@ def strict_cases() -> None:
     )
     read_twice = error(lambda x, w: (scatter(y := x @ w), y * 2), kernel)
     assert "reduce_scatter_tensor: mm is read by mul as well" in read_twice
-    for stands, between in {
-        "convert_element_type": lambda x, w: gather(x).half() @ w.half(),
-        "div": lambda x, w: scatter((x @ w) / n),
-        "constant_pad_nd": lambda x, w: scatter(pad((x @ w)[: 6 - n], (0, 0, 0, n))),
-        "cat": lambda x, w: scatter(torch.cat([(y := (x @ w).split(4))[0], pad(y[1], (0, 0, 0, 2))])),
-        "mul": lambda x, w: torch.cat((gather(x) * 2).split(5)) @ w,
-        "index": lambda x, w: gather(x)[torch.arange(4)] @ w,
-        "select_scatter": lambda x, w: scatter(torch.select_scatter(x.new_zeros(2 * n, 6, 12), x @ w, 0, 1)),
-    }.items():
+    for stands, between in (
+        ("convert_element_type", lambda x, w: gather(x).half() @ w.half()),
+        ("div", lambda x, w: scatter((x @ w) / n)),
+        ("constant_pad_nd", lambda x, w: scatter(pad((x @ w)[: 6 - n], (0, 0, 0, n)))),
+        ("constant_pad_nd", lambda x, w: scatter(torch.cat([(y := (x @ w).split(4))[0], pad(y[1], (0, 0, 0, 2))]))),
+        ("mul", lambda x, w: torch.cat((gather(x) * 2).split(5)) @ w),
+        ("index", lambda x, w: gather(x)[torch.arange(4)] @ w),
+        ("select_scatter", lambda x, w: scatter(torch.select_scatter(x.new_zeros(2 * n, 6, 12), x @ w, 0, 1))),
+    ):
         missed = error(lambda x, w, f=between: (product(x, w), f(x, w)), kernel)
         assert f"{stands} stands between it and mm_1" in missed
     # An operator without its kernel.

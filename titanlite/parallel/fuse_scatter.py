@@ -120,7 +120,8 @@ def _no_matmul(source: Node) -> MissedError:
         return UnpairedError(f"it reduces an input of the graph, {source.name}")
     near = first_matmul(source, could_be_passed, lambda n: n.all_input_nodes)
     if near is not None:
-        return MissedError(f"{name_of(source)} stands between it and {near.name}")
+        padding = (n for n in source.all_input_nodes if n.target == aten.constant_pad_nd.default)
+        return MissedError(f"{name_of(next(padding, source))} stands between it and {near.name}")
     return UnpairedError(f"{name_of(source)} stands between it and a matmul, or there is none")
 
 
