@@ -247,6 +247,16 @@ def test_an_exception_in_it_is_one_message_with_its_line(
             "h = x[x > 0].sum() + ",
             r"line \d+  layers.0: h = x.* = aten.index.Tensor\n +want: operators whose results",
         ),
+        (
+            "h = x + ",
+            "with torch.no_grad():\n            s = x.abs()\n        h = x * s + ",
+            r"line \d+  layers.0: s = x.abs\(\) = wrap_with_set_grad_enabled\n +want: operators alone.*\n.*x.detach",
+        ),
+        (
+            "h = x + ",
+            "with torch.autocast('cpu', enabled=False):\n            s = x.abs()\n        h = x * s + ",
+            r"line \d+  layers.0: s = x.abs\(\) = wrap_with_autocast\n +want: operators alone.*\n.*x.to\(dtype\) for",
+        ),
     ],
 )
 def test_what_none_of_its_lines_raises(line: str, instead: str, message: str, mine: list[str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx.config
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
@@ -158,15 +159,23 @@ def _refusal(model: nn.Module, error: Exception) -> ShardingError:
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether an operator gives tensors, of shapes that do not depend on what others hold."""
+    """Whether a node is an operator that gives tensors, of shapes that do not depend on what others hold."""
+    if isinstance(node.target, HigherOrderOperator):
+        return False
     outputs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
     return all(v is None or (isinstance(v, Tensor) and all(type(n) is int for n in v.shape)) for v in outputs)
 
 
 def _not_fixed(node: Node, file: str) -> ShardingError:
     module, line = (modules_of(node) or ["the model"])[-1], line_of(node, file)
-    want = "operators whose results have one shape, whatever tensors hold"
-    fix = "no item(), nonzero() or x[mask]: torch.where(mask, x, 0) keeps the shape"
+    if isinstance(node.target, HigherOrderOperator):
+        regions = [getattr(node.graph.owning_module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        line = next((found for r in regions for n in r.graph.nodes if (found := line_of(n, file))), None)
+        want = "operators alone, in no region of their own"
+        fix = "x.detach() for torch.no_grad(), x.to(dtype) for torch.autocast, a save-list for torch's checkpoint"
+    else:
+        want = "operators whose results have one shape, whatever tensors hold"
+        fix = "no item(), nonzero() or x[mask]: torch.where(mask, x, 0) keeps the shape"
     where, number = (f"{module}: {line.code}", line.number) if line else (f"{node.name} of {module}", None)
     return ShardingError(describe(file, [Problem(where, str(node.target), want, fix, number)]))
 
