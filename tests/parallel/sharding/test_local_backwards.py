@@ -1,4 +1,4 @@
-"""A function of one's own whose backward reads numbers off a rank's part of a tensor is refused, by its line."""
+"""Code of one's own in backward that reads numbers off a rank's part of a tensor is refused, by its line."""
 
 from collections.abc import Callable
 from typing import Any
@@ -72,19 +72,29 @@ def of_any_part(g: Tensor, x: Tensor) -> Tensor:
     return h * torch.tensor(2.0, device=g.device) + h.sum(0, keepdim=True).expand(h.shape)
 
 
+def of_one_head(g: Tensor, x: Tensor) -> Tensor:
+    heads = g.unflatten(-1, (-1, F // RANKS))
+    scores = torch.einsum("mhe,nhe->hmn", heads, heads.transpose(0, 1).contiguous().transpose(0, 1))
+    strided = torch.empty_strided(g.shape, g.stride(), device=g.device)
+    return strided + torch.einsum("hmn,nhe->hme", scores, heads).transpose(0, 1).reshape(g.shape)
+
+
 def refused(of_gradient: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any) -> str:
     """What is said of a model with such a function, or nothing."""
-    monkeypatch.setattr("titanlite.models.llama3.swiglu", lambda x: Doubled.apply(_gated(x)))
     monkeypatch.setattr(Doubled, "of_gradient", staticmethod(of_gradient), raising=False)
-    backward = vars(Doubled)["backward"]
+    return refused_with(Doubled.apply, monkeypatch)
+
+
+def refused_with(act: Callable[[Tensor], Tensor], monkeypatch: Any) -> str:
+    """What is said of a model with a step of one's own behind its gate, or nothing."""
+    monkeypatch.setattr("titanlite.models.llama3.swiglu", lambda x: act(_gated(x)))
     with torch.device("meta"):
         model = Mine(SIZES, TOKENS)
     try:
         plan_layers(model, TOKENS, RANKS)
     except ShardingError as error:
         return str(error)
-    finally:  # as they were
-        assert vars(Doubled)["backward"].__func__ is backward.__func__
+    finally:
         assert all(p.grad is None for p in model.parameters())
     return ""
 
@@ -119,5 +129,51 @@ def test_what_differs_on_a_rank_is_refused_by_its_line(
     assert all(word in message for word in words), message
 
 
-def test_what_a_part_has_as_well_is_not(monkeypatch: Any) -> None:
-    assert refused(of_any_part, monkeypatch) == ""
+@pytest.mark.parametrize("of_gradient", [of_any_part, of_one_head])
+def test_what_a_part_has_as_well_is_not(of_gradient: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any) -> None:
+    assert refused(of_gradient, monkeypatch) == ""
+
+
+class Base(torch.autograd.Function):
+    """Twice a tensor, by the names that torch has taken later, and without what backward is not given."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vjp(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 2
+
+
+class Inherits(Base):
+    """As `Base`."""
+
+
+class Calls(Base):
+    """Its backward calls that of another class."""
+
+    @staticmethod
+    def vjp(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return Base.vjp(ctx, g)
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda g: g * F / g.shape[-1])
+    return y
+
+
+def test_functions_may_inherit_and_have_a_vjp(monkeypatch: Any) -> None:
+    before = [dict(vars(function)) for function in (Base, Inherits, Calls)]
+    assert refused_with(lambda x: Inherits.apply(Base.apply(Calls.apply(x))), monkeypatch) == ""
+    assert [dict(vars(function)) for function in (Base, Inherits, Calls)] == before
+
+
+def test_a_hook_is_refused_by_its_line(monkeypatch: Any) -> None:
+    message = refused_with(hooked, monkeypatch)
+    assert "in hooked.<locals>.<lambda>: y.register_hook(lambda g: g * F / g.shape[-1]) = aten.div" in message

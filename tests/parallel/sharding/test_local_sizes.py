@@ -149,9 +149,9 @@ def test_the_whole_message() -> None:
 def test_one_of_blocks_that_are_alike_is_run() -> None:
     Mlp.calls = 0
     assert refused([of_the_model] * 2) == ""
-    assert Mlp.calls == 2 + 1 + 2  # to a graph, on a rank, and for what there is in backward
+    assert Mlp.calls == 2 + 1 + 2 * 2  # to a graph, on a rank, and both ways for backward
     assert "other = 384" in refused([of_the_model, of_the_model, divided])
-    assert Mlp.calls == 5 + (3 + 2 + 3) + 2 * 3  # all of them before it is refused, and once more for the line
+    assert Mlp.calls == 7 + (3 + 2 + 3) + 2 * 3  # all of them before it is refused, and once more for the line
 
 
 LEFT: list[Tensor] = []
