@@ -50,7 +50,18 @@ def by_keyword(model: Mine, x: Tensor) -> Tensor:
     return x * torch.tensor(0.5, device=x.device)
 
 
-@pytest.mark.parametrize("through", [one_by_one, by_keyword])
+def never(graph: object, _: object) -> Callable[..., object]:
+    raise AssertionError(graph)
+
+
+doubled = torch.compile(lambda x: x * 2, backend=never)
+
+
+def with_something_compiled(model: Mine, x: Tensor) -> Tensor:
+    return one_by_one(model, doubled(x))
+
+
+@pytest.mark.parametrize("through", [one_by_one, by_keyword, with_something_compiled])
 def test_two_blocks_stand_for_all(through: Through, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
 

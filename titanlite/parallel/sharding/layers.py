@@ -62,7 +62,7 @@ def plan_tensor_parallel(
             on a rank; all problems of the first such kind are in the message.
     """
     annotations, inputs = annotations_of(model), [torch.empty(tokens, dtype=torch.long, device="meta")]
-    graph = export(model, inputs)
+    graph = export(copy.deepcopy(model), inputs)  # which may keep what it reads off a tensor: to itself
     try:
         plan, layers = _planned(graph, annotations, ranks, sizes or {})
     except ShardingError as error:
@@ -138,7 +138,7 @@ def derive_layers(
             parameter.data = parameter.data.to(dtype)
     fewer, stand_for = stand_ins(model)
     is_own = _is_own(model)
-    if fewer is not model and not (is_own and not only_repeats(model, fewer, tokens)):
+    if fewer is not model and not (is_own and not only_repeats(*copy.deepcopy((model, fewer)), tokens)):
         plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
         planned = _for_all(fewer, plan, layers, stand_for)
         if planned and not (is_own and not _repeats_on_a_rank(model, fewer, tokens, planned, layers)):
@@ -179,6 +179,7 @@ def _repeats_on_a_rank(
     results = {block[0]: t.placements for t in computed if (block := BLOCK_NAME.match(t.module))}
     if len(set(results.values())) > 1:
         return False
+    model, fewer = copy.deepcopy((model, fewer))
     of_each = {model: planned.layers, fewer: layers}
     return only_repeats(model, fewer, tokens, lambda each: on_a_rank(each, of_each[each], ranks, every_block=True))
 

@@ -8,6 +8,7 @@ Sizes of results may differ: autograd compares the shape of each gradient with t
 rearranges. With which tensors operators are called is not compared.
 """
 
+import copy
 import linecache
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
+from torch.compiler import set_stance
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,11 +71,11 @@ def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, La
     """
     file = getfile(type(model))
     anyhow = "code that runs, also on tensors without values (the meta device), forward and backward"
-    one = _calls(model, tokens, file, anyhow, "change that line: no item(), no numpy; or tensor_parallel_degree = 1")
-    with on_a_rank(model, layers, ranks, every_block=True):
-        here = _calls(
-            model, tokens, file, f"code that runs on the part of each tensor that one of {ranks} ranks has", FIX
-        )
+    fix = "change that line: no item(), no numpy; or tensor_parallel_degree = 1"
+    one = _calls(copy.deepcopy(model), tokens, file, anyhow, fix)
+    part, want = copy.deepcopy(model), f"code that runs on the part of each tensor that one of {ranks} ranks has"
+    with on_a_rank(part, layers, ranks, every_block=True):
+        here = _calls(part, tokens, file, want, FIX)
     problems: dict[object, Problem] = {}
     for call, own in zip_longest(one, here):
         found = _difference(call, own, ranks)
@@ -104,10 +106,11 @@ def _calls(model: nn.Module, tokens: int, file: str, want: str, fix: str) -> lis
     """What the user's code calls in backward, in order."""
     trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        logits = model(torch.empty(tokens, dtype=torch.long, device="meta"))
-        given = (torch.ones_like(logits),), False, False, tuple(trained)
-        with _Recorded(file) as recorded, Constants():  # which `torch.autograd.grad` would hide from what it calls
-            _engine_run_backward((logits,), *given, allow_unreachable=True, accumulate_grad=False)
+        with set_stance("force_eager"):
+            logits = model(torch.empty(tokens, dtype=torch.long, device="meta"))
+            given = (torch.ones_like(logits),), False, False, tuple(trained)
+            with _Recorded(file) as recorded, Constants():  # which `torch.autograd.grad` would hide from what it calls
+                _engine_run_backward((logits,), *given, allow_unreachable=True, accumulate_grad=False)
     except Exception as error:
         raise ShardingError(describe(file, [mistake(error, file, want, fix)])) from error
     return recorded.calls

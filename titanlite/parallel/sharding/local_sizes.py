@@ -7,12 +7,13 @@ numbers. What differs is an error, but for the sizes that an operator gives its 
 these may differ if the result is the part that is planned.
 
 No process takes part. Parameters are cut, layers that move tokens give shapes as they will, and of blocks that are
-alike, and called alike, one is run.
+alike, and called alike, one is run. Each run is of a copy: a model may keep what it reads off a tensor.
 
 What an `autograd.Function` of a user's own does in backward is in no graph: `local_backwards.py` runs it.
 """
 
 import contextlib
+import copy
 import inspect
 import re
 from collections import defaultdict
@@ -59,7 +60,9 @@ def check_local_sizes(
     # Blocks may hand on what they are given, or leave something to others: before it is refused all of them are run.
     if all(_problems(model, tokens, graph, plan, layers, whole, graph, every_block=every) for every in (False, True)):
         inputs = [torch.empty(tokens, dtype=torch.long, device="meta")]
-        traced = export(model, inputs, stack_traces=True)  # lines take their time, and are needed here only
+        traced = export(
+            copy.deepcopy(model), inputs, stack_traces=True
+        )  # lines take their time, and are needed here only
         problems = _problems(model, tokens, graph, plan, layers, whole, traced, every_block=True)
         raise ShardingError(describe(inspect.getfile(type(model)), problems))
 
@@ -75,7 +78,7 @@ def _problems(
     every_block: bool,
 ) -> list[Problem]:
     """As `check_local_sizes`, with the lines of a graph that may have them; of blocks that are alike one may be run."""
-    (ranks,) = plan.axes.values()
+    model, (ranks,) = copy.deepcopy(model), plan.axes.values()
     file = inspect.getfile(type(model))
     with on_a_rank(model, layers, ranks, every_block) as skipped:
         try:

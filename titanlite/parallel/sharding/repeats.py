@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -43,7 +44,7 @@ def only_repeats(
     calls: list[_Calls] = []
     try:
         for each in (model, fewer):
-            with changed(each):
+            with changed(each), set_stance("force_eager"):  # what a user has compiled
                 calls.append(_run(each, tokens, kinds))
     except Exception:  # the code is a user's: the plan of all of its blocks says what is wrong with it
         return False
