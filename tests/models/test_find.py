@@ -143,6 +143,17 @@ def test_a_run_refuses_it_too(mine: list[str], tmp_path: Path) -> None:
         build_model(asked.config.model, asked.dimensions, 64)
 
 
+def test_a_part_that_a_run_looks_for_is_missed(mine: list[str], tmp_path: Path) -> None:
+    text = (
+        (tmp_path / "mine.py").read_text().replace("self.norm ", "self.last_norm ").replace("nn.ModuleList(", "list(")
+    )
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"2 problems\n  Mine.layers = list\n +want: an nn.ModuleList\n.*\n  Mine.norm = n"
+    ):
+        plan([DEBUG, *mine, *TP_2])
+
+
 def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shipped = (Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml").read_text()

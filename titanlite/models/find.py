@@ -74,8 +74,8 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the user's file has no model class, or several; its model cannot be built; or its blocks are not
-            what its recipe says.
+        ConfigError: the user's file has no model class, or several; its model cannot be built, or lacks a part; or its
+            blocks are not what its recipe says.
     """
     made_by = model_class(model)
     try:
@@ -87,9 +87,24 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
         fix = "change that line; what depends on values belongs in fill_buffers"
         raise ConfigError(describe(model.file, [mistake(error, inspect.getfile(made_by), want, fix)])) from error
+    if model.file:
+        _require_parts(made, model.file)
     if sizes.block is not None:  # of a shipped architecture it has been refused
         _require_such_blocks(made, sizes.block, model, sizes)
     return made
+
+
+def _require_parts(made: nn.Module, file: str) -> None:
+    """Raise if a model lacks a module that a run looks for by its name."""
+    problems: list[Problem] = []
+    for name in ("tok_embeddings", "layers", "norm", "output"):
+        has, kind = getattr(made, name, None), nn.ModuleList if name == "layers" else nn.Module
+        if not isinstance(has, kind):
+            saw = "nothing" if has is None else type(has).__name__
+            fix = f"self.{name} = … in __init__, as in titanlite/models/llama3.py"
+            problems.append(Problem(f"{type(made).__name__}.{name}", saw, f"an nn.{kind.__name__}", fix))
+    if problems:
+        raise ConfigError(describe(file, problems))
 
 
 def _require_such_blocks(made: nn.Module, block: Block, model: Model, sizes: ModelRecipe) -> None:
