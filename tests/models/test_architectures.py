@@ -220,7 +220,7 @@ def test_parameters_of_the_published_sizes() -> None:
         assert count == published.get(name, count), name
 
 
-@pytest.mark.parametrize("case", ["llama3", "gpt2", *slow("qwen3", "qwen3, tied", "gemma3")])
+@pytest.mark.parametrize("case", CASES)
 def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) -> None:
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])
