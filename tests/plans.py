@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.parallel.sharding import graph, layers
+from titanlite.parallel.sharding import graph
+from titanlite.parallel.sharding.annotations import annotations_of
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.training import build
 
@@ -23,7 +24,7 @@ def _planned_once(model: nn.Module, tokens: int, ranks: int, *how: Any) -> dict[
     """`plan_layers`, or what it returned before."""
     if not type(model).__module__.startswith("titanlite.models."):
         return plan_layers(model, tokens, ranks, *how)  # another file may have a class of this name
-    decides = repr((graph.kind_of(model), layers.annotations_of(model), tokens, ranks, *how))
+    decides = repr((graph.kind_of(model), annotations_of(model), tokens, ranks, *how))
     with (Path(_FOLDER.name) / hashlib.sha256(decides.encode()).hexdigest()).open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
         file.seek(0)

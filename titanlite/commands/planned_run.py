@@ -16,7 +16,7 @@ from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_we
 if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import Pair
     from titanlite.float8.convert import Maximum
-    from titanlite.parallel.sharding.layers import PlannedLayers
+    from titanlite.parallel.sharding.stand_ins import PlannedLayers
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import build_model
 from titanlite.parallel.activation_bytes import token_bytes
-from titanlite.parallel.sharding.layers import BLOCK_NAME, PlannedLayers, derive_layers
+from titanlite.parallel.sharding.layers import derive_layers
 from titanlite.parallel.sharding.plan import show
+from titanlite.parallel.sharding.stand_ins import BLOCK_NAME, PlannedLayers
 from titanlite.parallel.traffic import Traffic
 
 

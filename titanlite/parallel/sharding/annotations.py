@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
@@ -123,3 +124,21 @@ def _placements(
 def _largest_divisor(size: int, at_most: int) -> int:
     """The most ranks, at most so many, that a dim divides by."""
     return next(n for n in range(at_most, 0, -1) if size % n == 0)
+
+
+def annotations_of(model: nn.Module) -> Mapping[str, str]:
+    """What a model's file says of its sharding.
+
+    Args:
+        model: may have `sharding`.
+
+    Raises:
+        ShardingError: it has not.
+    """
+    annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
+    if annotations is None:
+        want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"
+        fix = 'sharding = {"layers.*.attention.wqkv.weight": "tp:0", …}, or tensor_parallel_degree = 1'
+        problem = Problem(type(model).__name__, "no annotations", want, fix)
+        raise ShardingError(describe("sharding plan", [problem]))
+    return annotations

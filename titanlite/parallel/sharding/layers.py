@@ -11,14 +11,12 @@ a move that no layer can make is an error, for the plan says that without it the
 
 All else is computed where it lies. What is computed of inputs and buffers alone is whole on every rank.
 
-Blocks that are alike need not all be planned: two of each kind are, and the others follow. Of the shipped models tests
-say that this is their plan; of a user's own it is seen to do nothing but repeat them (`repeats.py`).
+Of blocks that are alike two are planned, and stand for the others (`stand_ins.py`).
 """
 
 import copy
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -26,21 +24,21 @@ from torch.distributed.tensor import Partial, Shard
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.parallel.sharding.annotations import annotations_of
 from titanlite.parallel.sharding.check import check
 from titanlite.parallel.sharding.cure import cure
 from titanlite.parallel.sharding.derive import derive
-from titanlite.parallel.sharding.graph import Graph, export, kind_of, tensor_inputs
+from titanlite.parallel.sharding.graph import Graph, export, tensor_inputs
 from titanlite.parallel.sharding.local_backwards import check_local_backwards
 from titanlite.parallel.sharding.local_sizes import check_local_sizes, on_a_rank
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, show
 from titanlite.parallel.sharding.repeats import only_repeats
 from titanlite.parallel.sharding.rules import is_weight_of
 from titanlite.parallel.sharding.select import Selection
+from titanlite.parallel.sharding.stand_ins import BLOCK_NAME, PlannedLayers, for_all, stand_ins
 
 aten = torch.ops.aten
 _TOKENS = Shard(0)
-_NUMBERS = re.compile(r"(^|\.)[\d*\[\]?-]*[\d\[?][\d*\[\]?-]*(\.|$)")
-"""A part of a pattern that chooses among blocks by their numbers, which are others in a model of fewer blocks."""
 
 
 def plan_tensor_parallel(
@@ -89,30 +87,6 @@ def _planned(
     return plan, layers_of(graph, plan, selection)
 
 
-BLOCK_NAME = re.compile(r"layers\.(\d+)\b")
-"""Where the name of something in a block begins."""
-
-
-@dataclass(frozen=True)
-class PlannedLayers:
-    """The plan of a model, of which some blocks stand for others, and what it makes of each layer.
-
-    Attributes:
-        plan: of one micro-step.
-        stand_for: for each of the plan's blocks, the numbers of those that it stands for.
-        layers: module name → what it does, for each module of the whole model that holds a parameter in use.
-    """
-
-    plan: Plan
-    stand_for: list[list[int]]
-    layers: dict[str, LayerPlan]
-
-    def names(self, name: str) -> list[str]:
-        """Give the names of everything in the model that a name in the plan stands for."""
-        place = BLOCK_NAME.match(name)
-        return [f"layers.{n}{name[place.end() :]}" for n in self.stand_for[int(place[1])]] if place else [name]
-
-
 def derive_layers(
     model: nn.Module,
     tokens: int,
@@ -140,33 +114,11 @@ def derive_layers(
     is_own = _is_own(model)
     if fewer is not model and not (is_own and not only_repeats(*copy.deepcopy((model, fewer)), tokens)):
         plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
-        planned = _for_all(fewer, plan, layers, stand_for)
+        planned = for_all(fewer, plan, layers, stand_for)
         if planned and not (is_own and not _repeats_on_a_rank(model, fewer, tokens, planned, layers)):
             return planned
     plan, layers = plan_tensor_parallel(model, tokens, ranks, sizes)
     return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
-
-
-def _for_all(
-    fewer: nn.Module, plan: Plan, layers: Mapping[str, LayerPlan], stand_for: list[list[int]]
-) -> PlannedLayers | None:
-    """What each layer does where blocks stand for others; None if where one stands decides what it does."""
-    kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
-    of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(kinds))]
-    if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
-        return None
-    others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
-    return PlannedLayers(
-        plan,
-        stand_for,
-        others
-        | {
-            f"layers.{n}.{name}": layer
-            for numbers, planned in zip(stand_for, of_blocks, strict=True)
-            for n in numbers
-            for name, layer in planned.items()
-        },
-    )
 
 
 def _repeats_on_a_rank(
@@ -197,59 +149,6 @@ def plan_layers(
         Module name → what it does, for each module that holds a parameter in use.
     """
     return derive_layers(model, tokens, ranks, dtype, sizes).layers
-
-
-def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
-    """The same model with two blocks of each kind, which stand for the others.
-
-    Args:
-        model: has `sharding` and `layers`.
-
-    Returns:
-        The model, which shares its blocks with the one given, and for each of its blocks the numbers of those that it
-        stands for. All of them by themselves, where annotations choose among blocks by number. That blocks of a kind do
-        the same wherever they stand must be known, or seen.
-
-    Raises:
-        ShardingError: the model has no annotations.
-    """
-    blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    of_kind: dict[str, list[int]] = {}
-    for n, block in enumerate(blocks):
-        of_kind.setdefault(kind_of(block), []).append(n)
-    chosen = sorted(part for numbers in of_kind.values() for part in (numbers[:1], numbers[1:]) if part)
-    if len(chosen) == len(blocks) or any(_NUMBERS.search(pattern) for pattern in annotations_of(model)):
-        return model, [[n] for n in range(len(blocks))]
-    return _with_blocks(model, [blocks[numbers[0]] for numbers in chosen]), chosen
-
-
-def annotations_of(model: nn.Module) -> Mapping[str, str]:
-    """What a model's file says of its sharding.
-
-    Args:
-        model: may have `sharding`.
-
-    Raises:
-        ShardingError: it has not.
-    """
-    annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
-    if annotations is None:
-        want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"
-        fix = 'sharding = {"layers.*.attention.wqkv.weight": "tp:0", …}, or tensor_parallel_degree = 1'
-        problem = Problem(type(model).__name__, "no annotations", want, fix)
-        raise ShardingError(describe("sharding plan", [problem]))
-    return annotations
-
-
-def _with_blocks(model: nn.Module, blocks: list[nn.Module]) -> nn.Module:
-    """The same model with other blocks."""
-    other = copy.copy(model)
-    other._modules = {**model._modules, "layers": nn.ModuleList(blocks)}
-    return other
-
-
-def _under(layers: Mapping[str, LayerPlan], prefix: str) -> dict[str, LayerPlan]:
-    return {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
 
 
 def layers_of(graph: Graph, plan: Plan, selection: Selection) -> dict[str, LayerPlan]:
