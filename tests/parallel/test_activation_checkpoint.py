@@ -59,11 +59,11 @@ def save_list(*rules: SaveRule, default: str = "recompute") -> SaveList:
 
 
 def backward_ops(
-    saved: SaveList, compiled: bool, sizes: ModelRecipe = SIZES
+    saved: SaveList, compiled: bool, sizes: ModelRecipe = SIZES, model_type: type[Llama3] = Llama3
 ) -> tuple[Counter[str], SaveListUse, list[torch.Tensor]]:
     """Forward products and attention in backward, how the rules matched, and the gradients."""
     torch._dynamo.reset()
-    model = Llama3(sizes, S)
+    model = model_type(sizes, S)
     model.fill_buffers()
     initialise(model, seed=0)
     use = apply_activation_checkpoint(model, saved)
@@ -122,6 +122,23 @@ def test_what_each_rule_did_is_counted(compiled):
     saved = save_list(ATTENTION, matmul("wqkv"), matmul("w13", layers="1:"), SaveRule("statistics", "save"))
     _, use, _ = backward_ops(saved, compiled, replace(SIZES, n_layers=3))
     assert use.matches == {0: 3, 1: 3, 2: 2, 3: 6}
+
+
+class ByKeyword(Llama3):
+    """Calls its blocks as a model of one's own may."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for block in self.layers:
+            x = block(x, sin=self.sin, cos=self.cos)
+        return self.output(self.norm(x))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_may_be_called_by_keyword(compiled):
+    (ops, _, truth), (same, _, got) = (backward_ops(save_list(), compiled, SIZES, m) for m in (Llama3, ByKeyword))
+    assert same == ops
+    assert all(torch.equal(g, t) for g, t in zip(got, truth, strict=True))
 
 
 def test_layers_are_chosen_by_number():

@@ -125,8 +125,8 @@ def _checkpointed(block: type[nn.Module], options: dict[str, Any]) -> type[nn.Mo
     """
 
     class Checkpointed(block):
-        def forward(self, *args: Tensor) -> Tensor:
-            return checkpoint(super().forward, *args, **options)  # type: ignore[return-value]
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return checkpoint(super().forward, *args, **kwargs, **options)  # type: ignore[return-value]
 
     Checkpointed.__name__ = f"Checkpointed{block.__name__}"
     return Checkpointed
