@@ -154,6 +154,18 @@ def test_a_part_that_a_run_looks_for_is_missed(mine: list[str], tmp_path: Path) 
         plan([DEBUG, *mine, *TP_2])
 
 
+def test_what_no_run_can_train_is_refused(mine: list[str], tmp_path: Path) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    line = next(line for line in text.splitlines() if "self.layers = nn.ModuleList(" in line)
+    indented = line[: len(line) - len(line.lstrip())]
+    more = f"{indented}self.layers[1] = self.layers[0].requires_grad_(False)"
+    (tmp_path / "mine.py").write_text(text.replace(line, f"{line}\n{more}"))
+    with pytest.raises(ConfigError) as refused:
+        plan([DEBUG, *mine, *TP_2])
+    assert "mine.py: 2 problems\n  Mine.layers = one block at several places\n" in str(refused.value)
+    assert "\n  layers.0.attention_norm.weight = requires_grad = False\n" in str(refused.value)
+
+
 def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shipped = (Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml").read_text()

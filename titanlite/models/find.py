@@ -95,7 +95,7 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
 
 
 def _require_parts(made: nn.Module, file: str) -> None:
-    """Raise if a model lacks a module that a run looks for by its name."""
+    """Raise if a model lacks a module that a run looks for by its name, or has what no run can train."""
     problems: list[Problem] = []
     for name in ("tok_embeddings", "layers", "norm", "output"):
         has, kind = getattr(made, name, None), nn.ModuleList if name == "layers" else nn.Module
@@ -103,6 +103,13 @@ def _require_parts(made: nn.Module, file: str) -> None:
             saw = "nothing" if has is None else type(has).__name__
             fix = f"self.{name} = … in __init__, as in titanlite/models/llama3.py"
             problems.append(Problem(f"{type(made).__name__}.{name}", saw, f"an nn.{kind.__name__}", fix))
+    if not problems and len(set(made.layers)) < len(made.layers):  # type: ignore[arg-type]
+        saw, want = "one block at several places", "a block of its own at each: FSDP gathers it by its place"
+        problems.append(Problem(f"{type(made).__name__}.layers", saw, want, "nn.ModuleList(Block(sizes) for _ in …)"))
+    frozen = [name for name, parameter in made.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        want, fix = "parameters that are trained", "register_buffer for what is not, filled by fill_buffers"
+        problems.append(Problem(frozen[0], "requires_grad = False", want, fix))
     if problems:
         raise ConfigError(describe(file, problems))
 
