@@ -48,7 +48,7 @@ def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeM
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dimensions, run.float8, world)
-    predicted = StepTimeModel(run.config, memory, measured_rates())
+    predicted = StepTimeModel(memory, measured_rates())
     return predicted, predicted.step(block_prices(run.dimensions, memory.layout, run.save_list))
 
 

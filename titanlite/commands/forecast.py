@@ -63,7 +63,7 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     if memory.layout.unpriced:
         return Forecast(save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
     obstacle = unrated(config, sizes, memory.layout)
-    time = None if obstacle else StepTimeModel(config, memory, rates)
+    time = None if obstacle else StepTimeModel(memory, rates)
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
         if time is None or chosen.budget_gib is None:

@@ -33,7 +33,6 @@ class PlannedRun:
         notes: what `traffic` leaves out; a line each.
     """
 
-    checked: CheckedRun
     tokens: int
     micro_steps: int
     sharding: "PlannedLayers | None"
@@ -73,7 +72,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
     predicted = forecast(checked, world) if world else None
     if mesh.tensor_parallel_degree == 1:
         traffic, notes = _traffic(checked, world)
-        return PlannedRun(checked, tokens, micro_steps, None, traffic, (), (), predicted, notes)
+        return PlannedRun(tokens, micro_steps, None, traffic, (), (), predicted, notes)
     import torch
 
     from titanlite.commands.fused_pairs import fused_pairs
@@ -90,7 +89,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
     of_tokens += of_loss(each, mesh.tensor_parallel_degree, micro_steps)
     others, notes = _traffic(checked, world, -(-whole_gradients(sharding) // shards))
     notes = (*unknown, *notes)
-    return PlannedRun(checked, tokens, micro_steps, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
+    return PlannedRun(tokens, micro_steps, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
 
 
 def _traffic(

@@ -67,7 +67,7 @@ class TrainBatches:
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
         self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
-        self.global_batch_size, self._local_batch_size = global_batch_size, local_batch_size
+        self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
         self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")

@@ -132,12 +132,11 @@ class StepTimeModel:
     """Predicts the time of a step under any save-list.
 
     Args:
-        config: checked; `unrated` has nothing against it.
-        memory: of the same run.
+        memory: of a run that `unrated` has nothing against.
         rates: of the device.
     """
 
-    def __init__(self, config: Config, memory: MemoryModel, rates: Rates) -> None:
+    def __init__(self, memory: MemoryModel, rates: Rates) -> None:
         self.memory, self.rates, self.layout = memory, rates, memory.layout
         sizes, t, converted = memory.sizes, self.layout.tensor_parallel, self.layout.converted
         self._block = [
