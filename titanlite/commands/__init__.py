@@ -16,13 +16,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.exit_code import print_whatever_the_encoding
 from titanlite.redact import redact
 
-_COMMANDS = {
-    "validate": "titanlite.commands.validate",
-    "plan": "titanlite.commands.plan",
-    "recipes": "titanlite.commands.recipes",
-    "prepare": "titanlite.commands.prepare",
-    "compare": "titanlite.commands.compare",
-}
+_COMMANDS = ("validate", "plan", "recipes", "prepare", "compare")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             near = difflib.get_close_matches(name, _COMMANDS, n=1)
             fix = f"did you mean titanlite {near[0]}?" if near else "see titanlite --help"
             raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
-        return importlib.import_module(_COMMANDS[name]).run(rest)
+        return importlib.import_module(f"{__name__}.{name}").run(rest)
     except TitanliteError as error:
         sys.stderr.write(redact(f"{error}\n"))
         return 2
