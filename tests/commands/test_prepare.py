@@ -72,6 +72,6 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_out_of_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", *write_run(tmp_path, max_bad_records=-1), "--training.seq_len", "0"]) == 2
     said = capsys.readouterr().err
-    assert "data.max_bad_records = -1\n" in said
-    assert "training.seq_len = 0\n" in said
+    assert f"{tmp_path / 'run.toml'}: 1 problem\n  line 4  data.max_bad_records = -1\n" in said
+    assert "command line: 1 problem\n  training.seq_len = 0\n" in said
     assert not (tmp_path / "cache").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.check import RANGES, check
-from titanlite.config.command_line import parse_with_origin
+from titanlite.config.command_line import parse
 from titanlite.config.problems import Origin, Place
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import ModelRecipe
@@ -216,7 +216,7 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
         "[training]\nsteps = 10\nlocal_batch_size = 2\nglobal_batch_size = 3\n"
         "[lr_scheduler]\nwarmup_steps = 20\n[parallelism]\ntensor_parallel_degree = 3\n"
     )
-    config, origin = parse_with_origin(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
+    config, origin = parse(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
     with pytest.raises(ConfigError) as caught:
         check(config, LLAMA_8B, 8, origin)
     heads = [line for line in str(caught.value).splitlines() if not line.startswith("      ")]
@@ -237,7 +237,7 @@ def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_pat
         "[profiling]\nenable = true\nstart_step = 10\nsteps = 9\n"
     )
     flags = ["--config", str(path), "--training.steps", "6"]
-    config, origin = parse_with_origin(flags, "train.py")
+    config, origin = parse(flags, "train.py")
     with pytest.raises(ConfigError) as caught:
         check(config, LLAMA_8B, None, origin)
     said = str(caught.value)
@@ -245,7 +245,7 @@ def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_pat
     fixes = [f.split(" (")[0].split() for f in re.findall(r"fix:  (--.*)", said)]
     assert len(fixes) == 4
     pasted = [word for fix in fixes for word in fix]
-    check(*parse_with_origin([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
+    check(*parse([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
 
 
 def test_without_a_model_the_rest_is_checked() -> None:

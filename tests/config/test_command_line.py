@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.command_line import parse, parse_with_origin
+from titanlite.config.command_line import parse
 from titanlite.config.problems import Place
 from titanlite.config.read import schema_keys, sections
+from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 
 
@@ -17,15 +18,19 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+def config_of(*argv: str) -> Config:
+    return parse(argv, "train.py --config FILE")[0]
+
+
 def message(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        parse(argv)
+        config_of(*argv)
     return str(caught.value)
 
 
 def test_the_command_line_wins_over_the_file(file: str) -> None:
     argv = ["--training.steps", "9", "--optimizer.lr=1e-3", "--config", file, "--training.seq-len", "64"]
-    config, origin = parse_with_origin(argv, "train.py")
+    config, origin = parse(argv, "train.py")
     assert (config.training.steps, config.training.seed, config.training.seq_len) == (9, 3, 64)
     assert config.optimizer.lr == 1e-3
     assert origin.of("training.steps") == Place("command line")
@@ -36,13 +41,13 @@ def test_the_command_line_wins_over_the_file(file: str) -> None:
 def test_booleans_on(file: str, on: list[str]) -> None:
     flag, *value = on
     argv = ["--config", file, f"--training.deterministic{flag}", *value, "--training.steps", "1"]
-    assert parse(argv).training.deterministic is True
+    assert config_of(*argv).training.deterministic is True
 
 
 @pytest.mark.parametrize("off", [["=false"], ["", "false"], ["", "False"]])
 def test_booleans_off(file: str, off: list[str]) -> None:
     flag, *value = off
-    assert parse(["--config", file, f"--validation.enable{flag}", *value]).validation.enable is False
+    assert config_of("--config", file, f"--validation.enable{flag}", *value).validation.enable is False
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_booleans_off(file: str, off: list[str]) -> None:
 )
 def test_values(file: str, argv: list[str], key: str, value: object) -> None:
     section, _, name = key.partition(".")
-    got = getattr(getattr(parse(["--config", file, *argv]), section), name)
+    got = getattr(getattr(config_of("--config", file, *argv), section), name)
     assert got == value
     assert type(got) is type(value)
 
@@ -132,7 +137,7 @@ def test_nothing_is_printed_by_the_parser_underneath(file: str, capfd: pytest.Ca
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_fits_a_screen_and_lists_every_section(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     with pytest.raises(SystemExit) as caught:
-        parse([flag])
+        config_of(flag)
     assert caught.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
@@ -144,13 +149,13 @@ def test_help_fits_a_screen_and_lists_every_section(capsys: pytest.CaptureFixtur
 def test_help_of_a_section_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     for section in sections():
         with pytest.raises(SystemExit):
-            parse(["--help", section])
+            config_of("--help", section)
         page = capsys.readouterr().out
         for key in schema_keys():
             assert (f"\n--{key}  " in page) == key.startswith(f"{section}.")
     assert "Profiling" not in page
     with pytest.raises(SystemExit):
-        parse(["--config", "x.toml", "--help", "training"])
+        config_of("--config", "x.toml", "--help", "training")
     page = capsys.readouterr().out
     assert '--training.on_nonfinite  "stop" or "skip"; default: "stop"' in page
     assert "--training.global_batch_size  a whole number; default: not given" in page
@@ -158,5 +163,5 @@ def test_help_of_a_section_explains_every_key(capsys: pytest.CaptureFixture[str]
     assert "did you mean [training]?" in message("--help", "trainin")
     for spelling in (["--help=training"], ["--help", "training.steps"], ["--help", "--training.seq-len"]):
         with pytest.raises(SystemExit):
-            parse(spelling)
+            config_of(*spelling)
         assert capsys.readouterr().out == page

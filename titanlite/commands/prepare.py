@@ -27,9 +27,9 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         TitanliteError: config, source or tokenizer cannot be used.
     """
-    config = parse(argv, "titanlite prepare")
-    dimensions = model_dimensions(config)
-    check(config, dimensions, None)
+    config, origin = parse(argv, "titanlite prepare --config FILE")
+    dimensions = model_dimensions(config, origin)
+    check(config, dimensions, None, origin)
     vocab_size = dimensions.vocab_size
     check_inputs(config, vocab_size)
     sources = [config.data.source] + [config.validation.source] * config.validation.enable

@@ -15,7 +15,7 @@ from typing import TypeVar
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.check import check, sequences_per_step
-from titanlite.config.command_line import parse_with_origin
+from titanlite.config.command_line import parse
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
@@ -65,7 +65,7 @@ def checked_run(
             cross-checks and data, are in the message.
         SystemExit: with 0, after `--help`.
     """
-    config, origin = parse_with_origin(argv, usage)
+    config, origin = parse(argv, usage)
     wrong: dict[str, None] = {}  # messages in order, each once: a missing folder is every recipe's problem
 
     def attempt(step: Callable[[], T]) -> T | None:

@@ -24,25 +24,21 @@ from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, describe
 
 
-def parse(argv: Sequence[str], program: str = "train.py") -> Config:
+def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
     """Read the config file that the command line names, and apply the flags.
 
     Args:
         argv: arguments without the program.
-        program: what the help page calls it.
+        usage: the first line of the help page, as "train.py --config FILE".
 
     Returns:
-        The config; its values fit the schema, but are not yet checked against each other.
+        The config, whose values fit the schema, but are not yet checked against each other; and where each key was
+        given.
 
     Raises:
         ConfigError: something is wrong with the flags or the file.
         SystemExit: with 0, after `--help`.
     """
-    return parse_with_origin(argv, f"{program} --config FILE")[0]
-
-
-def parse_with_origin(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
-    """Like `parse`, and return where each key was given; `usage` is the first line of the help page."""
     args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
     args = ["--help" if a == "-h" else a for a in args]
     if "--help" in args:
