@@ -125,13 +125,14 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 
 def test_damage_before_the_last_line_is_named_with_its_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nrubbish\n{"step": 2}\n[1]\n{"loss": 2}\n')
+    path.write_bytes(b'{"step": 1}\nrubbish\n{"step": 2}\n[1]\n{"loss": 2}\n\xff\n')
     with pytest.raises(RunError) as error:
         MetricsFile(path, 5)
     text = str(error.value)
-    assert f"{path}: 3 problems" in text
-    for part in ("line 2  row", "rubbish", "line 4", "line 5", "want: a JSON object with a step", "fix:  delete"):
+    assert f"{path}: 4 problems" in text
+    for part in ("line 2  row", "rubbish", "line 4", "line 5", "line 6", "want: a JSON object with a step"):
         assert part in text
+    assert "fix:  delete" in text
 
 
 def test_the_cheap_modules_import_nothing_slow():

@@ -90,7 +90,7 @@ class MetricsFile:
             if validates_again:
                 kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
             text = "".join(json.dumps(row) + "\n" for row in kept)
-            if text != path.read_text():
+            if text.encode() != path.read_bytes():
                 beside = path.with_name(path.name + ".tmp")
                 with beside.open("w") as file:
                     file.write(text)
@@ -133,17 +133,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         RunError: a complete line is not a JSON object with a step.
         OSError: the file cannot be read.
     """
-    lines = path.read_text().split("\n")[:-1]  # what follows the last newline is empty, or half a row
+    lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is empty, or half a row
     rows, problems = [], []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except ValueError:  # JSON's, or a byte that is no text
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         else:
-            saw = json.dumps(line[:60])
+            saw = json.dumps(line[:60].decode(errors="replace"))
             problems.append(Problem("row", saw, "a JSON object with a step", "delete this line", number))
     if problems:
         raise RunError(describe(str(path), problems))
