@@ -131,14 +131,14 @@ class RunFolder:
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""
         try:
-            before = _flatten(tomli.loads(self.config.read_text(encoding="utf-8")))
+            before = dotted(tomli.loads(self.config.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return []
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as e:
             problem = Problem("config.toml", str(e), "the config of this run", "restore it, or choose another job.name")
             raise ConfigError(describe(str(self.path), [problem])) from None
         # A key that a former version did not know had, in effect, its default.
-        default, now = _flatten(asdict(Config())), _flatten(asdict(config))
+        default, now = dotted(asdict(Config())), dotted(asdict(config))
         was = default | before
         changed = [key for key in was if was[key] != now.get(key)]
         identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
@@ -193,12 +193,17 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}; tuples become lists, as TOML has them."""
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a config: {"a": {"b": 1}} → {"a.b": 1}.
+
+    Args:
+        tree: nested tables; tuples become lists, as TOML has them.
+        prefix: of every key.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+            flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
             flat[prefix + key] = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
     return flat

@@ -17,6 +17,7 @@ import tyro
 from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError, read_metrics
+from titanlite.run_folder import dotted
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         name=name,
         steps=[row for row in rows if "loss" in row],
         validations=[row for row in rows if "validation_loss" in row],
-        config=_flat(config),
+        config=dotted(config),
         state=_state(folder / "status.json"),
     )
 
@@ -152,14 +153,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(parts)):
             return names
     return [str(folder) for folder in folders]
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a nested table."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _print(records: Sequence[RunRecord], out: Path) -> None:
