@@ -23,39 +23,15 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import (
     BLOCKS,
     MATMULS,
-    Float8Accumulation,
-    Float8GradOutput,
-    Float8Input,
     Float8Recipe,
-    Float8Weight,
     Granularity,
     ModelRecipe,
-    RopeScaling,
     SaveList,
-    SaveRule,
 )
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
 from titanlite.errors import RecipeError
-
-__all__ = [
-    "KINDS",
-    "Float8Accumulation",
-    "Float8GradOutput",
-    "Float8Input",
-    "Float8Recipe",
-    "Float8Weight",
-    "Granularity",
-    "ModelRecipe",
-    "RopeScaling",
-    "SaveList",
-    "SaveRule",
-    "current_name",
-    "load",
-    "model_dimensions",
-    "names",
-]
 
 Kind = Literal["model", "float8", "activation_checkpoint"]
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")

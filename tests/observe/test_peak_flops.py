@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from titanlite import recipes
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.peak_flops import dense_bf16_flops, flops_per_token, peak_flops
-from titanlite.recipes import ModelRecipe
 
 TINY = ModelRecipe(
     help="", n_layers=3, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, rope_theta=1e4, norm_eps=1e-5

@@ -16,9 +16,8 @@ import time
 import torch
 from torch import nn
 
-from titanlite.config.recipe_schema import twice_attended
+from titanlite.config.recipe_schema import ModelRecipe, twice_attended
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.recipes import ModelRecipe
 
 # First match wins: the special board before the general one.
 _DENSE_BF16: tuple[tuple[str, float], ...] = (
