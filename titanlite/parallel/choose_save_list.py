@@ -18,9 +18,8 @@ from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.errors import RecipeError
 from titanlite.parallel.activation_bytes import Activation, BlockPrice, Layout, activations, block_prices
 from titanlite.parallel.memory import GIB, MemoryModel, usable
-from titanlite.parallel.save_rules import BLOCK, CLASSES, FUSED
+from titanlite.parallel.save_rules import BLOCK, CLASS_OF, FUSED
 
-_CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 _DEAR = ("attention", "matmul", "communication")
 
 
@@ -86,7 +85,7 @@ def dear(sizes: ModelRecipe, layout: Layout, window: int) -> dict[SaveRule, list
     found: dict[SaveRule, list[Activation]] = {}
     for activation in activations(sizes, layout, window):
         # What is two in one is kept as a matmul: attention must have its q, k and v by a rule that says so.
-        name = "matmul" if activation.op in FUSED else _CLASS_OF[activation.op]
+        name = "matmul" if activation.op in FUSED else CLASS_OF[activation.op]
         if name in _DEAR:
             rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
             found.setdefault(rule, []).append(activation)

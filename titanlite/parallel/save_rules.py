@@ -60,8 +60,9 @@ FUSED = {
 """Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
 is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
 
-_CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
-OPERATIONS = (*_CLASS_OF, *FUSED)
+CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
+"""The class of each operation that is in one."""
+OPERATIONS = (*CLASS_OF, *FUSED)
 """All that blocks of shipped architectures consist of, but for elementwise operations."""
 
 _WINDOW = "titanlite.window_attention.default"
@@ -124,7 +125,7 @@ class BlockRules:
         classes = FUSED.get(op) or (self._class(op, to_float8),)
         layer = self._layer(self._matmuls - (op == _AFTER_ITS_MATMUL)) if classes[0] not in (None, "attention") else ""
         found = [self._first(op, name, layer) for name in reversed(classes)]  # what is the result first
-        if classes == (None,) and op in _CLASS_OF:  # made of a weight, which rules never keep, whatever they name
+        if classes == (None,) and op in CLASS_OF:  # made of a weight, which rules never keep, whatever they name
             found = [i for i in found if i is None or self._save_list.rules[i].action == "recompute"] or [None]
         says = [(rule, default if rule is None else self._action(rule)) for rule in found]
         decisive = says[:1] if op == _GATHER_MATMUL else says
@@ -144,7 +145,7 @@ class BlockRules:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
         if op == "aten._to_copy.default" and not to_float8:
             return None
-        name = _CLASS_OF.get(op)
+        name = CLASS_OF.get(op)
         if name == "cast" or op in _MAXIMA:
             self._operands.update(["statistics", "cast"] if op in _SCALED_INSIDE else [name])
             return name if self._operands[name] == 1 else None
