@@ -39,9 +39,9 @@ from titanlite.parallel.save_rules import (
     OPERATIONS,
     BlockRules,
     Decision,
+    add_unknown_layers,
     is_whole,
     kernels,
-    require_layers,
 )
 
 HEAD = "output"
@@ -353,8 +353,8 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
     problems = Problems(save_list.origin)
     for why in without_price(save_list):
         problems.add(why.where, why.saw, why.want, why.fix)
+    add_unknown_layers(save_list, layout.block.layers, problems)
     problems.raise_all(RecipeError)
-    require_layers(save_list, layout.block.layers)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []
     for active, window in zip(save_list.active(sizes.n_layers), sizes.windows, strict=True):

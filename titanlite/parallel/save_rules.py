@@ -234,21 +234,6 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
 
 
-def require_layers(save_list: SaveList, layers: Sequence[str]) -> None:
-    """Refuse a list that names modules which are no linear layers of a block.
-
-    Args:
-        save_list: the list.
-        layers: dotted names of the block's linear layers.
-
-    Raises:
-        RecipeError: it does.
-    """
-    problems = Problems(save_list.origin)
-    add_unknown_layers(save_list, layers, problems)
-    problems.raise_all(RecipeError)
-
-
 def add_unknown_layers(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
     """Say which modules that a list names are no linear layers of a block.
 
