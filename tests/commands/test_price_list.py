@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from titanlite.commands import main
-from titanlite.commands.price_list import layout_of, totals
+from titanlite.commands.price_list import Totals, totals
 from titanlite.commands.validate import CheckedRun, checked_run
+from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import RecipeError
@@ -20,7 +21,8 @@ from titanlite.models import llama3
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
-from titanlite.parallel.activation_bytes import activations
+from titanlite.parallel import activation_bytes
+from titanlite.parallel.activation_bytes import Layout, activations
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load, names
@@ -31,6 +33,16 @@ LISTS = names("activation_checkpoint")
 
 def checked(*flags: str) -> CheckedRun:
     return checked_run(["--config", CONFIG, *flags])
+
+
+def layout_of(run: CheckedRun) -> Layout:
+    return activation_bytes.layout_of(run.config, run.dimensions, run.float8)
+
+
+def totals_of(run: CheckedRun, name: str | None = None) -> Totals:
+    save_list = run.save_list if name is None else load("activation_checkpoint", name)
+    assert save_list is not None
+    return totals(run.dimensions, layout_of(run), save_list)
 
 
 def prices(run: CheckedRun) -> list[RulePrice]:
@@ -71,7 +83,7 @@ def test_rules_and_inputs_add_up_to_the_total(name: str, flags: list[str], compi
     layout = layout_of(run)
     kept = sum(p.held * p.blocks for p in prices(run))
     inputs = run.dimensions.n_layers * 2 * layout.tokens * run.dimensions.dim // layout.tensor_parallel
-    assert totals(run, layout).held == pytest.approx(kept + inputs)
+    assert totals_of(run).held == pytest.approx(kept + inputs)
 
 
 def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
@@ -93,7 +105,7 @@ def test_other_architectures_have_one(name: str) -> None:
     run = checked(*flags, "--activation_checkpoint.recipe", "attention")
     sizes, layout = run.dimensions, layout_of(run)
     kept = sum(p.held * p.blocks for p in prices(run))
-    assert totals(run, layout).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
+    assert totals_of(run).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
     dear = [
         a for window in sizes.windows for a in activations(sizes, layout, window) if "mm" in a.op or "attention" in a.op
     ]
@@ -119,16 +131,14 @@ def test_tensor_parallelism_never_keeps_more(name: str) -> None:
     held = []
     for degree in ("1", "2", "4", "8"):
         run = checked("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", degree)
-        held.append(totals(run, layout_of(run)).held)
+        held.append(totals_of(run).held)
     assert held == sorted(held, reverse=True)
 
 
 def test_a_list_that_keeps_more_computes_less_again() -> None:
     run = checked()
-    ordered = [
-        totals(replace(run, save_list=load("activation_checkpoint", n)), layout_of(run))
-        for n in ("full", "attention", "balanced_tight", "balanced", "matmuls", "none")
-    ]
+    by_size = ("full", "attention", "balanced_tight", "balanced", "matmuls", "none")
+    ordered = [totals_of(run, name) for name in by_size]
     assert [t.held for t in ordered] == sorted(t.held for t in ordered)
     assert [t.flops for t in ordered] == sorted((t.flops for t in ordered), reverse=True)
 
@@ -137,7 +147,7 @@ def test_a_list_that_keeps_more_computes_less_again() -> None:
 def test_collectives_in_matmuls_change_nothing_of_what_is_multiplied_again(name: str) -> None:
     flags = ("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", "4")
     plain, fused = (checked(*flags, "--parallelism.async_tensor_parallel", value) for value in ("false", "true"))
-    assert totals(plain, layout_of(plain)).flops == totals(fused, layout_of(fused)).flops
+    assert totals_of(plain).flops == totals_of(fused).flops
 
 
 def test_matmuls_computes_nothing_dear_again() -> None:
@@ -145,7 +155,7 @@ def test_matmuls_computes_nothing_dear_again() -> None:
     for degree in ("1", "2"):
         run = checked("--activation_checkpoint.recipe", "matmuls", "--parallelism.tensor_parallel_degree", degree)
         layout, sizes = layout_of(run), run.dimensions
-        assert totals(run, layout).flops <= 5 * sizes.n_layers * layout.tokens * sizes.dim
+        assert totals_of(run).flops <= 5 * sizes.n_layers * layout.tokens * sizes.dim
 
 
 RULE = '[[rules]]\nop = "{}"\naction = "save"\n{}'
@@ -178,8 +188,7 @@ def test_attention_by_the_name_of_a_kernel_costs_what_its_class_does(kernel: str
     wqkv = RULE.format("matmul", 'module = ["wqkv"]\n')
     mine.write_text(f'help = "mine"\ndefault = "recompute"\n{RULE.format(kernel, "")}{wqkv}')
     named, by_class = (checked("--activation_checkpoint.recipe", name) for name in (str(mine), "attention"))
-    layout = layout_of(named)
-    assert totals(named, layout) == totals(by_class, layout)
+    assert totals_of(named) == totals_of(by_class)
     both = [[replace(p, rule=None) for p in prices(run)] for run in (named, by_class)]  # type: ignore[arg-type]
     assert both[0] == both[1]
 
@@ -195,12 +204,12 @@ def test_what_is_not_known_of_blocks_has_no_price(tmp_path: Path, capsys: pytest
     assert 'line 4  rules[0].op = "_c10d_functional.wait_tensor.default"\n      want: a class' in err
 
 
-def test_a_list_that_keeps_what_it_does_not_name_has_no_price(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text('help = "mine"\ndefault = "save"\n' + RULE.format("matmul", 'module = ["w13"]\n'))
-    run = checked("--activation_checkpoint.recipe", str(mine))
-    with pytest.raises(RecipeError, match='fix:  default = "recompute"'):
-        totals(run, layout_of(run))
+def test_all_that_has_no_price_is_said_at_once() -> None:
+    run = checked()
+    with pytest.raises(RecipeError) as caught:
+        totals(run.dimensions, layout_of(run), SaveList("", "save", (SaveRule("matmul", "save", module=("w9",)),)))
+    for part in ("2 problems", 'fix:  default = "recompute"', 'rules[0].module = "w9"'):
+        assert part in str(caught.value)
 
 
 def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,12 +237,9 @@ def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture
     mine = tmp_path / "mine.toml"
     mine.write_text('help = "mine"\ndefault = "recompute"\n' + RULE.format("block", 'layers = "16:"\n'))
     run = checked("--activation_checkpoint.recipe", str(mine))
-    layout = layout_of(run)
-    none, full = (
-        totals(replace(run, save_list=load("activation_checkpoint", name)), layout) for name in ("none", "full")
-    )
-    assert totals(run, layout).held == (none.held + full.held) / 2
-    assert totals(run, layout).flops == full.flops / 2
+    none, full = (totals_of(run, name) for name in ("none", "full"))
+    assert totals_of(run).held == (none.held + full.held) / 2
+    assert totals_of(run).flops == full.flops / 2
     (whole,) = prices(run)
     assert (whole.blocks, whole.matches, whole.flops) == (16, 16, 0)
     assert 16 * whole.held == (none.held - full.held) / 2

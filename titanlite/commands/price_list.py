@@ -6,15 +6,14 @@
 All is computed from shapes (`titanlite/parallel/activation_bytes.py`, `memory.py`): no GPU, no process group, no torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titanlite import recipes
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
-from titanlite.parallel import activation_bytes
-from titanlite.parallel.activation_bytes import Layout, block_input, block_prices
+from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, layout_of
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, rule_in_words
@@ -31,31 +30,20 @@ class Totals:
     moved: int
 
 
-def layout_of(checked: CheckedRun) -> Layout:
-    """Return how one rank would run a checked config."""
-    return activation_bytes.layout_of(checked.config, checked.dimensions, checked.float8)
-
-
-def totals(checked: CheckedRun, layout: Layout) -> Totals:
-    """Add up all blocks of a run.
+def totals(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> Totals:
+    """Add up all blocks of a model.
 
     Args:
-        checked: the run.
+        sizes: the model's dimensions.
         layout: of a rank.
+        save_list: what blocks keep.
 
     Raises:
         RecipeError: the list keeps what it does not name, or attention without its q, k and v.
     """
-    blocks = block_prices(checked.dimensions, layout, _named(checked))
+    blocks = block_prices(sizes, layout, save_list)
     again = [activation for block in blocks for activation in block.again]
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
-
-
-def _named(checked: CheckedRun) -> SaveList:
-    """The list that the config names; who asks for prices of rules has seen that it names one."""
-    if checked.save_list is None:
-        raise ValueError("rules of a save-list that is chosen when the run starts have no price yet")
-    return checked.save_list
 
 
 def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
@@ -69,17 +57,18 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
     Raises:
         RecipeError: the list cannot work here, or has no price.
     """
-    config, layout = checked.config, layout_of(checked)
+    config, sizes, save_list = checked.config, checked.dimensions, checked.save_list
+    layout = layout_of(config, sizes, checked.float8)
     if layout.unpriced:
         raise RecipeError(describe(file, [layout.unpriced]))
-    name, n_layers = config.activation_checkpoint.recipe, checked.dimensions.n_layers
+    name = config.activation_checkpoint.recipe
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(
         [
-            f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {n_layers} layers, "
+            f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {sizes.n_layers} layers, "
             f"{layout.tokens:,} tokens a micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
-            *(_of_rules(checked, layout) if checked.save_list else [_chosen_later(checked)]),
+            *(_of_rules(sizes, layout, save_list) if save_list else [_chosen_later(checked)]),
             "\nall layers, on one rank; what is kept, and what is computed again in a micro-step:\n",
             _of_all_lists(checked, layout, world),
         ]
@@ -91,16 +80,15 @@ def _chosen_later(checked: CheckedRun) -> str:
     return f": what is kept is chosen when the run starts, the fastest whose peak is at most {budget:g} GiB\n"
 
 
-def _of_rules(checked: CheckedRun, layout: Layout) -> list[str]:
+def _of_rules(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[str]:
     """The table of the rules of a run's save-list, with what introduces it."""
-    save_list, n_layers = _named(checked), checked.dimensions.n_layers
-    totals(checked, layout)  # a list without a price is refused before anything is printed
-    prices = rule_prices(checked.dimensions, layout, save_list)
+    block_prices(sizes, layout, save_list)  # a list without a price is refused before anything is printed
+    prices, n_layers = rule_prices(sizes, layout, save_list), sizes.n_layers
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer; what is kept, and what computing it again would cost:\n"
     if not save_list.rules and save_list.default == "save":
         return [introduction, "  no rules: everything is kept\n"]
-    size = f"{block_input(checked.dimensions, layout) / _MIB:,.1f}"
+    size = f"{block_input(sizes, layout) / _MIB:,.1f}"
     rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
     return [introduction, columns(("rule", "layers", "MiB", "GFLOP", "MiB moved"), *rows)]
 
@@ -113,12 +101,12 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
     rows: list[tuple[str, ...]] = []
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
         try:
-            other = replace(checked, save_list=recipes.load("activation_checkpoint", name, config.job.recipe_dirs))
-            sums = totals(other, layout)
+            save_list = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
+            sums = totals(sizes, layout, save_list)
         except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
             rows.append((name, "no price", "", "", *([""] if model else [])))
             continue
-        peak = [f"{model.peak_under(_named(other)).total / _GIB:,.1f}"] if model else []
+        peak = [f"{model.peak_under(save_list).total / _GIB:,.1f}"] if model else []
         rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
     header = ["save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])]
     return columns(header, *rows)
