@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 _LAST_WORDS_S = 10.0  # for `on_timeout`, which may hang on the same disk as the run
 
@@ -83,11 +84,11 @@ class Watchdog:
                 self._end(idle, step, phase)
             # A copy of faulthandler's timer fires if this thread is kept from running for as long again.
             faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S, exit=True, file=sys.__stderr__ or self._log)
-            if self._closed.wait(min(1.0, timeout_s - idle if idle < timeout_s else 0.0)):
+            if self._closed.wait(min(1.0, timeout_s - idle)):
                 faulthandler.cancel_dump_traceback_later()
                 return
 
-    def _end(self, idle: float, step: int, phase: str) -> None:
+    def _end(self, idle: float, step: int, phase: str) -> NoReturn:
         text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"
         for file in (sys.__stderr__, self._log):
             with contextlib.suppress(OSError, ValueError):
