@@ -24,11 +24,6 @@ TWO_STEPS = ("--job.stop_after=2",)
 FULL = "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 139.80 GiB of which …"
 
 
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("auto"))
-
-
 def budget(gib: float) -> str:
     return f"--activation_checkpoint.budget_gib={gib}"
 

@@ -38,11 +38,6 @@ leave(exit_code(train.main))
 """
 
 
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("elastic"))
-
-
 def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     script, logs = tmp_path / "broken.py", [tmp_path / "first", tmp_path / "second"]
     script.write_text(BROKEN)

@@ -18,11 +18,6 @@ SKIP = "--training.on_nonfinite=skip"
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("nonfinite"))
-
-
-@pytest.fixture(scope="module")
 def undisturbed(desk: Desk) -> Ended:
     return desk.run("undisturbed", 2, "--job.stop_after=6")
 

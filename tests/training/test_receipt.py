@@ -32,11 +32,6 @@ BALANCED = ["save attention", "save communication", "save matmul wqkv w1*"]
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("receipt"))
-
-
-@pytest.fixture(scope="module")
 def everything(desk: Desk) -> Ended:
     """FSDP 2 × TP 2, float8 and a save-list: two steps."""
     return desk.run(

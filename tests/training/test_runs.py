@@ -33,11 +33,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("resume"))
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
 def undisturbed(request: pytest.FixtureRequest, desk: Desk) -> tuple[str, Ended]:
     world, flags = LAYOUTS[request.param]

@@ -17,11 +17,6 @@ VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.ste
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("stop"))
-
-
-@pytest.fixture(scope="module")
 def undisturbed(desk: Desk) -> Ended:
     """Two ranks, with validation."""
     return desk.run("undisturbed", 2, *VALIDATE, "--job.stop_after=10")

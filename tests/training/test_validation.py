@@ -21,11 +21,6 @@ FLAGS = ("--training.local_batch_size=1", "--validation.enable=true", "--validat
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
-    return Desk(tmp_path_factory.mktemp("validation"))
-
-
-@pytest.fixture(scope="module")
 def single(desk: Desk) -> Ended:
     return desk.run("single", 1, *FLAGS)
 
