@@ -72,11 +72,10 @@ def spoil(device: str, group: Ranks) -> None:
     # The allocator keeps a pool for large tensors and one for small ones.
     blocks = [torch.full((numbers,), torch.nan, device=device) for numbers in (2**26, *[2**17] * 32)]
     del blocks
-    if find_spec("titanlite.kernels.device") and no_peer_access(group.name) is None:
+    if no_peer_access(group.name) is None:
         from titanlite.kernels.device import channel
 
-        if hasattr(channel, "poison"):
-            channel.poison(group.name)
+        channel.poison(group.name)
 
 
 def delay(device: str, group: Ranks, turn: int) -> None:
@@ -486,7 +485,7 @@ def start(rank: int, world: int, device: str, folder: str, check_timeout_s: floa
         timeout=timedelta(seconds=check_timeout_s),
         **(take_gpu(rank, world)._asdict() if on_gpu else {"backend": "gloo"}),
     )
-    if on_gpu and find_spec("titanlite.kernels.device") and find_spec("triton"):
+    if on_gpu and find_spec("triton"):
         from titanlite.kernels.device import channel
 
         channel.set_deadline(check_timeout_s / 2)  # so that a kernel says whom it waits for before it is killed
