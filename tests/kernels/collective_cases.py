@@ -484,6 +484,11 @@ def check_case(case: Case, device: str, group: Ranks, *, before: Callable[[], ob
     return [f"{kind}: {text}" for kind in ("exact", "normal") for text in check(case, device, group, kind, before)]
 
 
+def print_problems(case: Case) -> None:
+    """Run a case on both of two ranks, and print what is wrong with it."""
+    print(*check_case(case, "cpu", groups(2)["all-2"]), sep="\n", end="", flush=True)
+
+
 def _check_gather(case: Gather, device: str, group: Ranks, kind: str, before: Callable[[], object]) -> list[str]:
     every = [gather_given(case, device, group, r, kind) for r in range(len(group.ranks))]
     mine = every[group.me]

@@ -56,8 +56,8 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
 
 
 @contextmanager
-def compiling(rank: int = 1, ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKernel]]:
-    """Inside, calls of the device functions compile; the dict fills with the kernels by name."""
+def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKernel]]:
+    """Inside, calls of the device functions compile, as on rank 1; the dict fills with the kernels by name."""
     compiled: dict[str, triton.compiler.CompiledKernel] = {}
     launch, driver = JITFunction.__getitem__, triton.runtime.driver
     stems = (all_gather_matmul, matmul_reduce_scatter)
@@ -75,7 +75,7 @@ def compiling(rank: int = 1, ranks: int = 4) -> Iterator[dict[str, triton.compil
     launch_module._compiled.clear()
     for stem in stems:
         stem._plans.clear()
-    channel = fake_channel(rank, ranks)
+    channel = fake_channel(1, ranks)
     for stem in stems:
         stem.channel, stem.multiprocessors = (lambda group: channel), (lambda device: 132)
     try:

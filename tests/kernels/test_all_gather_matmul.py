@@ -14,9 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.kernels.collective_cases import (
     BF16,
     E4M3,
-    Gather,
     Given,
-    check_case,
     check_cases,
     contracted,
     families,
@@ -24,6 +22,7 @@ from tests.kernels.collective_cases import (
     gather_truths,
     gathers,
     groups,
+    print_problems,
     quick_and_slow,
     rolled,
     run_gather,
@@ -150,10 +149,6 @@ def test_faults_are_found(fault: Callable, case: str, tmp_path, monkeypatch):
 def test_faults_of_the_gradient_are_found(name: str, fault: Callable, tmp_path, monkeypatch):
     monkeypatch.setattr(stem, name, fault)
     assert any(run_ranks(lambda: print_problems(CASES["rows-float64"]), tmp_path, 2))
-
-
-def print_problems(case: Gather) -> None:
-    print(*check_case(case, "cpu", groups(2)["all-2"]), sep="\n", end="", flush=True)
 
 
 @pytest.mark.parametrize("case", [f"{case}-float64" for case in ONE_OF_EACH_FORM])

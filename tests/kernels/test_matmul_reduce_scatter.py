@@ -17,11 +17,10 @@ from tests.kernels.collective_cases import (
     F64,
     Given,
     Numbers,
-    Scatter,
-    check_case,
     check_cases,
     families,
     groups,
+    print_problems,
     quick_and_slow,
     rolled,
     run_scatter,
@@ -136,10 +135,6 @@ def own_rows_twice(grad, others, dim, size, group):
 def test_faults_of_the_gradient_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(stem, "all_gather_matmul", own_rows_twice)
     assert any(run_ranks(lambda: print_problems(CASES["rows-float64"]), tmp_path, 2))
-
-
-def print_problems(case: Scatter) -> None:
-    print(*check_case(case, "cpu", groups(2)["all-2"]), sep="\n", end="", flush=True)
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH_KIND)

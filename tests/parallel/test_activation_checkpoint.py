@@ -253,9 +253,9 @@ def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs():
     assert apply_activation_checkpoint(model, listed).blocks == LAYERS
 
 
-def decisions(saved: SaveList, ops: list[str], layers: tuple[str, ...] = ("a.wqkv", "a.wo", "f.w13", "f.w2")) -> str:
+def decisions(saved: SaveList, ops: list[str]) -> str:
     """One letter per operation: saved or recomputed. A cast to float8 is written "cast"."""
-    rules = BlockRules(saved, frozenset(range(len(saved.rules))), layers)
+    rules = BlockRules(saved, frozenset(range(len(saved.rules))), ("a.wqkv", "a.wo", "f.w13", "f.w2"))
     return "".join(
         rules.decide("aten._to_copy.default" if op == "cast" else op, to_float8=op == "cast").action[0] for op in ops
     )

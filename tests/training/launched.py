@@ -206,9 +206,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.exists() else []
 
 
-def wait_for_step(folder: Path, step: int, timeout_s: float = 60) -> None:
-    """Wait until a run has logged a step."""
-    deadline = time.monotonic() + timeout_s
+def wait_for_step(folder: Path, step: int) -> None:
+    """Wait until a run has logged a step, a minute at most."""
+    deadline = time.monotonic() + 60
     while not any(row["step"] >= step for row in rows(folder)):
         assert time.monotonic() < deadline, f"{folder} has not reached step {step}"
         time.sleep(0.005)
