@@ -133,10 +133,11 @@ def test_a_damaged_config_is_named(tmp_path):
         run([folder])
 
 
-def test_half_a_row_of_metrics_is_named(tmp_path):
+@pytest.mark.parametrize("row", ['{"step": 2, "loss": 4.0}', '{"step": 2, "validation_loss": 4.0}'])
+def test_half_a_row_of_metrics_is_named(tmp_path, row):
     folder = make_run(tmp_path / "a", [5.0])
     with (tmp_path / "a/metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "loss": 4.0}\n')
+        file.write(f"{row}\n")
     with pytest.raises(RunError, match=r"a/metrics\.jsonl: 1 problem\n  tokens of step 2 = None\n +want: as many"):
         run([folder])
 

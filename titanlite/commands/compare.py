@@ -119,14 +119,15 @@ def _read(folder: Path, name: str) -> RunRecord:
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
         problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
         raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
-    if bad := [row for row in rows if "loss" in row and not isinstance(row.get("tokens"), int)]:
+    steps, validations = ([row for row in rows if key in row] for key in ("loss", "validation_loss"))
+    if bad := [row for row in (*steps, *validations) if not isinstance(row.get("tokens"), int)]:
         want = "as many tokens as there were until then, a whole number"
-        problem = Problem(f"tokens of step {bad[0].get('step')}", str(bad[0].get("tokens")), want, "restore the file")
+        problem = Problem(f"tokens of step {bad[0]['step']}", str(bad[0].get("tokens")), want, "restore the file")
         raise RunError(describe(str(folder / "metrics.jsonl"), [problem]))
     return RunRecord(
         name=name,
-        steps=[row for row in rows if "loss" in row],
-        validations=[row for row in rows if "validation_loss" in row],
+        steps=steps,
+        validations=validations,
         config=dotted(config),
         state=_state(folder / "status.json"),
     )
