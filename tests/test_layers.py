@@ -18,7 +18,7 @@ ROWS = (
     {"models"},
     {"data"},
     {"kernels"},
-    {"recipes", "run_folder", "exit_code", "redact"},
+    {"recipes", "run_folder", "exit_code", "redact", "durable"},
     {"config"},
     {"errors"},
 )

@@ -22,6 +22,7 @@ from typing import Any, cast
 import tomli
 
 from titanlite.config.schema import Config, Model
+from titanlite.durable import write_durably
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dimensions
 
@@ -82,7 +83,7 @@ class RunFolder:
         Args:
             config_toml: the resolved config as TOML text.
         """
-        _replace(self.config, config_toml)
+        write_durably(self.config, config_toml)
 
     def record_save_list(self, save_list_toml: str) -> None:
         """Write `activation_checkpoint.toml`, the save-list that was chosen for the run.
@@ -90,7 +91,7 @@ class RunFolder:
         Args:
             save_list_toml: a save-list as TOML text.
         """
-        _replace(self.save_list, save_list_toml)
+        write_durably(self.save_list, save_list_toml)
 
     def release(self) -> None:
         """Drop the lock before the process ends. Without a lock, nothing."""
@@ -211,13 +212,3 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _toml(value: object) -> str:
     return "not given" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old or the new one."""
-    new = path.with_suffix(".tmp")
-    with open(new, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(new, path)

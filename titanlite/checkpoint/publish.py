@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError, Problem, describe
 
 MANIFEST = "MANIFEST.json"
@@ -173,14 +174,6 @@ def remove_stale(root: Path) -> list[str]:
     for path in stale:
         _delete(path)
     return [p.name for p in stale]
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a small text file and wait until it is on disk."""
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def _manifest(folder: Path) -> dict[str, Entry]:

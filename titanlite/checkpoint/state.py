@@ -20,6 +20,7 @@ from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
+from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError, Problem, describe
 
 _STATE = "state.json"
@@ -67,7 +68,7 @@ class Checkpoints:
         entries = store.write(tmp, tensors)
 
         def finish() -> Path:
-            publish.write_durably(tmp / _STATE, text)
+            write_durably(tmp / _STATE, text)
             folder = publish.commit(tmp, entries | publish.hash_files(tmp, [_STATE]))
             publish.prune(self.root, self.keep, spare=self._resumed_from)
             return folder

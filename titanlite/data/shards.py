@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.durable import write_durably
 from titanlite.errors import DataError, Problem, describe
 
 VERSION = 1
@@ -59,10 +60,7 @@ class Meta:
 
     def write(self, folder: Path) -> None:
         """Write meta.json, to be readable after a power cut."""
-        with (folder / "meta.json").open("w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(self), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(folder / "meta.json", json.dumps(dataclasses.asdict(self), indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> "Meta":

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.durable import write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 
 
@@ -91,12 +92,7 @@ class MetricsFile:
                 kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             if text.encode() != path.read_bytes():
-                beside = path.with_name(path.name + ".tmp")
-                with beside.open("w") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(path)
+                write_durably(path, text)
         self._file = path.open("a")
 
     def write(self, row: Row) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
 
 _SHOWN = 8  # cases named in a message; the file has all
@@ -86,9 +87,7 @@ class Receipt:
             }
             for entry in self.entries
         ]
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(json.dumps(rows, indent=2) + "\n")
-        beside.replace(path)
+        write_durably(path, json.dumps(rows, indent=2) + "\n")
 
     def enforce(self, strict: bool, warn: Callable[[str], object]) -> None:
         """Hold what was applied against what was requested.

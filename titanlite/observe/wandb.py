@@ -24,6 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from titanlite.config.schema import Config
+from titanlite.durable import write_durably
 from titanlite.redact import redact
 
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
@@ -158,9 +159,7 @@ def _run_id(path: Path) -> str:
     known = path.read_text(errors="replace").strip() if path.exists() else ""
     if not re.fullmatch("[0-9a-f]{8}", known):
         known = secrets.token_hex(4)
-        beside = path.with_name("run_id.new")
-        beside.write_text(known + "\n")
-        beside.replace(path)
+        write_durably(path, known + "\n")
     return known
 
 
