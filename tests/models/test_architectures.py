@@ -199,6 +199,11 @@ def test_logits_are_those_that_transformers_gave(case: str) -> None:
 
 def test_parameters_of_the_published_sizes() -> None:
     published = {
+        "llama3-1B": 1_235_814_400,
+        "llama3-3B": 3_212_749_824,
+        "llama3-8B": 8_030_261_248,
+        "llama3-70B": 70_553_706_496,
+        "llama3-405B": 405_853_388_800,
         "qwen3-0.6B": 596_049_920,
         "qwen3-1.7B": 1_720_574_976,
         "qwen3-4B": 4_022_468_096,
@@ -210,6 +215,7 @@ def test_parameters_of_the_published_sizes() -> None:
         "gpt2-774M": 774_030_080,
         "gpt2-1.5B": 1_557_611_200,
     }
+    assert published.keys() == {name for name in recipes.names("model") if not name.endswith("-debug")}
     for name in recipes.names("model"):
         architecture = name.partition("-")[0]
         sizes = recipes.load("model", name)
