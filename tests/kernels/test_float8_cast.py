@@ -1,6 +1,8 @@
 """Casts that turn a matrix: torchao's bits, wherever they run."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -173,3 +175,9 @@ def test_operators():
     for rows in ((1, 1), (128, 0), (0, 128)):
         torch.library.opcheck(torch.ops.titanlite.cast_blocks.default, (x, *rows, E4M3, True), **fake)
     assert all(t.isfinite() for t in float8_cast.scale_of(torch.zeros(()), E4M3, False))
+
+
+def test_it_may_be_imported_where_tensors_are_on_the_meta_device() -> None:
+    """As a model's file is, by whoever builds it there."""
+    code = "import torch\nwith torch.device('meta'):\n    import titanlite.kernels.float8_cast"
+    subprocess.run([sys.executable, "-c", code], check=True)

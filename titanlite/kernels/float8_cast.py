@@ -102,7 +102,7 @@ def cast_blocks(
 
 
 _TOPS = {
-    dtype: int(torch.tensor(torch.finfo(dtype).max).view(torch.int32))
+    dtype: int(torch.tensor(torch.finfo(dtype).max, device="cpu").view(torch.int32))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 }
 """Greatest numbers, as the bits of a float32."""
