@@ -58,6 +58,8 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert os.path.join("outputs", "run") in said
     assert main(["validate", file]) == 0
     assert "any number of processes" in capsys.readouterr().out
+    assert main(["validate", file, "--world", "8", "--world=2"]) == 0
+    assert ": 2 processes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from titanlite.commands.collective_table import alike, as_dicts, collective_rows
 from titanlite.commands.columns import columns
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, plan_run
-from titanlite.commands.validate import checked_run, file_and_world
+from titanlite.commands.validate import checked_run, file_and_world, take
 from titanlite.errors import ConfigError, Problem, describe
 
 _PRICES, _DIFF = "--activation-checkpoint", "--diff"
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     """Print a plan; `argv` is what `_USAGE` says behind the command."""
     if _DIFF in argv:
         return _diff(argv)
-    rest, given = _take([word for word in argv if word != _PRICES], ("--why", "--json", "--device-gib"))
+    rest, given = take([word for word in argv if word != _PRICES], ("--why", "--json", "--device-gib"), _USAGE)
     flags, world = file_and_world(rest, "titanlite plan configs/llama3_8b.toml")
     if _PRICES in argv and given:
         odd = next(iter(given))
@@ -197,20 +197,3 @@ def _gib(value: str, world: int | None) -> float:
         fix = "--device-gib 80" if world else f"--device-gib {value} --world 8"
         raise ConfigError(describe("command line", [Problem("--device-gib", value, want, fix)]))
     return gib
-
-
-def _take(argv: list[str], names: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-    """Split the command's own flags off: they are no keys of the config."""
-    rest, given = [], {}
-    left = list(argv)
-    while left:
-        name, has_value, value = left.pop(0).partition("=")
-        if name not in names:
-            rest.append(name + has_value + value)
-            continue
-        if not has_value:
-            value = left.pop(0) if left else ""
-        if not value:
-            raise ConfigError(describe("command line", [Problem(name, "", "a value", _USAGE)]))
-        given[name] = value
-    return rest, given

@@ -235,15 +235,12 @@ def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | 
     Raises:
         ConfigError: there is no file, a second one behind `--config`, or no number.
     """
-    rest, world = list(argv), None
-    for n, arg in enumerate(argv):
-        name, has_value, value = arg.partition("=")
-        if name == "--world":
-            value = value if has_value else "".join(argv[n + 1 : n + 2])
-            if not value.isdecimal() or int(value) < 1:
-                problem = Problem("--world", value, "a number of processes, at least 1", "--world 8")
-                raise ConfigError(describe("command line", [problem]))
-            world, rest = int(value), [*argv[:n], *argv[n + (1 if has_value else 2) :]]
+    rest, given = take(argv, ("--world",), "--world 8")
+    number = given.get("--world", "1")
+    if not number.isdecimal() or int(number) < 1:
+        problem = Problem("--world", number, "a number of processes, at least 1", "--world 8")
+        raise ConfigError(describe("command line", [problem]))
+    world = int(number) if given else None
     if {"-h", "--help"} & set(rest):
         return rest, world
     if others := [word for word in rest if word.partition("=")[0] == "--config"]:
@@ -252,3 +249,32 @@ def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | 
     if rest and not rest[0].startswith("-"):
         return ["--config", *rest], world
     raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", example)]))
+
+
+def take(argv: Sequence[str], names: Sequence[str], fix: str) -> tuple[list[str], dict[str, str]]:
+    """Split a command's own flags off: they are no keys of the config. The last of equal ones counts.
+
+    Args:
+        argv: arguments.
+        names: of the flags, each of which has a value: `--name VALUE` or `--name=VALUE`.
+        fix: what to write instead of a flag without one.
+
+    Returns:
+        All other arguments, and the values by name.
+
+    Raises:
+        ConfigError: a flag has no value.
+    """
+    rest, given = list[str](), dict[str, str]()
+    left = list(argv)
+    while left:
+        name, has_value, value = left.pop(0).partition("=")
+        if name not in names:
+            rest.append(name + has_value + value)
+            continue
+        if not has_value:
+            value = left.pop(0) if left else ""
+        if not value:
+            raise ConfigError(describe("command line", [Problem(name, "", "a value", fix)]))
+        given[name] = value
+    return rest, given
