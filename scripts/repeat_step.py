@@ -5,15 +5,10 @@ bits and of its magnitudes are compared with those of the first step; exit code 
 `--training.deterministic` none should.
 """
 
-import sys
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import train
+from titanlite import train
 from titanlite.exit_code import exit_code, leave
 from titanlite.training import loop
 from titanlite.training.build import Run

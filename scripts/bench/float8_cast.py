@@ -5,16 +5,12 @@ the sizes of Llama-3 8B, 16,384 tokens. GB/s are of bytes read and written, besi
 TFLOP/s are beside those of a product in bf16.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from triton.testing import do_bench
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from titanlite.kernels.block_scaled_matmul import block_scaled_matmul
 from titanlite.kernels.float8_cast import cast_blocks, cast_rows, cast_turned, turn
