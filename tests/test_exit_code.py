@@ -54,8 +54,24 @@ def test_no_thread_keeps_a_rank_from_ending() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", "")
 
 
-def test_nor_does_a_reader_that_is_gone() -> None:
-    gone = "import os; read, write = os.pipe(); os.dup2(write, 1); os.close(read)"
-    script = f"{HANGS}; {gone}; print('said'); from titanlite.exit_code import leave; leave(3)"
-    environment = os.environ | {"RANK": "0", "PYTHONUNBUFFERED": ""}
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_a_reader_that_is_gone_changes_no_exit_code(is_rank: bool) -> None:
+    gone = "import os; read, write = os.pipe(); os.dup2(write, 1); os.dup2(write, 2); os.close(read)"
+    script = f"{HANGS if is_rank else ''}\n{gone}; print('said'); from titanlite.exit_code import leave; leave(3)"
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONUNBUFFERED": ""}
+    environment |= {"RANK": "0"} if is_rank else {}
     assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=30).returncode == 3
+
+
+def test_nor_does_a_mistake_that_nobody_hears_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+
+    def fails() -> None:
+        raise DataError("no such file")
+
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w", buffering=1) as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        assert exit_code(fails) == 2
+        os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # for what the stream still holds

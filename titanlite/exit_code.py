@@ -1,5 +1,6 @@
 """How a process ends: one message for a mistake, the traceback for a bug, once for all ranks."""
 
+import contextlib
 import io
 import json
 import os
@@ -41,13 +42,13 @@ def exit_code(action: Callable[[], object]) -> int:
             # Local rank 0 goes before the others, so that a further host says it once.
             time.sleep(_RANK_0_SPEAKS_S + (os.environ.get("LOCAL_RANK", "0") != "0"))
             _record(error)
-        sys.stderr.write(redact(f"[rank {rank}] {error}\n" if rank else f"{error}\n"))
+        _say(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as bug:
         _record(bug)
-        sys.stderr.write(redact(traceback.format_exc()))
+        _say(traceback.format_exc())
         return 1
     return 0
 
@@ -65,13 +66,20 @@ def leave(code: int) -> NoReturn:
     aborts a rank that has trained to the end. A library's thread that hangs would keep a failed rank from ending. A
     process without peers has none of these, and may have tools that report when the interpreter ends.
     """
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:  # nobody reads any more; the interpreter would try again, and end with a code of its own
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if "RANK" not in os.environ:
         sys.exit(code)
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:  # also where nobody reads any more
-        os._exit(code)
+    os._exit(code)
+
+
+def _say(text: str) -> None:
+    """Write to stderr what is no secret; a terminal that is gone is told nothing."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(redact(text))
 
 
 def _record(error: Exception) -> None:

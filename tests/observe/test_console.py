@@ -119,6 +119,30 @@ def test_a_restart_continues_the_log(tmp_path):
     assert len((tmp_path / "rank0.log").read_text().splitlines()) == 10
 
 
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_what_nobody_reads_any_more_does_not_end_a_run(tmp_path, kind):
+    ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        console = Console(0, 0, 240, tmp_path, stream)
+        console.step(ROW)
+        os.close(ours)
+        console.step(ROW)
+        console.notice("saved")
+        console.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)  # for what the stream still holds
+    log = (tmp_path / "rank0.log").read_text()
+    assert log.count("warning: the terminal is lost") == 1
+    assert log.endswith(" saved\n")
+
+
+def test_a_process_without_standard_output_has_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    console = Console(0, 0, 240, tmp_path)
+    console.notice("saved")
+    console.close()
+    assert (tmp_path / "rank0.log").read_text().endswith(" saved\n")
+
+
 def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "150")

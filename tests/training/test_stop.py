@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,30 @@ def test_a_terminal_that_is_gone_stops_a_run_but_not_one_under_nohup(desk: Desk,
     finally:
         signal.signal(signal.SIGHUP, before)
     assert run.status["state"] == state
+
+
+def test_a_run_whose_terminal_hangs_up_saves_and_says_the_rest_in_its_log(desk: Desk) -> None:
+    def plant() -> None:
+        ours, theirs = os.openpty()
+        for fd in (1, 2):
+            os.dup2(theirs, fd)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+
+        def hang_up() -> None:
+            os.close(ours)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        at_step(2, hang_up)()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        run = desk.run("hung up", 1, plant=plant)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (run.status["state"], run.checkpoints()) == ("stopped", [4])
+    log = (run.folder / "logs" / "rank0.log").read_text()
+    assert log.count("the terminal is lost (Input/output error)") == 1
+    assert "stopped by SIGHUP after step 4" in log
 
 
 def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:

@@ -6,7 +6,8 @@ On a terminal the labels are dimmed and a bar stays at the bottom. In a pipe or 
 no colours, no boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
-host, and step lines to global rank 0, so eight ranks do not say everything eight times.
+host, and step lines to global rank 0, so eight ranks do not say everything eight times. A terminal that hangs up, or a
+pipe that nobody reads any more, does not end a run: the log says so, and goes on.
 """
 
 import io
@@ -14,7 +15,9 @@ import statistics
 import sys
 import traceback
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -48,7 +51,7 @@ class Console:
         self._rank = rank
         self._on_terminal = local_rank == 0
         self._total = total_steps
-        self._stream = stream or sys.stdout
+        self._stream: TextIO | None = stream or sys.stdout  # None once nobody reads it, or where it was closed before
         if isinstance(self._stream, io.TextIOWrapper):  # a run must not end because a terminal has no × or →
             self._stream.reconfigure(errors="backslashreplace")
         self._seconds: deque[float] = deque(maxlen=_RECENT)
@@ -105,7 +108,7 @@ class Console:
     def close(self) -> None:
         """Leave the terminal and the log file in order."""
         if self._bar:
-            self._bar[0].stop()
+            self._draw(self._bar[0].stop)
             self._bar = None
         self._file.close()
 
@@ -118,16 +121,28 @@ class Console:
 
     def _show(self, text: str, style: str = "", done: int | None = None) -> None:
         """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
-        if not self._stream.isatty():
-            self._stream.write(text + "\n")
-            self._stream.flush()
+        if self._stream is not None:
+            self._draw(partial(self._print, self._stream, text, style, done))
+
+    def _draw(self, write: Callable[[], None]) -> None:
+        """Write to the terminal, and never again if that fails."""
+        try:
+            write()
+        except OSError as e:
+            self._stream = self._bar = None
+            self._log(f"warning: the terminal is lost ({e.strerror}); what it would show is in this file")
+
+    def _print(self, stream: TextIO, text: str, style: str, done: int | None) -> None:
+        if not stream.isatty():
+            stream.write(text + "\n")
+            stream.flush()
             return
         import rich.console
         from rich.text import Text
 
         if self._bar is None and done is not None:
-            self._bar = self._start_bar()
-        console = self._bar[0].console if self._bar else rich.console.Console(file=self._stream)
+            self._bar = self._start_bar(stream)
+        console = self._bar[0].console if self._bar else rich.console.Console(file=stream)
         styled = Text(text, style)
         if done is not None:
             styled.highlight_words(("step", "loss", "grad", "lr", "tok/s/gpu", "mfu", "mem", "wait", "eta"), "dim")
@@ -136,7 +151,7 @@ class Console:
         if self._bar and done is not None:
             self._bar[0].update(self._bar[1], completed=done, refresh=True)
 
-    def _start_bar(self) -> "tuple[Progress, TaskID]":
+    def _start_bar(self, stream: TextIO) -> "tuple[Progress, TaskID]":
         """Put the bar at the bottom. It is redrawn with each line and by no thread, which would disturb the step."""
         import rich.console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn
@@ -145,7 +160,7 @@ class Console:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TaskProgressColumn(),
-            console=rich.console.Console(file=self._stream),
+            console=rich.console.Console(file=stream),
             auto_refresh=False,
             expand=True,
             redirect_stdout=False,  # what others print goes where they send it

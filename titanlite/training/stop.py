@@ -7,6 +7,7 @@ has left.
 One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -43,6 +44,7 @@ class StopSignals:
         if self.received is None:
             self.received, self._at = signal.Signals(number).name, time.monotonic()
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                os.write(2, f"{self.received}: {self._does} after this step; again ends at once\n".encode())
+                with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
+                    os.write(2, f"{self.received}: {self._does} after this step; again ends at once\n".encode())
         elif time.monotonic() - self._at > _ONE_REQUEST_S:
             os._exit(128 + number)
