@@ -49,6 +49,15 @@ def test_paths_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read("sub")[0] == ["sub/c.txt"]
 
 
+def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
+    for folder in ("blobs", "snapshot"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs" / "0a1b").write_text('{"text": "of a hub"}')
+    (tmp_path / "snapshot" / "train.jsonl").symlink_to("../blobs/0a1b")
+    for source in ("snapshot", "snapshot/*.jsonl", "snapshot/train.jsonl"):
+        assert read(str(tmp_path / source))[0] == ["of a hub"]
+
+
 def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

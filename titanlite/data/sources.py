@@ -180,7 +180,8 @@ def _matches(pattern: str) -> list[Path]:
         found = [f for f in below if f.endswith(SUFFIXES)]
     else:
         found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
-    return [Path(f).resolve() for f in sorted(found) if os.path.isfile(f)]
+    # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the suffix.
+    return [Path(f).parent.resolve() / os.path.basename(f) for f in sorted(found) if os.path.isfile(f)]
 
 
 def _resolve_dataset(source: str, key: str) -> Source:
