@@ -153,6 +153,9 @@ def test_numbers_out_of_range(key: str) -> None:
         ({"metrics__float8_numerics_freq": 5}, None, ["nothing to measure", "float8_numerics_freq = 0"]),
         ({"job__name": "a/b"}, None, ["the name of a folder"]),
         ({"job__name": ".."}, None, ["the name of a folder"]),
+        ({"job__name": "ü" * 128}, None, ["the name of a folder, of at most 255 bytes"]),
+        ({"optimizer__eps": 1e-39}, None, ["optimizer.eps = 1e-39", "in (0, inf) that float32 holds: 1.18e-38 to"]),
+        ({"optimizer__lr": 1e39}, None, ["optimizer.lr = 1e+39", "3.4e+38", "lr = 0.0003 (the default)"]),
         ({"validation__steps": 0}, None, ["-1 (all) or at least 1"]),
     ],
 )
@@ -174,6 +177,8 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
         {"profiling__start_step": 99_999},
         {"checkpoint__enable": False, "checkpoint__resume": "never"},
         {"metrics__wandb_project": ""},
+        {"job__name": "ü" * 127},
+        {"optimizer__eps": 1.2e-38, "optimizer__lr": 3.4e38, "training__max_norm": 0.0},
         {"metrics__float8_numerics_freq": 1, "float8__recipe": "rowwise"},
         {"training__global_batch_size": 16, "parallelism__tensor_parallel_degree": 4},
         {"parallelism__tensor_parallel_degree": 8, "parallelism__data_parallel_shard_degree": 1},

@@ -98,6 +98,7 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--training.deterministic", "maybe"], ["--training.deterministic = maybe", "want: true or false"]),
         (["--checkpoint.resume", "nevr"], ['"auto", "never" or a whole number', 'did you mean "never"?']),
         (["--no-such"], ["--no_such"]),
+        (["--job.name", "caf\udce9"], ["caf\udce9", "want: a word in UTF-8"]),
         (["--no-validation.enable"], ["fix:  --validation.enable false"]),
         (["--validation.no-enable"], ["fix:  --validation.enable false"]),
         (["training.steps=5"], ["training.steps=5", "fix:  --training.steps=5"]),

@@ -41,8 +41,8 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
     "parallelism.data_parallel_replicate_degree": "[1, inf)",
     "parallelism.data_parallel_shard_degree": "[-1, inf)",
     "parallelism.tensor_parallel_degree": "[1, inf)",
-    "comm.init_timeout_seconds": "[1, inf)",
-    "comm.train_timeout_seconds": "[1, inf)",
+    "comm.init_timeout_seconds": "[1, 31536000]",  # a year; a timedelta does not hold every number
+    "comm.train_timeout_seconds": "[1, 31536000]",
     "activation_checkpoint.budget_gib": "(0, inf)",
     "validation.freq": "[1, inf)",
     "validation.steps": "[-1, inf)",
@@ -54,6 +54,10 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
     "profiling.start_step": "[1, inf)",
     "profiling.steps": "[1, inf)",
 }
+
+
+# Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.
+_FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check(config: Config, model: ModelRecipe | None, world_size: int | None, origin: Origin | None = None) -> None:
@@ -121,13 +125,16 @@ def _data_ranks(config: Config, world: int | None) -> int:
 
 
 def _check_ranges(config: Config, problems: Problems) -> None:
-    """Every number is in its range, which NaN never is."""
+    """Every number is in its range, which NaN never is, and float32 holds it."""
+    least, most = _FLOAT32_NORMAL
     for key, span in RANGES.items():
         section, _, name = key.partition(".")
         value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
+        fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
         if isinstance(value, int | float) and not _inside(value, span):
-            fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
             problems.add(key, show(value), f"a number in {span}", fix)
+        elif isinstance(value, float) and value and not least <= value <= most:
+            problems.add(key, show(value), f"a number in {span} that float32 holds: {least:.3g} to {most:.3g}", fix)
     for key in ("parallelism.data_parallel_shard_degree", "validation.steps"):
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == 0:
@@ -245,8 +252,9 @@ def _check_steps(config: Config, problems: Problems) -> None:
 def _check_features(config: Config, model: ModelRecipe | None, problems: Problems) -> None:
     """No feature is asked for that does not exist, or that another key turns off."""
     job, checkpoint = config.job, config.checkpoint
-    if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0"):
-        problems.add("job.name", show(job.name), "the name of a folder", f'name = "{Config().job.name}" (the default)')
+    if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0") or len(job.name.encode()) > 255:
+        want = "the name of a folder, of at most 255 bytes"
+        problems.add("job.name", show(job.name), want, f'name = "{Config().job.name}" (the default)')
     if config.model.file and not config.model.file.endswith(".py"):
         problems.add("model.file", show(config.model.file), "a Python file", 'file = "my_model.py"')
     elif config.model.file and not os.path.isfile(config.model.file):

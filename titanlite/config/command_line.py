@@ -41,6 +41,9 @@ def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
     """
     args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
     args = ["--help" if a == "-h" else a for a in args]
+    if broken := [a for a in args if not a.isascii() and any("\ud800" <= letter <= "\udfff" for letter in a)]:
+        fix = "write it in UTF-8, and rename the file if it is the name of one"
+        raise ConfigError(describe("command line", [Problem(a, "", "a word in UTF-8", fix) for a in broken]))
     if "--help" in args:
         sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
         raise SystemExit(0)
