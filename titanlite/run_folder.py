@@ -12,8 +12,10 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,6 +94,27 @@ class RunFolder:
             save_list_toml: a save-list as TOML text.
         """
         write_durably(self.save_list, save_list_toml)
+
+    @contextmanager
+    def full_disk_explained(self) -> Iterator[None]:
+        """Say where and how much room is missing, when a file that the run keeps open can grow no further.
+
+        Raises:
+            ConfigError: instead of an OSError that says so.
+        """
+        try:
+            yield
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+                raise
+            free = shutil.disk_usage(self.path).free / 2**30
+            problem = Problem(
+                "a file",
+                f"{e}; {free:.3g} GiB are free in this folder",
+                "a disk that takes the run's log and metrics, and a quota with room for them",
+                "make room and start again: the run goes on from its last checkpoint",
+            )
+            raise ConfigError(describe(str(self.path), [problem])) from e
 
     def release(self) -> None:
         """Drop the lock before the process ends. Without a lock, nothing."""

@@ -256,11 +256,23 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
 
     job = desk.start("full", 2, plant=plant)
     codes = job.wait(30)
-    assert codes == [1, 1], job.output()  # 1 of rank 1: its connection to rank 0 is gone
-    assert "OSError: [Errno 27] File too large" in job.output().partition("--- rank 1")[0]
+    assert codes == [2, 1], job.output()  # 1 of rank 1: its connection to rank 0 is gone
+    said = job.output().partition("--- rank 1")[0]
+    assert "a file = [Errno 27] File too large; " in said
+    assert "Traceback" not in said
     ended = Ended(desk.folder / "runs" / "full", "")
     assert ended.status["state"] == "failed"
-    assert ended.status["error"]["type"] == "OSError"
+    assert ended.status["error"]["type"] == "ConfigError"
+
+
+def test_a_disk_that_is_full_from_the_start_is_said(desk: Desk) -> None:
+    logs = desk.folder / "runs" / "full at once" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank0.log").symlink_to("/dev/full")
+    run = desk.run("full at once", 1, ends=2)
+    assert "want: a disk that takes the run's log" in run.output
+    assert "Traceback" not in run.output
+    assert run.status["state"] == "failed"
 
 
 def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk) -> None:
