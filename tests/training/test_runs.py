@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.data.test_tokenizer import make_tokenizer
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
@@ -191,6 +192,17 @@ def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
         "warning: data.source holds another text than before"
         in desk.run("grows", 1, flags[0], "--job.stop_after=3").output
     )
+
+
+def test_another_tokenizer_in_the_same_file_is_not_taken_for_another_text(desk: Desk) -> None:
+    tokenizer = make_tokenizer(desk.folder / "tokenizer.json")
+    flags = (f"--data.tokenizer={tokenizer}", "--model.vocab_size=512")
+    assert "warning" not in desk.run("retrained", 1, *flags, "--job.stop_after=1").output
+    assert "warning" not in desk.run("retrained", 1, *flags, "--job.stop_after=2").output
+    make_tokenizer(tokenizer, special=("<other>", "<|endoftext|>"))
+    said = desk.run("retrained", 1, *flags, "--job.stop_after=3").output
+    assert "warning: data.tokenizer is another file than before" in said
+    assert "another text" not in said
 
 
 @pytest.mark.parametrize("key", ["data.source", "validation.source"])

@@ -79,7 +79,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
         saw = f"{data.cache_dir!r}: {e}"
         problem = Problem("data.cache_dir", saw, want, "make room, or set data.cache_dir to a folder on a local disk")
         raise DataError(describe("data", [problem])) from e
-    shards = TokenShards(folder)
+    shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "")
     _check_meta(shards.meta, folder, data, vocab_size, key)
     return shards
 

@@ -87,13 +87,14 @@ class TokenShards:
 
     Args:
         folder: of meta.json.
+        tokenizer: fingerprint of the tokenizer that made the ids; "" where that is not known.
 
     Raises:
         DataError: meta.json cannot be read, or a shard is missing or has another size than it says.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, tokenizer: str = "") -> None:
+        self.folder, self.tokenizer = folder, tokenizer
         self.meta = Meta.read(folder)
         self.tokens = self.meta.tokens
         self.fingerprint = self.meta.fingerprint

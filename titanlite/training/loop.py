@@ -48,7 +48,7 @@ class Loop:
     watchdog: Watchdog
     stop: StopSignals
     folder: RunFolder
-    corpus: str  # fingerprint of the training data
+    data: dict[str, str]  # fingerprints of the training data: of its tokens, `corpus`, and of the `tokenizer`
 
     def train(self, start: int) -> int:
         """Take the steps after `start` until the last one, `job.stop_after` or a signal.
@@ -138,7 +138,7 @@ class Loop:
         self.watchdog.progress(step, "checkpoint")
         self._limit(self.run.config.comm.init_timeout_seconds)
         on_rank_0(self.report.sync)  # it alone has the file, and may find the disk full
-        state = {"samples": self.batches.position, "corpus": self.corpus, "validation_due": validation_due}
+        state = {"samples": self.batches.position, "validation_due": validation_due} | self.data
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         state["sequences_per_step"] = self.batches.global_batch_size
         state["model"] = dimensions_of(self.run.sizes)

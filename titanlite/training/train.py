@@ -119,8 +119,13 @@ def _train(
     assert per_step is not None  # noqa: S101  # the config is checked
     start, state = restore(run, checkpoints, console, per_step)
     samples = int(state["samples"])
-    if state.get("corpus", shards.fingerprint) != shards.fingerprint:
-        console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
+    data = {"corpus": shards.fingerprint, "tokenizer": shards.tokenizer}
+    if state.get("corpus", data["corpus"]) != data["corpus"]:
+        if state.get("tokenizer", data["tokenizer"]) == data["tokenizer"]:
+            console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
+        else:
+            what = "data.tokenizer is another file than before, and data.source has other ids"
+            console.warning(f"{what}: weights that know the old ones do not fit; restore it, or take another job.name")
 
     placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
     placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
@@ -149,7 +154,7 @@ def _train(
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
-    loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, shards.fingerprint)
+    loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, data)
     with explained(config, sizes, float8, run.save_list, device):
         if validates_first:
             loop.validate(start)
