@@ -26,6 +26,24 @@ def test_restarts_need_a_store_of_their_own(
             check_launcher()
 
 
+@pytest.mark.parametrize("given", [("RANK",), ("WORLD_SIZE",), ("RANK", "WORLD_SIZE", "MASTER_ADDR")])
+def test_a_part_of_what_a_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]) -> None:
+    said = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in said:
+        monkeypatch.delenv(name, raising=False)
+    check_launcher()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")  # of others, too
+    check_launcher()
+    for name in given:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="MASTER_PORT = not set") as refused:
+        check_launcher()
+    assert ("WORLD_SIZE = not set" in str(refused.value)) == ("WORLD_SIZE" not in given)
+    for name in said:
+        monkeypatch.setenv(name, "1")
+    check_launcher()
+
+
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
