@@ -96,23 +96,25 @@ class RunFolder:
         write_durably(self.save_list, save_list_toml)
 
     @contextmanager
-    def full_disk_explained(self) -> Iterator[None]:
-        """Say where and how much room is missing, when a file that the run keeps open can grow no further.
+    def write_errors_explained(self) -> Iterator[None]:
+        """Say where and why, and how much room there is, when a file of the run cannot be written.
 
         Raises:
-            ConfigError: instead of an OSError that says so.
+            ConfigError: instead of an OSError of a file in this folder, or of one that can grow no further.
         """
         try:
             yield
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            is_inside = isinstance(e.filename, str) and Path(e.filename).is_relative_to(self.path)
+            # An open file has no name any more when a write to it fails.
+            if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             free = shutil.disk_usage(self.path).free / 2**30
             problem = Problem(
                 "a file",
                 f"{e}; {free:.3g} GiB are free in this folder",
-                "a disk that takes the run's log and metrics, and a quota with room for them",
-                "make room and start again: the run goes on from its last checkpoint",
+                "a folder that takes the run's log, metrics and status, on a disk and in a quota with room for them",
+                "make room, or clear the file's place, and start again: the run goes on from its last checkpoint",
             )
             raise ConfigError(describe(str(self.path), [problem])) from e
 

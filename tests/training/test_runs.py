@@ -277,14 +277,22 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
     assert ended.status["error"]["type"] == "ConfigError"
 
 
-def test_a_disk_that_is_full_from_the_start_is_said(desk: Desk) -> None:
-    logs = desk.folder / "runs" / "full at once" / "logs"
-    logs.mkdir(parents=True)
-    (logs / "rank0.log").symlink_to("/dev/full")
-    run = desk.run("full at once", 1, ends=2)
-    assert "want: a disk that takes the run's log" in run.output
+@pytest.mark.parametrize("what", ["logs", "logs/rank0.log", "status.json", "receipt.json"])
+def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
+    name = f"no {Path(what).name}"
+    place = desk.folder / "runs" / name / what
+    place.parent.mkdir(parents=True)
+    if what == "logs":
+        place.touch()
+    elif what == "logs/rank0.log":
+        place.symlink_to("/dev/full")
+    else:
+        place.mkdir()
+    run = desk.run(name, 1, "--job.stop_after=1", ends=2)
+    reason = {"logs": "File exists", "logs/rank0.log": "No space left on device"}.get(what, "Is a directory")
+    assert reason in run.output
+    assert "want: a folder that takes the run's log" in run.output
     assert "Traceback" not in run.output
-    assert run.status["state"] == "failed"
 
 
 def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk) -> None:

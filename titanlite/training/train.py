@@ -56,7 +56,7 @@ def train(
     Raises:
         TitanliteError: what the user can mend, the same on every rank.
     """
-    with folder.full_disk_explained(), ExitStack() as cleanup:  # also where closing what failed fails again
+    with folder.write_errors_explained(), ExitStack() as cleanup:  # also where closing what failed fails again
         rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         console = Console(rank, local_rank, config.training.steps, folder.logs)
         cleanup.callback(console.close)
@@ -65,7 +65,7 @@ def train(
         saved = complete_steps(folder.checkpoints)
         status = Status(folder.status, saved[-1] if saved else 0, rank)
         try:
-            with folder.full_disk_explained():
+            with folder.write_errors_explained():
                 _train(config, sizes, save_list, float8, folder, console, status, cleanup)
         except BaseException as error:  # said before the cleanup, which may hang on what failed
             peer = peer_failure()
