@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--timeout-s", type=float, default=240)
+    parser.add_argument("--timeout-s", type=float, default=400, help="of a run; 16 micro-steps take 350 s")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -107,12 +107,16 @@ def run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | N
     command += ["--training.steps", str(args.steps), "--lr_scheduler.warmup_steps", "2", "--checkpoint.enable=false"]
     command += ["--validation.enable=false"]
     log = args.logs / f"{name}.log"
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
     with log.open("w") as file:
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, env=environment)
         try:
-            environment = {**os.environ, "OMP_NUM_THREADS": "4"}
-            subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, timeout=args.timeout_s, env=environment)
+            launcher.wait(args.timeout_s)
         except subprocess.TimeoutExpired:
             print(f"{name}: over {args.timeout_s} s")
+        finally:
+            launcher.terminate()  # it ends its ranks; killed, it would leave them to the GPUs that the next run wants
+            launcher.wait()
     metrics = folder / name / "metrics.jsonl"
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     rows = [row for row in map(json.loads, lines) if "loss" in row]
