@@ -14,7 +14,8 @@ BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 def script(name: str) -> ModuleType:
     """One of the scripts, as a module."""
     spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

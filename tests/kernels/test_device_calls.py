@@ -34,7 +34,7 @@ from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
-from titanlite.kernels.device import block_cast, float8_cast, swiglu
+from titanlite.kernels.device import block_cast, channel, float8_cast, swiglu
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
@@ -270,3 +270,46 @@ def test_the_table_may_have_the_plain_path_as_faster(ranks: int, reason: str | N
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
     assert scatter.obstacle([left], [right], 0, ranks) == reason
     assert gather.obstacle(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
+
+
+class Stream:
+    """A CUDA stream's handle, and what was waited for."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream, self.waits_for = number, list[int]()
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits_for.append(other.cuda_stream)
+
+
+def test_operators_of_two_groups_on_two_streams_come_one_behind_the_other(monkeypatch: pytest.MonkeyPatch):
+    # On two ranks that start them in different orders, each would fill its GPU and wait for the other's.
+    def begin(group: channel.Channel, stream: Stream) -> list[int]:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream.cuda_stream, raising=False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        stream.waits_for.clear()
+        assert group.begin(1) == 1
+        return list(stream.waits_for)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(channel, "_stream", None)
+    groups, (first, second) = [channel.Channel.__new__(channel.Channel) for _ in range(2)], (Stream(1), Stream(2))
+    for group in groups:
+        group.device, group.capacity = torch.device("cpu"), 1
+    assert begin(groups[0], first) == []
+    assert begin(groups[1], second) == [1]
+    assert begin(groups[0], second) == []
+    assert begin(groups[0], first) == [2]
+
+
+def test_slots_that_have_grown_are_another_launch(launches: Launches):
+    # Rows of 4 MiB: the two slots lie as far apart, in rows, in a buffer of 15 MiB as in one of 16.
+    wide = 1 << 21
+    for call, capacity in product((0, 1), (15 << 20, 16 << 20)):
+        launches.join(1, 4, capacity)
+        if call == 0:
+            gather_rows(torch.zeros(1, wide, dtype=BF16), torch.zeros(1, 1, dtype=BF16).expand(wide, 8))
+        else:
+            scatter_rows([torch.zeros(4, 8, dtype=BF16)], [torch.zeros(8, wide, dtype=BF16)])
+    names = [name for name, *_ in launches.by_key]  # type: ignore[misc]
+    assert {names.count(name) for name in names} == {2}

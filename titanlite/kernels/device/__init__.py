@@ -10,8 +10,9 @@ The rules that keep a step from hanging:
    most of each multiprocessor free.
 2. Any number of resident thread blocks makes progress: who copies and who computes is decided by tickets that running
    blocks draw, never by a block's number.
-3. All ranks of a group issue the same operators in the same order; whether one is fused depends on shapes, dtypes and
-   the group alone, and ranks compare shapes and dtypes that are new to them before they share memory.
+3. All ranks of a group issue the same operators in the same order, and where they share several groups, those of all of
+   them; a process's operators run one after the other. Whether one is fused depends on shapes, dtypes and the group
+   alone, and ranks compare shapes and dtypes that are new to them before they share memory.
 4. What an operator allocates is allocated before its first launch, so that nothing blocks between its kernels.
 5. Every wait has a deadline, after which the kernel says who did not come and stops.
 """

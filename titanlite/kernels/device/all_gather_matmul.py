@@ -405,7 +405,7 @@ def all_gather_matmul(
     slot_rows = -(-to.begin(plan.slot_bytes) // row_bytes)
     slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
 
-    launched = (plan, to.number, slot_bytes)
+    launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
     if plan.specialised:
         copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
         N, BM, BN, BK = plan.out[-1], pick.m, pick.n, pick.k

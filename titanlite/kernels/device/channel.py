@@ -1,9 +1,10 @@
 """The memory that the ranks of a group share for their collective matmuls.
 
 One channel for each group: flags, two slots of data, and counters. The slots grow when an operator needs more, which is
-a collective like the operator itself, and not possible while a CUDA graph is captured. Operators of one group run in
-the order in which they are issued, whatever stream they are issued on. A graph does not come by here: its capture is to
-be on one stream, and its replays in order with the group's other operators.
+a collective like the operator itself, and not possible while a CUDA graph is captured. The operators of a process run
+in the order in which they are issued, whatever group and stream they are issued on: two that filled a GPU in turn, and
+another GPU the other way round, would wait for each other. A graph does not come by here: its capture is to be on one
+stream, and its replays in order with the process's other operators.
 """
 
 import os
@@ -72,7 +73,6 @@ class Channel:
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
     capacity: int = 0
     blocks: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
-    stream: torch.cuda.Stream | None = None
     _rendezvous: Rendezvous = field(init=False)
     _kept: list[object] = field(default_factory=list)  # captured graphs may still use outgrown slots
 
@@ -92,7 +92,7 @@ class Channel:
         dist.barrier(self.process_group)
 
     def begin(self, n_bytes: int) -> int:
-        """Order the operator to come behind the channel's last one, and make room for its data.
+        """Order the operator to come behind the process's last one, and make room for its data.
 
         Args:
             n_bytes: per slot, equal on all ranks.
@@ -100,6 +100,7 @@ class Channel:
         Returns:
             Distance of the two slots in bytes.
         """
+        global _stream
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         if torch.cuda.is_current_stream_capturing():
             if n_bytes > self.capacity:
@@ -109,11 +110,11 @@ class Channel:
                 )
             self._kept.append((self.slots, self.peers, self.peer_slots))
             return self.capacity
-        if self.stream is None or stream != self.stream.cuda_stream:
+        if _stream is None or stream != _stream.cuda_stream:
             current = torch.cuda.current_stream(self.device)
-            if self.stream is not None:
-                current.wait_stream(self.stream)
-            self.stream = current
+            if _stream is not None:
+                current.wait_stream(_stream)
+            _stream = current
         if n_bytes > self.capacity:
             self._grow(n_bytes)
         return self.capacity
@@ -134,6 +135,8 @@ class Channel:
 
 _channels: dict[str, Channel] = {}
 _numbers = count()
+_stream: torch.cuda.Stream | None = None
+"""Of the last operator of this process."""
 
 
 def channel(group: str) -> Channel:

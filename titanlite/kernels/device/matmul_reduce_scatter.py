@@ -275,7 +275,7 @@ def matmul_reduce_scatter(
     slot_rows = -(-capacity // row_bytes)
     slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
 
-    launched = (plan, to.number, slot_bytes)
+    launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
     M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
     if plan.specialised:
         scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
