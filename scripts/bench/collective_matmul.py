@@ -88,7 +88,7 @@ def replayed(run: Callable[[], object]) -> float:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events
         run()
     return milliseconds(graph.replay)
 

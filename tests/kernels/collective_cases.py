@@ -346,7 +346,11 @@ class Ranks(NamedTuple):
 
 def partitions(world: int) -> dict[str, list[tuple[int, ...]]]:
     """The groups that a case runs in: the whole world, two groups at once, and three ranks of four."""
-    several = {"2-and-2": [(0, 2), (1, 3)], "3-of-4": [(0, 1, 3)]} if world >= 4 else {}
+    several: dict[str, list[tuple[int, ...]]] = {}
+    if world >= 8:
+        several = {"4-and-4": [(0, 1, 2, 3), (4, 5, 6, 7)], "3-of-4": [(0, 1, 3)]}
+    elif world >= 4:
+        several = {"2-and-2": [(0, 2), (1, 3)], "3-of-4": [(0, 1, 3)]}
     return {f"all-{world}": [tuple(range(world))], **several}
 
 

@@ -56,6 +56,7 @@ from titanlite.kernels.lowering import lowered, no_peer_access, peer_failure
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 ROWS = Gather("rows", "M K", 0, ("K N",), dtype=BF16)
+TILES = Gather("whole-tiles", "T K", 0, ("K N",), dtype=BF16)
 BATCH = Gather("batch", "2 S K", 1, ("K N", "K P"), dtype=BF16, bias=True)
 RIGHT = Gather("right", "K N", 0, ("M K",), "right", dtype=BF16)
 FLOAT8 = Gather("float8", "2 S K", 1, ("K N",), dtype=E4M3, scale_of="row", other_scale_of="row")
@@ -183,6 +184,39 @@ def some_have_met_before(device: str, mine: list[Ranks]) -> list[str]:
     return [text for group in mine for text in check_case(ROWS, device, group)]
 
 
+def nccl_gets_through(device: str, group: Ranks) -> list[str]:
+    """NCCL gathers while an operator waits for the last rank, which comes when that is done: rule 1 of the kernels.
+
+    A host that waits for NCCL before it goes on would otherwise never come, as one that frees memory does.
+    """
+    process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type]
+    late, problems = group.me == len(group.ranks) - 1, []
+    small = torch.ones(1 << 22, device=device)  # as much as one of FSDP's gathers
+    large = small.new_empty(len(group.ranks) << 22)
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    for case in (ROWS, TILES, SUM):
+        given, call, wanted = prepared(case, device, group, 0)
+        call(given)  # kernels are compiled, and NCCL connects
+        dist.all_gather_into_tensor(large, small, group=process_group)
+        torch.cuda.synchronize()
+        dist.barrier(process_group)
+        torch.cuda.synchronize()
+        got = None if late else call(given)
+        time.sleep(0.5)  # for the others' kernels to be where they wait
+        with torch.cuda.stream(side):
+            dist.all_gather_into_tensor(large, small, group=process_group)
+            done.record()
+        end = time.monotonic() + 10
+        while late and not done.query() and time.monotonic() < end:
+            time.sleep(1e-3)
+        if late and not done.query():
+            problems.append(f"{case.id}: NCCL did not gather in 10 s while the other ranks waited in the operator")
+        got = call(given) if got is None else got
+        torch.cuda.synchronize()
+        problems += differences(case.id, got, wanted)
+    return problems
+
+
 LAYERS, MICRO_BATCHES = 3, 2
 
 
@@ -268,6 +302,7 @@ EXTRA = {
     "operators out of step": out_of_step,
     "two streams": two_streams,
     "CUDA graph": captured,
+    "NCCL gets through": nccl_gets_through,
     "network of spoilt buffers": network_of_spoilt_buffers,
     "network out of step": network_out_of_step,
 }
@@ -275,9 +310,10 @@ EXTRA = {
 
 def names(world: int, device: str) -> list[str]:
     """All checks, in the order in which they run."""
-    extra = [
-        f"{title} {name}" for title in EXTRA for name in partitions(world) if device == "cuda" or "CUDA" not in title
-    ]
+    left_out = [] if device == "cuda" else ["CUDA graph"]
+    if device != "cuda" or world > torch.cuda.device_count():
+        left_out.append("NCCL gets through")
+    extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
     return [*extra, "groups take turns", "some have met before", *cases]
 
@@ -286,7 +322,10 @@ def checks(world: int, device: str) -> dict[str, Callable[[], list[str]]]:
     """This rank's part of every check; there is none in a group that it is not in. All ranks call this together."""
     mine = groups(world)
     everyone = tuple(range(world))
-    turns = own_groups([(0, 1), (2, 3), (0, 2), (1, 3)] if world >= 4 else [everyone, everyone])
+    taking_turns = [(0, 1), (2, 3), (0, 2), (1, 3)] if world >= 4 else [everyone, everyone]
+    if world >= 8:
+        taking_turns = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)]
+    turns = own_groups(taking_turns)
     overlapping = own_groups([(0, 1, 3), (0, 2), (1, 3), everyone] if world >= 4 else [everyone])
     found = {
         "groups take turns": lambda: groups_take_turns(device, turns),
