@@ -1,9 +1,10 @@
-"""The collective matmuls under load: torchrun --nproc-per-node 8 -m tests.kernels.soak [--ops 10000]
+"""The collective matmuls under load: torchrun --nproc-per-node 8 -m tests.kernels.soak [--ops 10000] [--groups 2]
 
 Operators of random kind and shape in random order, the same on all ranks, while each rank is delayed at random and NCCL
 gathers and scatters on a stream of its own, unless ranks share a GPU. Every result is compared, bit for bit, with the
 operator's first, which has been held against the definition. Now and then a captured graph of several operators is
-replayed in between.
+replayed in between. With several groups, of consecutive ranks, NCCL runs between them, as FSDP does beside tensor
+parallelism; each has operators of its own.
 """
 
 import argparse
@@ -76,6 +77,18 @@ def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[
     return made
 
 
+def groups(n: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's group of consecutive ranks, and the ranks of the same place in all groups; all ranks, if n is 1."""
+    world = dist.get_world_size()
+    size = world // n
+    own, _ = dist.new_subgroups_by_enumeration([list(range(i, i + size)) for i in range(0, world, size)])
+    across = [list(range(i, world, size)) for i in range(size)] if n > 1 else [list(range(world))]
+    beside, _ = dist.new_subgroups_by_enumeration(across)
+    assert isinstance(own, dist.ProcessGroup)
+    assert isinstance(beside, dist.ProcessGroup)
+    return own, beside
+
+
 def _one(op: Callable[..., Tensor], args: tuple) -> Callable[[], list[Tensor]]:
     return lambda: [op(*args)]
 
@@ -94,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", type=int, default=10_000)
     parser.add_argument("--kinds", type=int, default=24)
+    parser.add_argument("--groups", type=int, default=1)
     args = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     communication = take_gpu(rank, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -102,8 +116,7 @@ def main() -> None:
     nccl = communication.device_id is not None
     set_deadline(30)
     torch.manual_seed(rank)
-    group, network = dist.new_group(), dist.new_group()
-    assert group is not None
+    group, network = groups(args.groups)
     ops = operators(group, args.kinds)
     wanted = []
     for i, (fused, definition) in enumerate(ops):
@@ -111,15 +124,15 @@ def main() -> None:
         for got, truth in zip(wanted[-1], definition(), strict=True):
             error = (got.float() - truth.float()).norm() / truth.float().norm()
             # Each side rounds to bfloat16, 2⁻⁹, the definition's reduction once more for each rank.
-            assert error < 2**-9 * (1 + dist.get_world_size()), (i, error)
+            assert error < 2**-9 * (1 + group.size()), (i, error)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events
         captured = [fused() for fused, _ in ops[:4]]
 
-    own, together = random.Random(f"rank {rank}"), random.Random("all")
+    own, together = random.Random(f"rank {rank}"), random.Random(f"all of {group.group_name}")
     side = torch.cuda.Stream()
-    small, large = torch.ones(1 << 20, device="cuda"), torch.empty(dist.get_world_size() << 20, device="cuda")
+    small, large = torch.ones(1 << 20, device="cuda"), torch.empty(network.size() << 20, device="cuda")
     wrong, replays, start = torch.zeros((), dtype=torch.int64, device="cuda"), 0, time.monotonic()
     for number in range(args.ops):
         if own.random() < 0.05:
