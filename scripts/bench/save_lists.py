@@ -31,16 +31,12 @@ def main() -> None:
     asked = {name: f"--activation_checkpoint.recipe {name}" for name in args.lists}
     for gib in args.budgets:
         asked[f"auto-{gib:g}"] = f"--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib {gib}"
-    table = [
-        f"| list, {args.gpus} GPUs | tok/s/GPU | predicted GiB | reserved GiB | off | allocated GiB | budget | keeps |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ("tok/s/GPU", "predicted GiB", "reserved GiB", "off", "allocated GiB", "budget", "keeps")
+    print(f"| list, {args.gpus} GPUs | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|", flush=True)
     for name, flags in asked.items():
         row = run(name, f"{FLAGS} {args.flags} {flags}", args)
-        print(f"{name}: {row or 'failed'}", flush=True)
-        if row:
-            table.append(_line(name, row, args.logs / "runs" / name / "receipt.json"))
-    print("\n" + "\n".join(table))
+        line = _line(name, row, args.logs / "runs" / name / "receipt.json") if row else f"{name}: failed"
+        print(line, flush=True)  # at once: the command may be ended before the last list
 
 
 def _line(name: str, row: dict[str, float], receipt: Path) -> str:
