@@ -39,7 +39,6 @@ from tests.kernels.collective_cases import (
     Case,
     Gather,
     Given,
-    Prepared,
     Ranks,
     Scatter,
     check_case,
@@ -171,12 +170,24 @@ def captured(device: str, group: Ranks) -> list[str]:
 
 
 def groups_take_turns(device: str, mine: list[Ranks]) -> list[str]:
-    """Operators of two groups, one behind the other."""
-    order = [(ROWS, 0), (SUM, 1), (ROWS, 1), (COLUMNS, 0), (SUM, 0), (BATCH, 1)]
-    ready: list[Prepared] = [prepared(case, device, mine[i], r) for r in range(4) for case, i in order] if mine else []
-    outs = [call(given) for given, call, _ in ready]
-    calls = enumerate(zip(outs, ready, strict=True))
-    return [text for i, (got, of) in calls for text in differences(f"call {i}", got, of.wanted)]
+    """Operators of two groups, one behind the other; then those of each on a stream of its own."""
+    order = [(ROWS, 0), (SUM, 1), (ROWS, 1), (COLUMNS, 0), (SUM, 0), (BATCH, 1), (TILES, 0), (TILES, 1)]
+    turns = [(r, case, i) for r in range(4) for case, i in order] if mine else []
+    ready = [prepared(case, device, mine[i], r) for r, case, i in turns]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if device == "cuda" else []
+    problems: list[str] = []
+    for how in ("in turns", "on two streams"):
+        outs: list[list[Tensor]] = []
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for (given, call, _), (_, _, i) in zip(ready, turns, strict=True):
+            with torch.cuda.stream(streams[i]) if streams and how == "on two streams" else nullcontext():
+                outs.append(call(given))
+        if streams:
+            torch.cuda.synchronize()
+        for number, (got, of) in enumerate(zip(outs, ready, strict=True)):
+            problems += differences(f"{how}, call {number}", got, of.wanted)
+    return problems
 
 
 def some_have_met_before(device: str, mine: list[Ranks]) -> list[str]:
