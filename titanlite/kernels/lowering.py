@@ -193,9 +193,9 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
     """Decide with all ranks of a group whether a call is fused, when the first of its kind comes; a collective.
 
     Ranks that differ in what is moved would wait for each other in vain, or read each other's memory by different maps.
-    They may differ in the operand that stays where it is, as where a weight does not divide, and do without kernels. One
-    case is not covered: such a weight where some ranks, and not all, have had a call of the same shapes before. Those
-    do not ask again, and the others wait for them until the group's timeout.
+    They may differ in the operand that stays where it is, as where a weight does not divide, and do without kernels.
+    One case is not covered: such a weight where some ranks, and not all, have had a call of the same shapes before.
+    Those do not ask again, and the others wait for them until the group's timeout.
 
     Args:
         op: the operator.
