@@ -62,6 +62,7 @@ def test_every_order_of_three_occurs_equally_often() -> None:
 
 def test_the_order_never_changes() -> None:
     """Old runs resume: these values are part of the format of a checkpoint."""
+    assert [samples_at(np.arange(n), n, 0).tolist() for n in (2, 5)] == [[1, 0], [2, 4, 3, 0, 1]]
     assert samples_at(np.arange(8), 8, 0).tolist() == [2, 6, 3, 5, 7, 0, 4, 1]
     assert samples_at(np.arange(2_000_000, 2_000_006), 1_000_003, 42).tolist() == [
         443188,
