@@ -61,8 +61,6 @@ class TrainBatches:
         device: torch.device,
         position: int = 0,
     ) -> None:
-        if global_batch_size % (local_batch_size * dp_size):
-            raise ValueError(f"{global_batch_size=} is not a multiple of {local_batch_size=} x {dp_size=}")
         self.n_samples = sample_count(shards.meta.source, shards.tokens, seq_len, at_least=global_batch_size)
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
