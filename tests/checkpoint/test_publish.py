@@ -52,6 +52,25 @@ def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     verify(step_folder(tmp_path, 1))
 
 
+def test_each_thing_is_on_disk_before_what_relies_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut keeps no order of its own: without these waits the new name may be there and the files not."""
+    tmp = begin(tmp_path, 1)
+    (tmp / "a").write_bytes(b"1")
+    fsync, rename, done = os.fsync, os.rename, []
+
+    def waits(fd: int) -> None:
+        done.append((os.fstat(fd).st_ino, os.fstat(fd).st_size))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", waits)
+    monkeypatch.setattr(os, "rename", lambda *paths: (done.append(("rename", 0)), rename(*paths)))
+    folder = commit(tmp, hash_files(tmp, ["a"]))
+    manifest = (folder / MANIFEST).stat()
+    inodes = [manifest.st_ino, folder.stat().st_ino, "rename", tmp_path.stat().st_ino]
+    assert [which for which, _ in done] == inodes
+    assert done[0] == (manifest.st_ino, manifest.st_size)  # all of it
+
+
 def test_commit_refuses_what_was_not_written(tmp_path: Path) -> None:
     tmp = begin(tmp_path, 1)
     (tmp / "a").write_bytes(b"1")
