@@ -13,6 +13,7 @@ import torch
 
 from tests.training.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
 from titanlite.training import loop, train
+from titanlite.training.stop import StopSignals
 
 VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
 
@@ -123,6 +124,14 @@ def test_a_run_whose_terminal_hangs_up_saves_and_says_the_rest_in_its_log(desk: 
     log = (run.folder / "logs" / "rank0.log").read_text()
     assert log.count("the terminal is lost (Input/output error)") == 1
     assert "stopped by SIGHUP after step 4" in log
+
+
+def test_what_signals_did_before_they_do_afterwards() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    with StopSignals(saves=True):
+        assert all(signal.getsignal(number) != was for number, was in zip(numbers, before, strict=True))
+    assert [signal.getsignal(number) for number in numbers] == before
 
 
 def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:

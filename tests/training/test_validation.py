@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from tests.training.launched import Desk, Ended
 from titanlite.data.batches import Batch
 from titanlite.training import loop
+from titanlite.training.build import Run
 
 # 37 samples: one rank has a batch that others fill with padding.
 LAYOUTS = {
@@ -42,7 +45,20 @@ def test_every_layout_sees_the_same_loss(desk: Desk, single: Ended, layout: str)
 
 
 def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
-    run = desk.run("due", 1, *FLAGS, "--training.steps=10", "--job.stop_after=0")
+    def plant() -> None:
+        take, validate = loop.train_step, loop.validation_loss
+
+        def in_training(run: Run, *args: Any) -> Tensor:
+            assert run.model.training
+            return take(run, *args)
+
+        def in_evaluation(run: Run, *args: Any) -> Tensor:
+            assert not run.model.training
+            return validate(run, *args)
+
+        loop.train_step, loop.validation_loss = in_training, in_evaluation
+
+    run = desk.run("due", 1, *FLAGS, "--training.steps=10", "--job.stop_after=0", plant=plant)
     assert list(validations(run)) == [4, 8, 10]
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
 
