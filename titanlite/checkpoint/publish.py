@@ -197,7 +197,7 @@ def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
     found: dict[str, int] = {}
     problems: list[Problem] = []
     for item in sorted(os.scandir(folder), key=lambda i: i.name):
-        if item.is_symlink() or not item.is_file(follow_symlinks=False):
+        if not item.is_file(follow_symlinks=False):
             kind = "a link" if item.is_symlink() else "not a file"
             problems.append(Problem(item.name, kind, "plain files only", f"remove {folder / item.name}"))
         elif item.name in entries:
