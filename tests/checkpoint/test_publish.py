@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from titanlite.checkpoint.publish import (
     commit,
     complete_steps,
     hash_files,
+    partial_folders,
     prune,
     remove_stale,
     step_folder,
@@ -93,7 +95,8 @@ def flip(path: Path) -> None:
 
 DAMAGE = {
     "truncated": (lambda f: os.truncate(f / "__1_0.distcp", 10), "__1_0.distcp = 10 bytes"),
-    "flipped": (lambda f: flip(f / "__1_0.distcp"), "__1_0.distcp = another SHA-256"),
+    "first flipped": (lambda f: flip(f / "__0_0.distcp"), "__0_0.distcp = another SHA-256"),
+    "last flipped": (lambda f: flip(f / "state.json"), "state.json = another SHA-256"),
     "missing": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp = missing"),
     "extra": (lambda f: (f / "__9_0.distcp").touch(), "__9_0.distcp = not of this"),
     "linked": (
@@ -104,6 +107,8 @@ DAMAGE = {
     "manifest cut": (lambda f: os.truncate(f / MANIFEST, 40), "MANIFEST.json = JSONDecodeError"),
     "manifest gone": (lambda f: (f / MANIFEST).unlink(), "MANIFEST.json = FileNotFoundError"),
     "manifest shape": (lambda f: (f / MANIFEST).write_text("[]"), "MANIFEST.json = TypeError"),
+    "manifest empty": (lambda f: (f / MANIFEST).write_text("{}"), "MANIFEST.json = KeyError"),
+    "manifest list": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "MANIFEST.json = AttributeError"),
 }
 
 
@@ -115,7 +120,7 @@ def test_damage_is_named(tmp_path: Path, kind: str) -> None:
     with pytest.raises(CheckpointError) as e:
         verify(folder)
     assert message in str(e.value)
-    assert str(folder) in str(e.value)
+    assert f"{folder}: 1 problem\n" in str(e.value)
 
 
 def test_shares_of_the_hashing_cover_every_file(tmp_path: Path) -> None:
@@ -146,11 +151,12 @@ def test_a_name_that_leaves_the_checkpoint_is_refused(tmp_path: Path, name: str)
 def test_only_complete_folders_of_our_name_count(tmp_path: Path) -> None:
     save(tmp_path, 3)
     stale = ["step-00000005.tmp", "step-00000007.deleting"]
-    for other in ["step-4", "backup-step-00000006-old", "step-00000008\n", *stale]:
+    for other in ["step-4", "step-000000004", "backup-step-00000006-old", "step-00000008\n", *stale]:
         (tmp_path / other).mkdir()
         (tmp_path / other / MANIFEST).write_text('{"files": {}}')
     (tmp_path / "step-00000009").mkdir()  # no manifest
     assert complete_steps(tmp_path) == [3]
+    assert partial_folders(tmp_path) == ["step-000000004", "step-00000009"]
     assert remove_stale(tmp_path) == stale
     assert (tmp_path / "backup-step-00000006-old").is_dir()
     assert complete_steps(tmp_path / "absent") == []
@@ -166,7 +172,27 @@ def test_retention_counts_complete_checkpoints_only(tmp_path: Path) -> None:
     assert prune(tmp_path, keep=2, spare=1) == [2]
     assert complete_steps(tmp_path) == [1, 3, 4]
     assert prune(tmp_path, keep=2) == [1]
+    assert prune(tmp_path, keep=1) == [3]
     assert not list(tmp_path.glob("*.deleting"))
+
+
+def test_what_cannot_be_deleted_is_told_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(path: Path) -> None:
+        raise OSError(f"{path.name} is open elsewhere")
+
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    with monkeypatch.context() as open_elsewhere:
+        open_elsewhere.setattr(shutil, "rmtree", busy)
+        assert prune(tmp_path, keep=1) == [1]
+    assert "step-00000001.deleting is open elsewhere" in caplog.text
+    assert complete_steps(tmp_path) == [2]
+    (tmp_path / "step-00000003.tmp").symlink_to(step_folder(tmp_path, 2))
+    assert remove_stale(tmp_path) == ["step-00000001.deleting", "step-00000003.tmp"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+    verify(step_folder(tmp_path, 2))  # a link goes, not what it leads to
 
 
 WRITER = """
