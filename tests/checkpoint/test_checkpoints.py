@@ -92,6 +92,13 @@ def test_random_state_continues_on_each_rank(tmp_path: Path) -> None:
     run_ranks(body, tmp_path)
 
 
+def test_a_checkpoint_without_random_state_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    _, (notice,) = Checkpoints(tmp_path, keep=1).load(10, {"w": torch.zeros(4)} | rng_state())
+    assert "random state not restored (rng/rank00000/numpy, rng/rank00000/python, rng/rank00000/torch)" in notice
+    assert "for it does not have it" in notice
+
+
 def test_which_step_is_resumed(tmp_path: Path) -> None:
     root = tmp_path / "c"
     run = Checkpoints(root, keep=0)
@@ -161,19 +168,21 @@ DAMAGE = {
 }
 
 
+# Each of the files is hashed by one of the ranks.
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json"])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path, kind: str) -> None:
+def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path, kind: str, file: str) -> None:
     root = tmp_path / "c"
     save(root, 10, 20, 30, 40)
     for step in (30, 40):
-        DAMAGE[kind](step_folder(root, step) / "__0_0.distcp")
+        DAMAGE[kind](step_folder(root, step) / file)
 
     def body() -> None:
         run, target = Checkpoints(root, keep=2), {"w": torch.zeros(4)}
         step = run.choose("auto")
         assert step == 40
         raises_everywhere(
-            lambda: run.load(40, target), "step-00000040", "__0_0.distcp", "step 20 is the newest that is whole"
+            lambda: run.load(40, target), "step-00000040", f"{file} = ", "step 20 is the newest that is whole"
         )
         assert not target["w"].any()
 
