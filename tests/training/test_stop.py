@@ -55,6 +55,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert run.status["state"] == "stopped"
     assert run.status["step"] == stopped
     assert run.status["by"] == "a signal to another rank"
+    assert "SIGTERM" not in run.output  # the first rank of a host speaks, or each would
     assert run.checkpoints() == [stopped]
     # Stopped at step 4, where validation is due: saving comes first, and validation when the run goes on.
     assert [row["step"] for row in run.rows if "validation_loss" in row] == ([4] if stopped > 4 else [])
@@ -127,11 +128,16 @@ def test_a_run_whose_terminal_hangs_up_saves_and_says_the_rest_in_its_log(desk: 
 
 
 def test_what_signals_did_before_they_do_afterwards() -> None:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.getsignal(number) for number in numbers]
-    with StopSignals(saves=True):
-        assert all(signal.getsignal(number) != was for number, was in zip(numbers, before, strict=True))
-    assert [signal.getsignal(number) for number in numbers] == before
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        with StopSignals(saves=True):
+            noted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        assert noted == numbers[:-1]  # a shell's background job ignores SIGINT, and is to stop; nohup is meant
+        assert all(signal.getsignal(number) == signal.SIG_IGN for number in numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:
