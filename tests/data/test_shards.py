@@ -76,11 +76,29 @@ def test_a_shard_that_shrinks_while_mapped_is_an_error_and_not_a_signal(tmp_path
         shards.read(150, 1)
 
 
+def test_a_shard_that_is_gone_before_it_is_first_read_is_named(tmp_path: Path) -> None:
+    shards = make_shards(tmp_path / "s", np.arange(250))
+    (tmp_path / "s" / "shard-00001.bin").unlink()
+    with pytest.raises(DataError, match=r"shard-00001.bin is missing"):
+        shards.read(150, 1)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 99}', '{"version": 1, "shards": [{}]}'])
 def test_damaged_meta(tmp_path: Path, content: str) -> None:
     make_shards(tmp_path / "s", np.arange(10))
     (tmp_path / "s" / "meta.json").write_text(content)
     with pytest.raises(DataError, match=r"want: a folder of token shards with a meta.json of version 1"):
+        TokenShards(tmp_path / "s")
+
+
+def test_meta_of_another_version_or_that_is_gone(tmp_path: Path) -> None:
+    make_shards(tmp_path / "s", np.arange(10))
+    meta = tmp_path / "s" / "meta.json"
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"version": 99}))
+    with pytest.raises(DataError, match=r"token shards = ValueError: version 99"):
+        TokenShards(tmp_path / "s")
+    meta.unlink()
+    with pytest.raises(DataError, match=r"token shards = FileNotFoundError"):
         TokenShards(tmp_path / "s")
 
 
@@ -104,7 +122,8 @@ def test_token_files_are_used_where_they_lie(tmp_path: Path, dtype: str, vocab_s
     tokens = np.arange(500) * 131 % vocab_size
     for i, part in enumerate(np.array_split(tokens, 3)):
         part.astype(dtype).tofile(tmp_path / "in" / f"{i}.bin")
-    (tmp_path / "in" / "3.bin").write_bytes(b"")
+    for empty in ("0_.bin", "3.bin"):  # between the first two, and last
+        (tmp_path / "in" / empty).write_bytes(b"")
     shards = open_files(tmp_path, vocab_size)
     assert np.array_equal(shards.read(0, 500), tokens)
     assert [p.name for p in shards.folder.iterdir()] == ["meta.json"]
