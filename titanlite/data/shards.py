@@ -216,7 +216,7 @@ def sample_count(source: str, tokens: int, seq_len: int, at_least: int = 1, key:
     Raises:
         DataError: there are fewer than `at_least`.
     """
-    n_samples = max(0, tokens - 1) // seq_len
+    n_samples = (tokens - 1) // seq_len
     if n_samples < at_least:
         saw = f"{source!r}, which has {tokens:,} tokens"
         samples = f"{at_least} sample{'s' * (at_least > 1)}"
