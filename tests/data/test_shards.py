@@ -54,6 +54,20 @@ def test_fingerprint_is_of_the_tokens_alone(tmp_path: Path) -> None:
     one = make_shards(tmp_path / "a", tokens, shard_tokens=100).fingerprint
     assert make_shards(tmp_path / "b", tokens, shard_tokens=70).fingerprint == one
     assert make_shards(tmp_path / "c", tokens[::-1].copy()).fingerprint != one
+    assert one == "c61fe00e7ca8edd8c68d8dbd223515e5"  # checkpoints hold it
+
+
+def test_shards_are_on_disk_before_meta_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, done = os.fsync, []
+
+    def waits(fd: int) -> None:
+        done.append((os.fstat(fd).st_ino, os.fstat(fd).st_size))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", waits)
+    make_shards(tmp_path / "s", np.arange(250))
+    files = ("shard-00000.bin", "shard-00001.bin", "shard-00002.bin", "meta.json")
+    assert done == [((tmp_path / "s" / f).stat().st_ino, (tmp_path / "s" / f).stat().st_size) for f in files]
 
 
 def test_a_shard_of_another_size_is_refused_at_opening(tmp_path: Path) -> None:
@@ -106,8 +120,12 @@ def test_sample_count(tmp_path: Path) -> None:
     shards = make_shards(tmp_path / "s", np.arange(81))
     assert sample_count("x", shards.tokens, 16) == 5
     assert sample_count("x", shards.tokens, 80) == 1
-    with pytest.raises(DataError, match=r"81 tokens\n.*want: at least 82 tokens: 1 sample of training.seq_len = 81"):
+    assert sample_count("x", 96, 16) == 5
+    wanted = r"81 tokens\n.*want: at least 82 tokens: 1 sample of training.seq_len = 81"
+    with pytest.raises(DataError, match=rf"{wanted}(.|\n)*or a smaller training.seq_len\Z"):
         sample_count("x", shards.tokens, 81)
+    with pytest.raises(DataError, match="which has 0 tokens"):
+        sample_count("x", 0, 16)
     with pytest.raises(DataError, match=r"want: at least 97 tokens(.|\n)*training.global_batch_size"):
         sample_count("x", shards.tokens, 16, at_least=6)
 
