@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.check import RANGES, check
+from titanlite.config.check import RANGES, check, sequences_per_step
 from titanlite.config.command_line import parse
 from titanlite.config.problems import Origin, Place
 from titanlite.config.read import schema_keys
@@ -202,6 +202,32 @@ def test_impossible_dimensions(values: dict[str, int], parts: list[str]) -> None
     said = message(Config(), replace(LLAMA_8B, **values))
     for part in parts:
         assert part in said
+
+
+def test_a_sequence_has_no_more_tokens_than_the_model_has_positions() -> None:
+    check(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len), None)
+    said = message(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len - 1))
+    assert "training.seq_len = 2048\n      want: at most 2047" in said
+    assert "fix:  seq_len = 2047" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "sequences"),
+    [
+        ({}, None, 3),
+        ({}, 8, 24),
+        ({"parallelism__tensor_parallel_degree": 2}, 8, 12),
+        ({"parallelism__tensor_parallel_degree": 8}, 4, 3),  # impossible, and reported elsewhere
+        ({"parallelism__data_parallel_replicate_degree": 2}, None, 6),
+        ({"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 4}, None, 24),
+        ({"training__global_batch_size": 48}, 8, 48),
+        ({"training__local_batch_size": 0}, 8, None),
+        ({"parallelism__data_parallel_shard_degree": 0}, 8, None),
+    ],
+)
+def test_sequences_per_step(values: dict[str, object], world: int | None, sequences: int | None) -> None:
+    config = changed(changed(Config(), training__local_batch_size=3), **values)
+    assert sequences_per_step(config, world) == sequences
 
 
 def test_the_suggested_degree_is_legal() -> None:
