@@ -108,6 +108,13 @@ def test_the_written_config_gives_the_same_run(desk: Desk) -> None:
     assert again.content(5) == first.content(5)
 
 
+def test_the_last_step_is_logged_though_nothing_waits_for_it(desk: Desk) -> None:
+    run = desk.run("bare", 1, "--training.steps=6", "--checkpoint.enable=false")
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert (run.status["state"], run.status["step"]) == ("finished", 6)
+    assert run.checkpoints() == []
+
+
 def test_one_job_in_a_folder(desk: Desk) -> None:
     job = desk.start("shared", 1, "--training.steps=100000")
     try:
