@@ -2,6 +2,7 @@
 
 import json
 import os
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,28 @@ def test_the_standard_library_is_split_without_overlap() -> None:
     assert Path(os.__file__) in kept + held_out
 
 
-def test_files_of_the_standard_library_that_are_not_utf8_are_skipped_and_named() -> None:
+def test_which_files_are_held_out_never_changes() -> None:
+    """A run that goes on would else validate on what it was trained on."""
+    root = Path(sysconfig.get_path("stdlib"))
+    kept, held_out = (
+        {f.relative_to(root).as_posix() for f in resolve(f"python_stdlib{s}").files} for s in ("", "_held_out")
+    )
+    assert {"decimal.py", "doctest.py", "inspect.py", "ipaddress.py", "runpy.py", "symtable.py"} <= held_out
+    assert {"ast.py", "bisect.py", "heapq.py", "os.py", "random.py", "shutil.py"} <= kept
+
+
+def test_files_of_the_standard_library_that_are_not_utf8_are_skipped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    for name in ("c/d.py", "a.py", "b/latin.py", "b.py", "site-packages/x.py", "dist-packages/x.py", "note.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"# caf\xe9" if "latin" in name else name.encode())
     texts, tally = read("python_stdlib")
-    assert len(texts) > 500
+    assert texts == ["a.py", "b.py", "c/d.py"]
     assert tally.n_bad == 0
-    assert all(s.endswith("not UTF-8") for s in tally.skipped)
-    assert tally.n_bytes == resolve("python_stdlib").n_bytes()
+    assert tally.skipped == [f"{tmp_path}/b/latin.py: not UTF-8"]
+    assert tally.n_bytes == resolve("python_stdlib").n_bytes() == 4 + 4 + 6 + 6
 
 
 def test_paths_folders_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +119,9 @@ BAD_LINES = {
 
 def test_every_kind_of_bad_record_is_named_with_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "good"}\n\n' + b"\n".join(BAD_LINES) + b'\n{"text": ""}\n{"text": "last \\u00e9"}')
+    file.write_bytes(
+        b'\xef\xbb\xbf{"text": "good"}\n\n' + b"\n".join(BAD_LINES) + b'\n{"text": ""}\n{"text": "last \\u00e9"}'
+    )
     with pytest.raises(DataError, match=f"{len(BAD_LINES)} bad records so far") as e:
         read(str(file), limit=len(BAD_LINES) - 1)
     for number, reason in enumerate(BAD_LINES.values(), 3):
@@ -151,7 +170,9 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (folder / "test.jsonl").write_text('{"text": "three"}\n')
-    assert read(f"hf:{folder}")[0] == ["one", "two"]
+    texts, tally = read(f"hf:{folder}")
+    assert texts == ["one", "two"]
+    assert tally.n_bytes == len("onetwo")
     assert read(f"hf:{folder}::test")[0] == ["three"]
     with pytest.raises(DataError, match=r"2 bad records(.|\n)*:1: no field 'body' among text"):
         read(f"hf:{folder}", text_key="body")
@@ -160,6 +181,19 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     before = resolve(f"hf:{folder}").stamps()
     (folder / "train.jsonl").write_text('{"text": "one"}\n')
     assert resolve(f"hf:{folder}").stamps() != before
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("hf:allenai/c4", ("allenai/c4", None, "train")),
+        ("hf:allenai/c4:en", ("allenai/c4", "en", "train")),
+        ("hf:allenai/c4::test", ("allenai/c4", None, "test")),
+        ("hf:allenai/c4:en:test", ("allenai/c4", "en", "test")),
+    ],
+)
+def test_parts_of_a_dataset(source: str, parts: tuple[str, str | None, str]) -> None:
+    assert resolve(source).dataset == parts
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:a:b:c:d", "hf:/no/such/folder"])
