@@ -1,5 +1,7 @@
 """The guard of a run's folder: one job at a time, and the same run for its whole life."""
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -82,7 +84,7 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     claim(tmp_path, Config())  # a refused claim holds no lock
 
 
-SIZES = """help = "x"
+SIZES = """help = "width {dim} of {flavor}"
 n_layers = 2
 dim = {dim}
 n_heads = 4
@@ -100,7 +102,7 @@ def own(tmp_path: Path) -> Config:
     recipes = tmp_path / "recipes" / "model"
     recipes.mkdir(parents=True)
     for flavor, dim in (("a", 64), ("b", 64), ("c", 128)):
-        (recipes / f"llama3-{flavor}.toml").write_text(SIZES.format(dim=dim))
+        (recipes / f"llama3-{flavor}.toml").write_text(SIZES.format(dim=dim, flavor=flavor))
     return change(change(Config(), "job.recipe_dirs", (str(tmp_path / "recipes"),)), "model.flavor", "a")
 
 
@@ -202,6 +204,27 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, where: str) -> None:
         pytest.skip("root may write anywhere")
     with pytest.raises(ConfigError, match=r"job\.dump_folder"):
         claim(tmp_path / where, Config())
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def flock(lock: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    refuse_locks(monkeypatch, number)
+    assert claim(tmp_path, Config()) == [
+        f"{tmp_path}: this file system has no locks; make sure that no second job uses the folder"
+    ]
+
+
+def test_a_lock_that_fails_otherwise_is_no_other_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_locks(monkeypatch, errno.EIO)
+    with pytest.raises(ConfigError, match=rf"job\.dump_folder = .*{os.strerror(errno.EIO)}"):
+        claim(tmp_path, Config())
 
 
 HOLDER = """
