@@ -122,6 +122,7 @@ def test_numbers_out_of_range(key: str) -> None:
             None,
             ["1 × 8 = 8", "global_batch_size = 8"],
         ),
+        ({"training__steps": 1}, None, ["lr_scheduler.warmup_steps = 200", "warmup_steps = 0"]),
         ({"training__steps": 100}, None, ["lr_scheduler.warmup_steps = 200", "warmup_steps = 10"]),
         (
             {"lr_scheduler__decay_ratio": 0.99},
@@ -196,12 +197,18 @@ def test_the_edges_of_what_is_legal(values: dict[str, object]) -> None:
         ({"n_kv_heads": 5}, ["model.n_kv_heads = 5", "a divisor of model.n_heads = 32", "n_kv_heads = 4 (or 2)"]),
         ({"dim": 96}, ["model.n_heads = 32", "heads of even width", "96 / 32 = 3", "n_heads = 24 (or 16)"]),
         ({"ffn_dim": 700}, ["model.ffn_dim = 700", "a multiple of 128", "ffn_dim = 768"]),
+        ({"ffn_dim": 700, "n_kv_heads": 1}, ["1 problem\n", "model.ffn_dim = 700"]),
+        ({"head_dim": 63}, ["1 problem\n", "model.head_dim = 63", "an even width", "fix:  head_dim = 64"]),
     ],
 )
 def test_impossible_dimensions(values: dict[str, int], parts: list[str]) -> None:
     said = message(Config(), replace(LLAMA_8B, **values))
     for part in parts:
         assert part in said
+
+
+def test_a_head_may_have_a_width_of_its_own() -> None:
+    check(Config(), replace(LLAMA_8B, dim=96, head_dim=66), None)
 
 
 def test_a_sequence_has_no_more_tokens_than_the_model_has_positions() -> None:
