@@ -152,6 +152,8 @@ def test_numbers_out_of_range(key: str) -> None:
         ({"checkpoint__enable": False, "job__stop_after": 5}, None, ["job.stop_after = 5", "enable = true"]),
         ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),
         ({"metrics__float8_numerics_freq": 5}, None, ["nothing to measure", "float8_numerics_freq = 0"]),
+        ({"model__file": "nowhere.py"}, None, ['model.file = "nowhere.py"', "a file that exists"]),
+        ({"model__file": "model.txt"}, None, ['model.file = "model.txt"', "a Python file"]),
         ({"job__name": "a/b"}, None, ["the name of a folder"]),
         ({"job__name": ".."}, None, ["the name of a folder"]),
         ({"job__name": "ü" * 128}, None, ["the name of a folder, of at most 255 bytes"]),
@@ -295,6 +297,8 @@ def test_without_a_model_the_rest_is_checked() -> None:
     assert "a divisor of seq_len × local_batch_size = 2048" in said
     assert "training.global_batch_size = 7" in said
     assert "model." not in said
+    auto = {"activation_checkpoint__recipe": "auto", "activation_checkpoint__budget_gib": 60.0}
+    check(changed(Config(), **auto), None, 6)
 
 
 def test_a_value_of_a_base_file_is_reported_there() -> None:
