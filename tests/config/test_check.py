@@ -182,6 +182,7 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
         {"metrics__wandb_project": ""},
         {"job__name": "ü" * 127},
         {"optimizer__eps": 1.2e-38, "optimizer__lr": 3.4e38, "training__max_norm": 0.0},
+        {"metrics__wandb": "offline"},
         {"metrics__float8_numerics_freq": 1, "float8__recipe": "rowwise"},
         {"training__global_batch_size": 16, "parallelism__tensor_parallel_degree": 4},
         {"parallelism__tensor_parallel_degree": 8, "parallelism__data_parallel_shard_degree": 1},
