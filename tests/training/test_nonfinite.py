@@ -28,7 +28,8 @@ def faulty(
     """Plant a fault on rank 1 in some steps.
 
     Args:
-        kind: "loss" multiplies the loss by infinity; "gradient" leaves the loss and makes one gradient NaN.
+        kind: "loss" adds infinity to the loss, which leaves gradients as they are; "gradient" leaves the loss and makes
+            one gradient NaN.
         steps: those in which it happens.
         seen: called on every rank with the run, the step, and "before" or "after" it.
     """
@@ -47,7 +48,7 @@ def faulty(
 
         def spoil(run: Run) -> None:
             loss = run.loss
-            run.loss = lambda logits, targets: loss(logits, targets) * (float("inf") if hit("loss") else 1.0)
+            run.loss = lambda logits, targets: loss(logits, targets) + (float("inf") if hit("loss") else 0.0)
             norm = run.model.layers[1].ffn_norm
             forward = norm.add
             norm.add = lambda x, residual: tuple(nan_in_backward(t) for t in forward(x, residual))
