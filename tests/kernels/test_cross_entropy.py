@@ -84,8 +84,9 @@ def test_rows_at_a_time_are_all_at_once(dtype, monkeypatch):
         assert torch.equal(part, all_at_once)
 
 
-def test_all_targets_ignored():
-    logits, targets = inputs(torch.float32)
+@pytest.mark.parametrize("tokens", [M, 0])
+def test_nothing_to_predict(tokens):
+    logits, targets = (t[:tokens] for t in inputs(torch.float32))
     loss, grad = loss_and_gradient(CrossEntropy(), logits, torch.full_like(targets, IGNORE_INDEX), 1.0)
     assert loss == 0
     assert not grad.any()

@@ -65,6 +65,14 @@ def test_late_positions_are_exact():
         assert sin[position, i].item() == pytest.approx(math.sin(angle), abs=6e-8)
 
 
+def test_the_table_is_made_on_the_cpu():
+    """Also while a model is built on the meta device."""
+    with torch.device("meta"):
+        made = rope_table(4, 8, THETA, None)
+    for table, of_cpu in zip(made, rope_table(4, 8, THETA, None), strict=True):
+        assert torch.equal(table, of_cpu)
+
+
 def scaled_frequency(frequency: float, scaling: RopeScaling) -> float:
     """Llama 3.1's rule: by wavelength, long ones slowed, short ones kept, those between interpolated."""
     wavelength = 2 * math.pi / frequency
@@ -93,5 +101,6 @@ def test_frequency_scaling(factor):
     cos, sin = rope_table(2, E, THETA, scaling)
     angles = torch.tensor(wanted, dtype=torch.float64)  # at position 1
     assert torch.equal(cos[0], torch.ones(E // 2))
+    assert cos.dtype == sin.dtype == torch.float32
     torch.testing.assert_close(cos[1].double(), angles.cos(), rtol=1e-7, atol=0)
     torch.testing.assert_close(sin[1].double(), angles.sin(), rtol=1e-7, atol=0)
