@@ -60,29 +60,41 @@ def test_each_parameter_is_in_one_unit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reshard", "world", "freed"),
+    ("reshard", "world", "freed", "tied"),
     [
-        ("default", 2, {"block", "embedding"}),
-        ("default", 1, set()),  # gathering from one rank is a copy
-        ("always", 2, {"block", "embedding", "head"}),
-        ("always", 1, {"block", "embedding", "head"}),
-        ("never", 2, set()),
+        ("default", 2, {"block", "embedding"}, False),
+        ("default", 1, set(), False),  # gathering from one rank is a copy
+        ("always", 2, {"block", "embedding", "head"}, False),
+        ("always", 1, {"block", "embedding", "head"}, False),
+        ("never", 2, set(), False),
+        ("default", 2, {"block"}, True),
+        ("always", 2, {"block", "embedding", "head"}, True),
     ],
 )
-def test_what_is_freed_after_forward(reshard, world, freed, tmp_path):
+def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
     def body() -> None:
-        model = sharded(reshard, tied=False)
-        model(torch.arange(S))
+        model = sharded(reshard, tied)
         units = {"block": model.layers[0].feed_forward.w13, "embedding": model.tok_embeddings, "head": model.output}
-        assert {name for name, module in units.items() if isinstance(module.weight, DTensor)} == freed
+
+        def sharded_units() -> set[str]:
+            return {name for name, module in units.items() if isinstance(module.weight, DTensor)}
+
+        seen = []
+        model.layers[0].attention.register_forward_pre_hook(lambda *_: seen.append(sharded_units()))
+        model(torch.arange(S))
+        # The head is not gathered before its turn, but where it is the embedding.
+        assert [within & {"block", "head"} for within in seen] == [set() if tied else {"head"}]
+        assert sharded_units() == freed
 
     run_ranks(body, tmp_path, world)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_gradients_are_put_together_by_our_kernel(world, tmp_path):
+def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
     def body() -> None:
-        model, calls = sharded("default", tied=False), []
+        model, calls, ours = sharded("default", tied=False), [], []
+        kernel = fsdp.chunk_cat
+        monkeypatch.setattr(fsdp, "chunk_cat", lambda *args: (ours.append(args[1]), kernel(*args)))
 
         def count_and_compare(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
             want = torch.empty_like(out)
@@ -97,6 +109,7 @@ def test_gradients_are_put_together_by_our_kernel(world, tmp_path):
             operators.impl("chunk_cat", count_and_compare, "CPU", allow_override=True)
         model(torch.arange(S)).sum().backward()
         assert calls == [(0, world)] * len(units(model))
+        assert ours == [world] * len(calls)
 
     run_ranks(body, tmp_path, world)
     on_gpus = next(x for x in torch._C._dispatch_dump("fsdp::chunk_cat").splitlines() if x.startswith("CUDA:"))
