@@ -129,6 +129,37 @@ def test_a_short_sequence_peaks_in_a_block_and_a_long_one_in_the_head() -> None:
     assert many.gathered_weights == 2 * (128_256 * 4096 + 4096)
 
 
+@pytest.mark.parametrize(("recipe", "of_gate"), [("none", 6), ("rowwise", 4)])
+def test_a_block_computes_its_forward_again_and_has_gradients(recipe: str, of_gate: int) -> None:
+    """Of the stream and a branch, of the gate's inputs and its output, and of the feed-forward's weights. Where float8
+    joins the feed-forward, of the gate's inputs alone, as bytes and turned."""
+    M, D, F = 512, 4096, 14_336
+    short = ["--training.seq_len", str(M), "--training.local_batch_size", "1", "--float8.recipe", recipe]
+    full, whole = (peak("8b", 4, name, *short) for name in ("full", "none"))
+    assert full.activations == 32 * 2 * M * D
+    again = (whole.activations - full.activations) // 32
+    assert full.working_set == again + 2 * 2 * M * D + of_gate * M * F + 2 * 3 * F * D
+    assert (full.logits, whole.logits) == (0, 0)
+
+
+def test_two_units_and_a_shard_are_on_their_way() -> None:
+    """What is gathered while the one before is copied out: a head behind a block, or a block behind an embedding that
+    is the head, too."""
+    block = 2 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14_336) + 2 * 4096)
+    head = 2 * (128_256 * 4096 + 4096)
+    assert peak("8b", 4, "balanced").communication == block + head + head // 4
+    block = 2 * (2048 * (2048 + 2 * 512 + 2048 + 3 * 8192) + 2 * 2048)
+    embedding = 2 * (128_256 * 2048 + 2048)
+    assert peak("1b", 4, "balanced").communication == embedding + block + block // 4
+    assert peak("1b", 1, "balanced").communication == 0
+    # And gradients: of the largest unit, the one that is reduced and the one that it is added to.
+    more = ["--training.global_batch_size", "16"]
+    assert peak("1b", 4, "balanced", *more).communication == embedding + block + block // 4 + 4 * embedding // 2 // 4
+    in_bfloat16 = [*more, "--training.mixed_precision_reduce", "bfloat16"]
+    reduced = (4 + 2) * embedding // 2 // 4
+    assert peak("1b", 4, "balanced", *in_bfloat16).communication == embedding + block + block // 4 + reduced
+
+
 def test_more_kept_is_more_held() -> None:
     ordered = [peak("8b", 4, name) for name in ("full", "attention", "balanced_tight", "balanced", "matmuls", "none")]
     assert all(one.total < other.total for one, other in pairwise(ordered))
