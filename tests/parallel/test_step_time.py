@@ -107,6 +107,61 @@ def test_plain_collectives_are_in_the_open_and_fused_ones_hide_behind_their_matm
     assert fused.matmul == plain.matmul
 
 
+@pytest.mark.parametrize(
+    ("name", "of_stream", "rotated", "gated", "biases"),
+    [
+        ("llama3", 8, (2, 2), (3, 6), False),
+        ("qwen3", 8, (2, 3), (3, 6), False),
+        ("gemma3", 12, (2, 3), (3, 6), False),
+        ("gpt2", 8, (0, 0), (2, 4), True),
+    ],
+)
+def test_elementwise_work_moves_its_tensors(
+    name: str, of_stream: int, rotated: tuple[int, int], gated: tuple[int, int], biases: bool
+) -> None:
+    """By tensors read or written, forward and backward: as wide as the stream, as queries and keys, as the gate's
+    result. A bias is added in a pass that there is, but for that of attention; its gradient is a sum."""
+    flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "512"]
+    predicted, step = model("1b", 1, "none", *flags)
+    sizes, M = predicted.memory.sizes, 2 * 512
+    D, F, E, H, K = sizes.dim, sizes.ffn_dim, sizes.head_width, sizes.n_heads, sizes.n_kv_heads
+    numbers = 2 * of_stream * M * D + sum(rotated) * M * (H + K) * E + sum(gated) * M * F
+    if biases:
+        numbers += 2 * M * (H + 2 * K) * E + M * ((H + 2 * K) * E + D + F + D)
+    numbers = sizes.n_layers * numbers + 3 * M * sizes.vocab_size
+    assert step.elementwise == pytest.approx(2 * numbers / 2950e9 * 1e3)
+
+
+def test_casts_to_float8_are_elementwise_work() -> None:
+    """Of each layer's input in forward, and of its output's gradient in backward: 2 bytes read and 1 written, and
+    those bytes turned."""
+    _, plain = model("8b", 4, "none")
+    _, float8 = model("8b", 4, "none", FLOAT8, "rowwise")
+    D, F, kv = 4096, 14_336, 1024
+    widths = (D + D + D + F) + (D + 2 * kv + D + 2 * F + D)
+    assert float8.elementwise - plain.elementwise == pytest.approx(32 * 5 * 16_384 * widths / 2950e9 * 1e3)
+
+
+@pytest.mark.parametrize(("reshard", "of_blocks", "of_head"), [("default", 2, 1), ("always", 2, 2), ("never", 1, 1)])
+def test_weights_are_cast_and_copied_as_often_as_they_are_gathered(reshard: str, of_blocks: int, of_head: int) -> None:
+    """A shard of 4 bytes is read and one of 2 written, the whole is read and written; a gradient goes into 4 bytes."""
+    _, step = model("8b", 4, "none", "--parallelism.fsdp_reshard_after_forward", reshard)
+    parameters, head = 8_030_261_248, 128_256 * 4096 + 4096
+    gathered = of_blocks * (parameters - head) + of_head * head  # the embedding, as the blocks
+    moved = gathered * ((4 + 2) / 4 + 2 * 2) + parameters * (2 + 4)
+    assert step.weights == pytest.approx(moved / 2950e9 * 1e3)
+
+
+def test_the_first_gathers_and_the_last_reduction_are_in_the_open() -> None:
+    """Of the embedding and a block, and of the embedding's gradient: among shards, then a shard among replicas."""
+    block, embedding = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14_336) + 2 * 4096, 128_256 * 4096
+    _, four = model("8b", 4, "none")
+    assert four.fsdp == pytest.approx(3 / 4 * (2 * block + (2 + 4) * embedding) / 185e9 * 1e3)
+    _, replicas = model("8b", 4, "none", "--parallelism.data_parallel_replicate_degree", "2")
+    among_two = 1 / 2 * (2 * block + (2 + 4) * embedding) + 2 * 1 / 2 * 4 * embedding / 2
+    assert replicas.fsdp == pytest.approx(among_two / 185e9 * 1e3)
+
+
 def test_micro_steps_repeat_all_but_the_optimizer() -> None:
     _, one = model("8b", 4, "balanced")
     _, three = model("8b", 4, "balanced", "--training.global_batch_size", "24")
@@ -133,6 +188,9 @@ def test_more_kept_is_less_computed_again() -> None:
     [
         (["--training.mixed_precision_param", "float32"], "training.mixed_precision_param"),
         (["--compile.enable", "false"], "compile.enable"),
+        ([FLOAT8, "blockwise"], "float8.recipe"),
+        ([FLOAT8, "mxfp8", "--job.strict", "false"], "float8.recipe"),
+        (["--model.vocab_size", "128004"], "model.vocab_size"),
     ],
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
@@ -162,12 +220,14 @@ def test_the_optimizer_moves_its_bytes() -> None:
 
 
 def test_a_head_in_float8_is_gathered_as_bytes_and_multiplied_faster() -> None:
-    """A byte less of each of [V, D]: of this rank's shard as it is cast, of all as it is copied, read and written."""
+    """A byte less of each of [V, D], but for a scale of each row: of this rank's shard as it is cast, of all as it is
+    copied, read and written."""
     before, plain = model("8b", 4, "none", FLOAT8, "rowwise")
     after, converted = model("8b", 4, "none", FLOAT8, "rowwise", "--float8.filter_fqns")
     weight = 128_256 * 4096
     assert before.memory.gathered_head - after.memory.gathered_head == weight
-    assert plain.weights - converted.weights == pytest.approx((weight / 4 + 2 * weight) / 2950e9 * 1e3)
+    fewer = weight - 4 * 128_256
+    assert plain.weights - converted.weights == pytest.approx((fewer / 4 + 2 * fewer) / 2950e9 * 1e3)
     flops = 2 * 16_384 * weight
     faster = 3 * flops / 680e12 - flops / 1520e12 - 2 * flops / 1207e12  # one product fast, two of them split
     assert plain.matmul - converted.matmul == pytest.approx(1e3 * faster)

@@ -186,7 +186,7 @@ class StepTimeModel:
             "elementwise": (n * (forward + backward) + loss) / rates.memory / _G,
             "recomputation": again,
             "tokens": tokens,
-            "weights": self._copied(n) / rates.memory / _G,
+            "weights": self._copied() / rates.memory / _G,
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
         of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
@@ -272,18 +272,13 @@ class StepTimeModel:
         M, t, e = self.layout.tokens, self.layout.tensor_parallel, self.layout.itemsize
         return (e + 1) * M * width // (t if is_gathered else 1) + 2 * M * width
 
-    def _gathers(self) -> int:
-        """How often a block's weights are gathered in a micro-step."""
-        return 1 if self.memory.blocks_stay else 2
-
-    def _copied(self, n: int) -> float:
-        """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step of n blocks."""
-        memory, e = self.memory, self.layout.itemsize
-        once = memory.parameters - n * memory.block  # embedding and head
-        gathered = self._gathers() * n * memory.gathered_block + e * (once - memory.head) + memory.gathered_head
-        cast = 4 * (self._gathers() * n * memory.block + once) / memory.shards + gathered / memory.shards
+    def _copied(self) -> float:
+        """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step."""
+        memory, fsdp_units = self.memory, units(self.memory)
+        gathered = sum(unit.gathers * unit.gathered_bytes for unit in fsdp_units)
+        cast = (4 * sum(unit.gathers * unit.elements for unit in fsdp_units) + gathered) / memory.shards
         copied = 2 * gathered if memory.shards > 1 else 0
-        return cast + copied + (e + memory.reduced) * memory.parameters
+        return cast + copied + (self.layout.itemsize + memory.reduced) * memory.parameters
 
     def _updated(self) -> int:
         """Bytes that the optimizer reads and writes of each parameter: see `titanlite/training/optimizer.py`."""
