@@ -22,7 +22,7 @@ from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activati
 from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.rule_prices import rule_prices
-from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules
+from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules, kernels
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
 SIZES = ModelRecipe("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -263,6 +263,7 @@ def decisions(saved: SaveList, ops: list[str]) -> str:
 
 MM, MEAN, AMAX = "aten.mm.default", "aten.mean.dim", "aten.amax.default"
 GATHER, SCATTER = (CLASSES["communication"][i] for i in (0, 1))
+ALL_REDUCE = "_c10d_functional.all_reduce.default"
 FLOAT8_LAYER = [AMAX, "cast", AMAX, "cast", MM]  # the activation's, then the weight's
 GATE_AND_CAST = "titanlite.swiglu_cast.default"
 
@@ -273,6 +274,15 @@ def test_only_activations_are_cast_and_measured_for_a_class():
     assert decisions(save_list(SaveRule("statistics", "save")), ops) == "sr" + "srrrr" * 2
     assert decisions(save_list(SaveRule(AMAX, "save")), ops) == "rr" + "srrrr" * 2  # by its own name, too
     assert decisions(save_list(SaveRule(AMAX, "recompute"), default="save"), ops) == "ss" + "rsrss" * 2
+    assert decisions(save_list(SaveRule(AMAX, "save"), default="save"), ops) == "ss" + "sssss" * 2
+    reduced = [AMAX, ALL_REDUCE, "cast"]  # over the ranks that hold the other parts
+    assert decisions(save_list(SaveRule("statistics", "save")), [*reduced, *reduced, MM]) == "ssr" + "rrr" + "r"
+
+
+def test_a_view_is_not_kept_and_nor_is_what_it_views():
+    rules = BlockRules(save_list(default="save"), frozenset(), ("a.wqkv",))
+    assert rules.decide("aten.view.default", is_view=True).action == "recompute"
+    assert rules.decide("aten.silu.default").action == "save"
 
 
 def test_a_gate_with_its_cast_is_the_activations_of_both() -> None:
@@ -301,10 +311,27 @@ def test_an_operation_that_is_two_in_one_is_kept_for_either():
     fused = list(FUSED)
     ops = [fused[0], fused[1], fused[0], fused[1]]
     assert decisions(save_list(matmul("w13")), ops) == "rrsr"
+    assert decisions(save_list(matmul("w2")), ops) == "rrrs"
     assert decisions(save_list(SaveRule("communication", "save", module=("wo",))), ops) == "rsrr"
     assert decisions(save_list(matmul(action="recompute"), SaveRule("communication", "save")), ops) == "rsrs"
     assert decisions(save_list(SaveRule(fused[1], "save")), ops) == "rsrs"
     assert decisions(save_list(matmul(every=2)), ops) == decisions(save_list(matmul(every=2)), [MM] * 4) == "srsr"
+
+
+def test_the_rule_that_decided_is_the_one_that_keeps():
+    both = save_list(matmul(action="recompute"), SaveRule("communication", "save"))
+    rules = BlockRules(both, frozenset({0, 1}), ("a.wqkv", "a.wo"))
+    gathered, scattered = (rules.decide(op) for op in FUSED)
+    assert (gathered.action, gathered.by) == ("recompute", 0)
+    assert (scattered.action, scattered.by) == ("save", 1)
+    assert set(gathered.rules) == set(scattered.rules) == {0, 1}
+
+
+def test_kernels_of_attention_that_a_list_names():
+    first, second, *_, window = CLASSES["attention"]
+    assert kernels(save_list(ATTENTION)) == [first]
+    assert kernels(save_list(SaveRule(second, "save"), SaveRule(window, "save"))) == [second]
+    assert kernels(save_list(SaveRule(window, "save"))) == [first]
 
 
 def test_every_operator_of_titanlite_has_a_class():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
 from titanlite.config.recipe_schema import ModelRecipe
@@ -43,17 +43,18 @@ def test_a_layer_without_a_rule_is_an_error():
 
 
 def test_a_slice_is_what_the_layout_says(tmp_path):
-    """FSDP over tensor parallelism, along one dim and along two; of six rows the last ranks have few, of two none."""
+    """FSDP over tensor parallelism, along one dim and along two; of six rows ranks have one or two, of three one none;
+    and FSDP alone."""
 
     def body() -> None:
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
-        for rows, dim in ((16, 0), (6, 0), (2, 0), (6, 1)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for rows, dim in ((16, 0), (6, 0), (3, 0), (6, 1), (6, None)):
             full = torch.arange(rows * 4.0).reshape(rows, 4)
-            split = distribute_tensor(full, mesh["tp"], [Shard(dim)])
+            split = distribute_tensor(full, mesh["tp"], [Replicate() if dim is None else Shard(dim)])
             holder = nn.Module()
             holder.weight = nn.Parameter(split)
             fully_shard(holder, mesh=mesh["dp"])
             assert isinstance(holder.weight, DTensor)
             assert torch.equal(local_slice(full, holder.weight), holder.weight.to_local())
 
-    run_ranks(body, tmp_path, 8)
+    run_ranks(body, tmp_path, 4)
