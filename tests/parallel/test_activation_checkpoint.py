@@ -244,13 +244,28 @@ def test_attention_that_is_not_seen_before_it_runs_is_recomputed_and_reported(co
     assert 'rules[0].op = "attention"' in str(use.refused)
 
 
-def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs():
-    model = Llama3(SIZES, S)
-    listed = save_list(ATTENTION, SaveRule("titanlite.scaled_matmul.default", "save"))
-    with pytest.raises(RecipeError, match="wqkv would be recomputed"):
-        apply_activation_checkpoint(model, listed)
-    apply_float8(model, recipes.load("float8", "rowwise"), ("output",), torch.device("cpu"), S, shards=1)
-    assert apply_activation_checkpoint(model, listed).blocks == LAYERS
+@pytest.mark.parametrize(
+    ("recipe", "runs"),
+    [
+        ("none", "aten.mm.default"),
+        ("rowwise", "titanlite.scaled_matmul.default"),
+        ("blockwise", "titanlite.block_scaled_matmul.default"),
+        ("mxfp8", "aten.mm.default"),
+    ],
+)
+def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs(recipe, runs):
+    sizes, tokens = replace(SIZES, dim=128), 128
+    for op in ("aten.mm.default", "titanlite.scaled_matmul.default", "titanlite.block_scaled_matmul.default"):
+        model, listed = Llama3(sizes, tokens), save_list(ATTENTION, SaveRule(op, "save"))
+        if recipe != "none":
+            float8 = recipes.load("float8", recipe)
+            done = apply_float8(model, float8, ("output",), torch.device("cpu"), tokens, shards=1)
+            assert len(done.converted) == 4 * LAYERS
+        if op == runs:
+            assert apply_activation_checkpoint(model, listed).blocks == LAYERS
+        else:
+            with pytest.raises(RecipeError, match="wqkv would be recomputed"):
+                apply_activation_checkpoint(model, listed)
 
 
 def decisions(saved: SaveList, ops: list[str]) -> str:

@@ -200,6 +200,17 @@ def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     assert problem.where == where
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_reductions_of_one_number_have_no_rates(ranks: int, tmp_path) -> None:
+    """There are none where no rank has a part alone."""
+    (tmp_path / "mine.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
+    flags = [FLOAT8, str(tmp_path / "mine.toml"), TP, str(ranks)]
+    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
+    problem = unrated(run.config, run.dimensions, layout_of(run.config, run.dimensions, run.float8))
+    assert (problem is None) == (ranks == 1)
+    assert problem is None or "reduce_amax" in problem.want
+
+
 def test_layers_that_float8_leaves_alone_take_their_time_in_bf16() -> None:
     """1,000 tokens are no multiple of 16: the trainer converts nothing then."""
     odd = ["--training.seq_len", "1000", "--training.local_batch_size", "1", "--job.strict", "false"]

@@ -13,6 +13,7 @@ from tests.ranks import run_ranks
 from tests.training.short_run import DEBUG, assemble, batches_of, checked
 from titanlite.commands.planned_run import plan_run
 from titanlite.commands.validate import checked_run
+from titanlite.config.toml_file import shipped_folder
 from titanlite.kernels import collectives
 from titanlite.parallel.step_time import measured_rates
 from titanlite.parallel.traffic import sent_bytes
@@ -154,3 +155,14 @@ def test_the_time_of_a_step_is_of_the_bytes_that_are_listed() -> None:
     of_tokens = [t for t in planned.traffic if "→" in t.moves and t.direction != "recomputation"]
     seconds = sum(t.times * t.sent_bytes for t in of_tokens) / measured_rates().tensor_parallel / 1e9
     assert planned.predicted.step.tokens == pytest.approx(1e3 * seconds)
+
+
+@pytest.mark.parametrize(("model", "weights"), [("1b", 16 * 4), ("8b", 32 * 4 + 1)])
+def test_a_head_that_is_the_embedding_too_has_no_scale_of_the_whole(model: str, weights: int) -> None:
+    """It is gathered as the embedding needs it."""
+    config = str(shipped_folder("configs") / f"llama3_{model}.toml")
+    flags = [*in_float8("tensorwise"), "--float8.filter_fqns"]
+    planned = plan_run(checked_run(["--config", config, *flags], world_size=4), config, 4)
+    assert [(t.shape, t.whole_bytes) for t in planned.traffic if t.moves == "maxima of weights"] == [
+        ((weights,), 4 * weights)
+    ]
