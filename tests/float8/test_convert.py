@@ -232,5 +232,6 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
             options = {"scaling_granularity": ScalingGranularity.TENSORWISE, "device_mesh": run.mesh.fsdp}
             wanted = tensor_to_scale(weight.master, weight.how.dtype, reduce_amax=True, **options)
             assert torch.equal(weight.scale, wanted), name
+            assert weight.unit.data_ptr() % 16 == 0, name  # as cuBLAS wants it
 
     run_ranks(body, tmp_path, world)

@@ -112,14 +112,16 @@ def test_scales_of_other_rows_are_found(tmp_path, monkeypatch) -> None:
 
 
 class Called(TorchDispatchMode):
-    """Notes the fused operators that run, with `fast_accum`, and every other collective."""
+    """Notes the fused operators that run, with `fast_accum`, and every other collective; counts plain products."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[tuple[str, bool]] = []
+        self.products = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func.overloadpacket)
+        self.products += name == "titanlite.scaled_matmul"
         if name in ("titanlite.all_gather_matmul", "titanlite.matmul_reduce_scatter"):
             self.names.append((name.removeprefix("titanlite."), args[-1] is True))
         elif func.namespace in ("_c10d_functional", "c10d"):
@@ -192,6 +194,34 @@ def test_a_layer_by_itself_is_as_exact_as_torchaos(recipe: str, wide: str) -> No
         if recipe == "tensorwise" or name != "d_w":
             assert sqnr(mine, torchaos) > 110, name  # the same bits and scales, added in another order
         assert sqnr(torchaos, exact) - 0.5 < sqnr(mine, exact) < 40, name
+
+
+@pytest.mark.parametrize("wide", ["x", "grad"])
+def test_what_is_cast_again_has_a_scale_for_each_column(wide: str) -> None:
+    """A feature that small tokens alone have: beside the largest of all it would be zero, as its weights' gradient."""
+    sizes = (K, N) if wide == "grad" else (N, K)  # of the two, the narrower is cast again
+    x, grad = numbers(0, M, sizes[0]), numbers(1, M, sizes[1])
+    narrow = x if wide == "grad" else grad
+    narrow[: M // 2, 0] = 0
+    narrow[M // 2 :] *= 2.0**-20
+    weight = numbers(2, sizes[1], sizes[0]).bfloat16().requires_grad_()
+    out = Float8Matmul(recipes.load("float8", "rowwise"), CPU)(x.bfloat16(), weight)
+    (got,) = torch.autograd.grad(out, weight, grad.bfloat16())
+    truth = grad.T @ x
+    of_feature = (slice(None), 0) if wide == "grad" else 0
+    # Each factor is rounded by up to 2⁻⁴ of itself, 2⁻⁴/√3 in the mean if its place between two numbers is random.
+    assert sqnr(got[of_feature], truth[of_feature]) > -20 * math.log10(2**-4 * math.sqrt(2 / 3))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wanted", ["x", "weight"])
+def test_a_gradient_that_nobody_wants_is_not_computed(recipe: str, wanted: str) -> None:
+    operands = {"x": numbers(0, M, K).bfloat16(), "weight": numbers(1, N, K).bfloat16()}
+    operands[wanted].requires_grad_()
+    out = Float8Matmul(recipes.load("float8", recipe), CPU)(**operands)
+    with Called() as called:
+        torch.autograd.grad(out, operands[wanted], numbers(2, M, N).bfloat16())
+    assert called.products == 1
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -215,3 +215,20 @@ def test_a_fault_is_seen(name: str, reshard: str, fault: Callable[[Run], object]
         assert {"loss 1", "layers.0.feed_forward.w13.weight 3", "layers.0.feed_forward.w13.weight 4"} <= set(found)
 
     run_ranks(body, tmp_path, world)
+
+
+def test_a_weight_that_came_in_float8_is_for_float8_layers_alone() -> None:
+    """What stands for it, as it is, may be passed on; to compute with it, or with a part, is refused."""
+    weight = Float8Weight(torch.zeros(4, 2, dtype=torch.float8_e4m3fn), torch.ones(4, 1), torch.bfloat16)
+    for same in (weight.detach(), weight.view(4, 2), torch.ops.aten.alias(weight)):
+        assert isinstance(same, Float8Weight)
+        assert same.bits is weight.bits
+        assert same.unit is weight.unit
+    for use in (
+        lambda: weight + 1,
+        lambda: weight.t(),
+        lambda: weight.view(8),
+        lambda: weight.as_strided((2, 2), (2, 1)),
+    ):
+        with pytest.raises(NotImplementedError, match="only a float8 layer can use it"):
+            use()
