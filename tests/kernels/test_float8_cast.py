@@ -171,6 +171,8 @@ def test_operators():
     x, factors = outliers(64, 48, torch.bfloat16, "cpu"), torch.ones(64, 1)
     torch.library.opcheck(torch.ops.titanlite.cast_turned.default, (x, factors, True, E4M3, True), **fake)
     torch.library.opcheck(torch.ops.titanlite.turn.default, (x.to(E4M3),), **fake)
+    torch.library.opcheck(torch.ops.titanlite.cast_rows.default, (x, E4M3), **fake)
+    torch.library.opcheck(torch.ops.titanlite.cast_by.default, (x, torch.ones(()), E4M3), **fake)
     x = outliers(256, 128, torch.bfloat16, "cpu")
     for rows in ((1, 1), (128, 0), (0, 128)):
         torch.library.opcheck(torch.ops.titanlite.cast_blocks.default, (x, *rows, E4M3, True), **fake)

@@ -119,3 +119,14 @@ def test_what_is_not_a_number_stays_one_when_cast(by_row, device):
     bits, unit = swiglu_cast(x, by_row, E4M3, True)
     assert unit.isnan().sum() == 1
     assert bits.float().isnan().sum() == (BLOCK if by_row else bits.numel())
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_operators(by_row):
+    """What a compiler is told of the results is what they are."""
+    fake = {"test_utils": "test_faketensor"}  # the others compute with results, which float8 on CPUs does not
+    x = gate_and_up(2, torch.bfloat16, "cpu")[2]
+    grad, to = torch.ones_like(swiglu(x)), (torch.float8_e5m2, torch.float8_e4m3fn)
+    torch.library.opcheck(torch.ops.titanlite.swiglu_grad.default, (grad, x), **fake)
+    torch.library.opcheck(torch.ops.titanlite.swiglu_cast.default, (x, by_row, to[1], True), **fake)
+    torch.library.opcheck(torch.ops.titanlite.swiglu_grad_cast.default, (grad, x, by_row, *to, True), **fake)
