@@ -281,6 +281,11 @@ def test_finer_scales_for_weight_gradients_are_not_fused() -> None:
     assert sqnr(d_w[:, 4:], (g.double().t() @ x.double())[:, 4:]) > 20
 
 
+def test_scales_by_row_that_are_no_powers_of_two_are_not_fused() -> None:
+    exact = dataclasses.replace(recipes.load("float8", "rowwise"), scale_rounding="exact")
+    assert "no powers of two" in str(Float8Matmul(exact, CPU).unfused)
+
+
 def test_a_matmul_in_high_precision_is_not_fused() -> None:
     assert Float8Matmul(recipes.load("float8", "rowwise"), CPU).unfused is None
     assert "high precision" in str(Float8Matmul(recipes.load("float8", "rowwise_with_gw_hp"), CPU).unfused)
