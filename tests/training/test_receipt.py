@@ -157,6 +157,19 @@ def test_a_rule_that_matches_nothing_ends_the_run_before_step_2(desk: Desk, tmp_
     assert "warning: not all that was asked for was applied" in lenient.output
 
 
+@pytest.mark.parametrize(
+    ("default", "rules"),
+    [("save", ""), ("recompute", '[[rules]]\nop = "communication"\naction = "save"\noptional = true\n')],
+    ids=["a copy of none", "optional alone"],
+)
+def test_a_list_of_which_the_default_alone_says_what_is_kept_is_applied(desk: Desk, tmp_path: Path, default, rules):
+    recipe = tmp_path / "default.toml"
+    recipe.write_text(f'help = "x"\ndefault = "{default}"\n{rules}')
+    run = desk.run(f"default {default}", 1, f"--activation_checkpoint.recipe={recipe}", "--job.stop_after=2")
+    assert len(run.steps) == 2
+    assert run.receipt["activation_checkpoint"]["applied"]["blocks"] == (2 if default == "recompute" else 0)
+
+
 def test_a_float8_filter_that_leaves_nothing_ends_every_rank(desk: Desk) -> None:
     def plant() -> None:  # in the config such a filter is refused at once
         apply = build.apply_float8

@@ -91,7 +91,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     use, chosen = run.save_list_use, run.chosen
     if use.refused is not None:
         raise use.refused
-    rules = _labels(use.rules)
+    rules, unmatched = _labels(use.rules), use.unmatched()
     of_auto: dict[str, object] = {}
     if chosen is not None:
         again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)
@@ -105,8 +105,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
             "matches": {rule: use.matches[i] for i, rule in enumerate(rules)},
             **_held(run, rules),
         },
-        count=use.matches.total() if rules else use.blocks,
-        missed=[Skipped(rules[i], f"matched no operation{_place(run.save_list, i)}") for i in use.unmatched()],
+        count=len(rules) - len(unmatched) if rules else len(blocks),  # what rules do not say, `default` says
+        missed=[Skipped(rules[i], f"matched no operation{_place(run.save_list, i)}") for i in unmatched],
         key="activation_checkpoint.recipe",
     )
     over_budget = _add_memory(run, receipt)
