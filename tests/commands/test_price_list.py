@@ -167,6 +167,7 @@ RULE = '[[rules]]\nop = "{}"\naction = "save"\n{}'
         (RULE.format("attention", ""), ["attention", 'module = ["wqkv"]']),
         (RULE.format("communication", ""), ['rules[0].op = "communication"', "set optional = true"]),
         (RULE.format("aten.mmm.default", ""), ["line 4  rules[0].op", 'did you mean "aten.mm.default"?']),
+        (RULE.format("aten.mm", ""), ["line 4  rules[0].op", 'did you mean "aten.mm.default"?']),
         (RULE.format("aten.silu.default", ""), ["line 4  rules[0].op", "less to recompute"]),
     ],
 )

@@ -391,6 +391,29 @@ def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
+    ("filters", "said"),
+    [
+        ('["wqkvv"]', 'line 9  float8.filter_fqns = "wqkvv"|did you mean "wqkv"?'),
+        (
+            '["layers.1.atention.wo"]',
+            'line 9  float8.filter_fqns = "layers.1.atention.wo"|did you mean "layers.1.attention.wo"?',
+        ),
+        ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|remove it'),
+        ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: a linear layer that it can convert'),
+    ],
+)
+def test_float8_filters_are_found_by_their_line(
+    file: str, capsys: pytest.CaptureFixture[str], filters: str, said: str
+) -> None:
+    Path(file).write_text(Path(file).read_text() + f'[float8]\nrecipe = "rowwise"\nfilter_fqns = {filters}\n')
+    assert main(["validate", file]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"{file}: 1 problem\n")
+    for part in said.split("|"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
     ("patterns", "fix"),
     [
         (["*norms.weight"], 'did you mean "*norm.weight"?'),

@@ -29,7 +29,7 @@ def check_with_torch(checked: CheckedRun) -> None:
         without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), checked.origin)
         layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
         if checked.float8 is not None:
-            require_matches(config.float8.filter_fqns, layers)
+            require_matches(config.float8.filter_fqns, layers, checked.origin)
     if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
         from titanlite.parallel.activation_checkpoint import check_names
 

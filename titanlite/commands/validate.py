@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
+from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse
-from titanlite.config.problems import Origin
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
@@ -96,7 +97,7 @@ def checked_run(
     if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
     if float8 and dimensions is not None and not wrong:
-        attempt(lambda: _check_layers(config, dimensions, float8))
+        attempt(lambda: _check_layers(config, dimensions, float8, origin))
     if float8 and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: _check_gathers(config, dimensions, float8, world_size))
     if save_list and dimensions is not None and not wrong:
@@ -126,21 +127,23 @@ def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | 
         check_save_list(save_list, sizes, layout, config.job.strict)
 
 
-def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe) -> None:
+def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, origin: Origin) -> None:
     """Refuse filters that match no layer, and a recipe that converts none, where the layers are known."""
     block, t = block_of(config.model, sizes), config.parallelism.tensor_parallel_degree
     filters = config.float8.filter_fqns
     if block is None:
         return
     layers = linear_layers(block, sizes, t)
-    require_matches(filters, list(layers))
+    require_matches(filters, list(layers), origin)
     tokens = config.training.local_batch_size * config.training.seq_len
     whys = {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
     if config.job.strict and None not in whys.values():
         first, why = next(iter(whys.items()))
         want = f"a linear layer that it can convert; {first} is left alone ({why}), and so are all others"
         fix = "change float8.recipe, or what stands in its way; job.strict = false trains without it"
-        raise RecipeError(describe("config", [Problem("float8.recipe", f'"{config.float8.recipe}"', want, fix)]))
+        problems = Problems(origin)
+        problems.add("float8.recipe", show(config.float8.recipe), want, fix)
+        problems.raise_all(RecipeError)
 
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:

@@ -1,7 +1,10 @@
 """Which recipes titanlite's own float8 products carry out, and what they keep: by the recipe alone, without torch."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 
+from titanlite.config.build import show
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import Problem, RecipeError, describe
 
@@ -71,21 +74,24 @@ def require_equal_shards(rows: Mapping[str, int], shards: int) -> None:
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
 
 
-def require_matches(filter_fqns: Sequence[str], layers: Sequence[str]) -> None:
+def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: Origin | None = None) -> None:
     """Refuse filters that leave no layer alone: what they were meant for would be converted.
 
     Args:
         filter_fqns: `float8.filter_fqns`.
         layers: names of all linear layers of the model.
+        origin: where the config came from, if that is known.
 
     Raises:
         RecipeError: a filter is part of no name.
     """
-    if unused := [f for f in filter_fqns if not any(f in name for name in layers)]:
-        last_names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in layers))
-        want = f"part of the name of a linear layer: {last_names}, …"
-        problems = [Problem("float8.filter_fqns", f'"{f}"', want, "remove it") for f in unused]
-        raise RecipeError(describe("config", problems))
+    problems, last_names = Problems(origin or Origin("config")), list(dict.fromkeys(n.split(".")[-1] for n in layers))
+    for unused in (f for f in filter_fqns if not any(f in name for name in layers)):
+        near = difflib.get_close_matches(unused, [*last_names, *layers], n=1)
+        want = f"part of the name of a linear layer: {', '.join(last_names)}, …"
+        fix = f"did you mean {show(near[0])}?" if near else "remove it"
+        problems.add("float8.filter_fqns", show(unused), want, fix)
+    problems.raise_all(RecipeError)
 
 
 def left_alone(

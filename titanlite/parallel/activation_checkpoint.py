@@ -181,7 +181,8 @@ def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
     add_unknown_layers(save_list, layers, problems)
     for i, rule in enumerate(save_list.rules):
         if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
-            near = difflib.get_close_matches(rule.op, known, n=1)
+            default = f"{rule.op}.default"
+            near = [default] if default in known else difflib.get_close_matches(rule.op, known, n=1)
             fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(CLASSES)}"
             want = "an operation of torch with its overload, as aten.mm.default"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', want, fix)
