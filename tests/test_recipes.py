@@ -165,7 +165,11 @@ def test_all_problems_of_a_file_at_once_with_lines(tmp_path: Path) -> None:
         ),
         (
             ('scale_rounding = "exact"', 'scale_rounding = "exact"\ndim_multiple = 0'),
-            ["line 3  dim_multiple = 0", "above 0"],
+            ["line 3  dim_multiple = 0", "a multiple of 16: tensor cores", "fix:  dim_multiple = 16"],
+        ),
+        (
+            ('scale_rounding = "exact"', 'scale_rounding = "exact"\nstatus = "emulated"\ndim_multiple = 0'),
+            ["line 4  dim_multiple = 0", "above 0"],
         ),
         (
             (
@@ -235,6 +239,10 @@ def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None
         (
             'extends = "blockwise"\n[accumulation]\ngrad_input = "fast"\n',
             ['line 3  accumulation.grad_input = "fast"', "block by block", 'grad_input = "split"'],
+        ),
+        (
+            'extends = "rowwise"\ndim_multiple = 8\n',
+            ["line 2  dim_multiple = 8", "a multiple of 16: tensor cores", "dim_multiple = 16"],
         ),
         (
             'extends = "blockwise"\ndim_multiple = 16\n',
@@ -357,6 +365,13 @@ def test_a_model_of_the_config_is_its_flavor_and_the_overrides(tmp_path: Path) -
     write(tmp_path, "model", "llama3-mine", 'extends = "llama3-debug"\nn_layers = 6\n')
     mine = replace(Config(), model=Model(flavor="mine"), job=Job(recipe_dirs=(str(tmp_path),)))
     assert model_dimensions(mine) == replace(load("model", "llama3-debug"), n_layers=6)
+
+
+def test_heads_of_odd_width_are_found_in_their_recipe(tmp_path: Path) -> None:
+    path = write(tmp_path, "model", "qwen3-mine", 'extends = "qwen3-debug"\nhead_dim = 47\n')
+    with pytest.raises(RecipeError) as error:
+        load("model", "qwen3-mine", (str(tmp_path),))
+    assert f"{path}: 1 problem\n  line 2  head_dim = 47\n      want: an even width" in str(error.value)
 
 
 def test_a_model_of_no_layers_is_refused(tmp_path: Path) -> None:

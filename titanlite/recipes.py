@@ -180,12 +180,16 @@ def _find(
 
 
 def _check_model(recipe: ModelRecipe, problems: Problems) -> None:
-    """Dimensions are positive; `config/check.py` holds them against each other, after the overrides."""
+    """Dimensions are positive, heads even; `config/check.py` holds them against each other, after the overrides."""
     for name, value in dataclasses.asdict(recipe).items():
         if value == 0 and getattr(ModelRecipe, name, None) == 0:
             continue  # not given; `config/architectures.py` knows who needs it
         if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
             problems.add(name, show(value), "a number above 0", f"{name} = the published size")
+    if recipe.head_dim % 2:  # no key of a config overrides it
+        problems.add(
+            "head_dim", show(recipe.head_dim), "an even width, for rotary pairs", "head_dim = the published size"
+        )
 
 
 _PAIRS = {  # of granularities in one matmul that exist, in either order
@@ -258,9 +262,11 @@ def _check_float8(recipe: Float8Recipe, problems: Problems) -> None:
     if not recipe.min_compute_capability > 0:
         given = show(recipe.min_compute_capability)
         problems.add("min_compute_capability", given, "a number above 0", "leave min_compute_capability out")
-    unit = max((BLOCKS[g][1] for g in grains if g in BLOCKS), default=1)
+    unit, why = max(((BLOCKS[g][1], "blocks are whole") for g in grains if g in BLOCKS), default=(1, ""))
+    if recipe.status != "emulated" and unit < 16:
+        unit, why = 16, "tensor cores multiply no other widths"  # in float8, a row is whole words of 16 bytes
     if recipe.dim_multiple < 1 or recipe.dim_multiple % unit:
-        want = "a number above 0" if unit == 1 else f"a multiple of {unit}: blocks are whole"
+        want = "a number above 0" if unit == 1 else f"a multiple of {unit}: {why}"
         fix = "leave dim_multiple out" if unit == 1 else f"dim_multiple = {unit}"
         problems.add("dim_multiple", show(recipe.dim_multiple), want, fix)
 

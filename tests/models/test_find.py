@@ -174,6 +174,14 @@ def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
         checked(tmp_path, 1, ["--model.flavor", "mine", "--job.recipe_dirs", str(tmp_path)])
 
 
+def test_a_key_of_a_recipe_that_its_architecture_makes_nothing_of(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shipped = (Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml").read_text()
+    (tmp_path / "model" / "llama3-wide.toml").write_text(f"{shipped}\nhead_dim = 64\n")
+    with pytest.raises(ConfigError, match=r"\n  head_dim = 64\n +want: no such key in the recipe llama3-wide: llama3"):
+        checked(tmp_path, 1, ["--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

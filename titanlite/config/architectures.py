@@ -113,7 +113,9 @@ def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
         value = getattr(recipe, key)
         is_given = value != defaults[key]
         if is_given and key not in known.needs + known.may_have:
-            problems.add(f"model.{key}", show(value), f"no such key: {model.name} makes nothing of it", "remove it")
+            is_own = getattr(model, key, None) is not None
+            where, at = (f"model.{key}", "") if is_own else (key, f" in the recipe {model.name}-{model.flavor}")
+            problems.add(where, show(value), f"no such key{at}: {model.name} makes nothing of it", "remove it")
         if not is_given and key in known.needs:
             want = f"a value: {model.name} needs it"
             problems.add(f"model.{key}", "", want, f"{key} = the published value, in the recipe")

@@ -151,15 +151,12 @@ def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:
     dim, heads, kv_heads = model.dim, model.n_heads, model.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
-    if model.head_dim:
-        if model.head_dim % 2:
-            want = "an even width, for rotary pairs"
-            problems.add("model.head_dim", str(model.head_dim), want, f"head_dim = {model.head_dim + 1}")
-    elif dim % heads:
+    is_split = not model.head_dim  # which is no key of a config: its recipe was checked
+    if is_split and dim % heads:
         problems.add(
             "model.n_heads", str(heads), f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim))
         )
-    elif dim // heads % 2:
+    elif is_split and dim // heads % 2:
         want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
         even = [h for h in _divisors(dim) if dim // h % 2 == 0]
         problems.add("model.n_heads", str(heads), want, _pick("n_heads", heads, even))
