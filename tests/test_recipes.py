@@ -103,6 +103,21 @@ def test_the_users_own_recipes_have_names_too(tmp_path: Path) -> None:
     assert names("model", (str(tmp_path),)) == names("model")
 
 
+def test_a_list_of_tables_is_shown_as_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "float8", "mine", 'extends = "rowwise"\n[[rules]]\nop = "matmul"\n[[rules]]\nop = "cast"\n')
+    assert "line 2  rules = […, …]\n" in message("float8", path)
+
+
+def test_a_folder_of_recipes_without_a_kind_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "float8", "mine", 'extends = "rowwise"\n')
+    for folder, fix in ((path.parent, f"name the folder above it, {tmp_path}"), (tmp_path / "odd", "move each")):
+        folder.mkdir(exist_ok=True)
+        with pytest.raises(RecipeError, match="a folder that has one of model, float8, activation_checkpoint") as error:
+            load("float8", "rowwise", (str(folder),))
+        assert f'job.recipe_dirs = "{folder}"' in str(error.value)
+        assert f"fix:  {fix}" in str(error.value)
+
+
 def test_a_name_is_used_once_and_a_folder_exists(tmp_path: Path) -> None:
     write(tmp_path, "float8", "rowwise", FLOAT8)
     said = message("float8", "tensorwise", (str(tmp_path), str(tmp_path / "nowhere")))

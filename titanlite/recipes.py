@@ -143,6 +143,11 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
     for folder in (Path(given).expanduser() for given in extra_dirs):
         if not folder.is_dir():
             problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
+        elif not any((folder / one).is_dir() for one in KINDS):
+            want = f"a folder that has one of {', '.join(KINDS)}: recipes are looked for in these"
+            is_one = folder.name in KINDS
+            fix = f"name the folder above it, {folder.parent}" if is_one else "move each recipe into that of its kind"
+            problems.add("job.recipe_dirs", show(str(folder)), want, fix)
         for path in sorted((folder / kind).glob("*.toml")):
             if path.stem in KINDS[kind].words:
                 want = f'another name: {KINDS[kind].key} = "{path.stem}" has a meaning of its own'

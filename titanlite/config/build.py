@@ -143,11 +143,11 @@ def _meant(value: object) -> object:
 
 
 def show(value: object) -> str:
-    """Write a value as TOML does; "" for a table."""
+    """Write a value as TOML does; "" for a table, and "…" for one in a list."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(show(v) for v in cast('list[object]', value))}]"
+        return f"[{', '.join(show(v) or '…' for v in cast('list[object]', value))}]"
     return "" if isinstance(value, dict) else str(value)
