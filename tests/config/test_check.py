@@ -129,6 +129,7 @@ def test_numbers_out_of_range(key: str) -> None:
             None,
             ["at most 0.98: warm-up takes 200 of 10000 steps", "leave decay_ratio out"],
         ),
+        ({"lr_scheduler__decay_ratio": 4e-5}, None, ["at least one of 10000 steps", "min_lr_factor = 1.0"]),
         ({"training__steps": -5}, None, ["training.steps = -5", "steps = 10000"]),
         ({"job__stop_after": 10_001}, None, ["at most training.steps = 10000", "stop_after = 0"]),
         (

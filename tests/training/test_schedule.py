@@ -41,7 +41,6 @@ TO_ZERO = {"min_lr_factor": 0.0}
         ({"warmup_steps": 20, "min_lr_factor": 1.0}, 77, 2.0),
         (LINEAR | {"decay_ratio": 0.333} | TO_ZERO, 68, 2 * 32 / 33),  # whole steps: from 67 on
         ({"warmup_steps": 99} | FLOOR, 100, 0.2),  # decay is one step
-        (LINEAR | {"decay_ratio": 0.001}, 100, 2.0),  # and here none
     ],
 )
 def test_rate(keys, step, rate):

@@ -232,6 +232,9 @@ def _check_steps(config: Config, problems: Problems) -> None:
         want = f"at most {(steps - warmup) / steps:.3g}: warm-up takes {warmup} of {steps} steps"
         fix = "leave decay_ratio out: decay then starts when warm-up ends"
         problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
+    elif 0 < decay_ratio <= 1 and round(decay_ratio * steps) == 0:
+        want, fix = f"a decay of at least one of {steps} steps", "min_lr_factor = 1.0, if none is meant"
+        problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
         problems.add("job.stop_after", str(config.job.stop_after), limit, fix, against="training.steps")
