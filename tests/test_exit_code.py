@@ -43,6 +43,29 @@ def test_secrets_are_kept_out_of_what_is_said(
         assert "defgh" not in told.read_text()
 
 
+def test_who_is_ended_while_telling_torchrun_leaves_no_half_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun reads it as JSON, without looking whether it is."""
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    writes = []
+
+    def ended(file: int) -> None:
+        writes.append(told.exists())
+        raise SystemExit
+
+    monkeypatch.setattr(os, "fsync", ended)  # everything is written, and nothing in its place
+
+    def fails() -> None:
+        raise OSError
+
+    with pytest.raises(SystemExit):
+        exit_code(fails)
+    assert writes == [False]
+    assert not told.exists()
+
+
 HANGS = "import threading; threading.Thread(target=threading.Event().wait).start()"
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from titanlite.durable import write_durably
 from titanlite.errors import TitanliteError
 from titanlite.redact import redact
 
@@ -83,14 +84,20 @@ def _say(text: str) -> None:
 
 
 def _record(error: Exception) -> None:
-    """Tell torchrun, early enough to be dated before the failures that follow from this one."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+    """Tell torchrun, early enough to be dated before the failures that follow from this one.
+
+    It may end this process meanwhile, because of another rank, and reads the file then: half of one would end it, too.
+    """
+    told = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if told is None:
         return
-    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    beside = Path(f"{told}.tmp")
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(beside)
     get_error_handler().record_exception(error)
-    path.write_text(json.dumps(json.loads(path.read_text(), object_hook=_redacted)))
+    os.environ["TORCHELASTIC_ERROR_FILE"] = told
+    write_durably(Path(told), json.dumps(json.loads(beside.read_text(), object_hook=_redacted)))  # in place of both
     time.sleep(_TORCHRUN_CLOCK_S)
 
 
