@@ -60,9 +60,8 @@ def check_local_sizes(
     # Blocks may hand on what they are given, or leave something to others: before it is refused all of them are run.
     if all(_problems(model, tokens, graph, plan, layers, whole, graph, every_block=every) for every in (False, True)):
         inputs = [torch.empty(tokens, dtype=torch.long, device="meta")]
-        traced = export(
-            copy.deepcopy(model), inputs, stack_traces=True
-        )  # lines take their time, and are needed here only
+        # Lines take their time, and are needed here only.
+        traced = export(copy.deepcopy(model), inputs, stack_traces=True)
         problems = _problems(model, tokens, graph, plan, layers, whole, traced, every_block=True)
         raise ShardingError(describe(inspect.getfile(type(model)), problems))
 
