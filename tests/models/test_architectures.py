@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # before the fork, once for all ranks
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
@@ -17,13 +18,15 @@ from torch.distributed.tensor import DTensor
 from tests.needs import slow
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import ARCHITECTURES, n_parameters
 from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
 from titanlite.config.schema import Config, Model, Parallelism, Training
+from titanlite.config.write import to_toml
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
-from titanlite.models.layers import Linear
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -31,6 +34,8 @@ from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import export
 from titanlite.parallel.sharding.layers import LayerPlan, layers_of, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel, reduce_replicated_gradients
+from titanlite.run_folder import RunFolder
+from titanlite.training.state import dimensions_of
 
 S, B = 16, 2  # over four ranks a rank has half a sequence: those of the second half are at other positions
 COMMON = {"help": "", "n_layers": 3, "dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 512, "vocab_size": 48}
@@ -45,6 +50,7 @@ CASES = {
     "gpt2": ("gpt2", ModelRecipe(**{**COMMON, "n_kv_heads": 8}, norm_eps=1e-5, max_seq_len=20, tied_embeddings=True)),
 }
 GOLDEN = Path(__file__).with_name("transformers_logits.json")
+EXPORTED = Path(__file__).with_name("transformers_folders.json")
 
 
 def on_meta(case: str) -> nn.Module:
@@ -79,112 +85,50 @@ def tokens_of(case: str) -> tuple[Tensor, Tensor]:
     return tokens[:-1], tokens[1:]
 
 
-def separate_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter under the name it would have without fusing."""
-    found = {}
-    for name, module in model.named_modules():
-        parent = name.rpartition(".")[0]
-        for own, parameter in module._parameters.items():
-            if isinstance(module, Linear) and parameter is not None:
-                parts = module.split(parameter.detach())
-                found |= {f"{parent}.{part}.{own}".lstrip("."): piece for part, piece in parts.items()}
-            elif parameter is not None:
-                found[f"{name}.{own}"] = parameter.detach()
-    return found
-
-
-ROTARY = {
-    "tok_embeddings": "embed_tokens", "attention.wq.": "self_attn.q_proj.", "attention.wk.": "self_attn.k_proj.",
-    "attention.wv.": "self_attn.v_proj.", "attention.wo.": "self_attn.o_proj.", "attention.q_": "self_attn.q_",
-    "attention.k_": "self_attn.k_", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-}  # fmt: skip
-NAMES = {
-    "llama3": {**ROTARY, ".attention_norm": ".input_layernorm", ".ffn_norm": ".post_attention_layernorm"},
-    "qwen3": {**ROTARY, ".attention_norm": ".input_layernorm", ".ffn_norm": ".post_attention_layernorm"},
-    "gemma3": {
-        **ROTARY, ".attention_norm": ".input_layernorm", ".post_attention_norm": ".post_attention_layernorm",
-        ".ffn_norm": ".pre_feedforward_layernorm", ".post_ffn_norm": ".post_feedforward_layernorm",
-    },
-    "gpt2": {
-        "tok_embeddings": "wte", "positions": "wpe", "layers.": "h.", ".attention_norm": ".ln_1", ".ffn_norm": ".ln_2",
-        "attention.wo": "attn.c_proj", "feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj", "norm.": "ln_f.",
-    },
-}  # fmt: skip
-
-
-def under_their_names(architecture: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers calls them, and in what shape it holds them."""
-    found = {}
-    for name, weight in weights.items():
-        theirs = name
-        for old, new in NAMES[architecture].items():
-            theirs = new + theirs.removeprefix(old) if theirs.startswith(old) else theirs
-            theirs = theirs.replace(old, new) if not old.endswith("norm.") else theirs
-        prefix = "transformer." if architecture == "gpt2" else "model."
-        theirs = theirs.replace("output.", "lm_head.") if name.startswith("output.") else prefix + theirs
-        if architecture == "gemma3" and "norm" in name:
-            weight = weight - 1
-        found[theirs] = weight.T if ".c_" in theirs and weight.ndim == 2 else weight
-    return found
-
-
-def of_transformers(case: str, model: nn.Module) -> nn.Module:
-    """The model of transformers with the same weights."""
-    transformers = pytest.importorskip("transformers")
+def exported(case: str, model: nn.Module, folder: Path) -> Path:
+    """What `titanlite export` makes of a run's checkpoint that holds the model."""
     name, sizes = CASES[case]
-    weights = separate_weights(model)
-    rotary = {
-        "hidden_size": sizes.dim, "num_hidden_layers": sizes.n_layers, "num_attention_heads": sizes.n_heads,
-        "num_key_value_heads": sizes.n_kv_heads, "intermediate_size": sizes.ffn_dim, "vocab_size": sizes.vocab_size,
-        "head_dim": sizes.head_width, "rms_norm_eps": sizes.norm_eps, "tie_word_embeddings": sizes.tied_embeddings,
-        "max_position_embeddings": 64,
-    }  # fmt: skip
-    if name == "llama3":
-        assert sizes.rope_scaling is not None
-        scaling = dataclasses.asdict(sizes.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_seq_len")
-        table = {"rope_type": "llama3", "rope_theta": sizes.rope_theta, **scaling}
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**rotary, rope_parameters=table))
-    elif name == "qwen3":
-        table = {"rope_type": "default", "rope_theta": sizes.rope_theta}
-        theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**rotary, rope_parameters=table))
-    elif name == "gemma3":
-        thetas = {"full_attention": sizes.rope_theta, "sliding_attention": sizes.local_rope_theta}
-        tables = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
-        kinds = ["sliding_attention", "full_attention"]
-        config = transformers.Gemma3TextConfig(
-            **rotary,
-            rope_parameters=tables,
-            layer_types=[kinds[(n + 1) % sizes.global_every == 0] for n in range(sizes.n_layers)],
-            sliding_window=sizes.window,
-            query_pre_attn_scalar=sizes.head_width,
-        )
-        theirs = transformers.Gemma3ForCausalLM(config)
-    else:
-        config = transformers.GPT2Config(
-            n_embd=sizes.dim, n_layer=sizes.n_layers, n_head=sizes.n_heads, n_inner=sizes.ffn_dim,
-            vocab_size=sizes.vocab_size, n_positions=sizes.max_seq_len,
-        )  # fmt: skip
-        theirs = transformers.GPT2LMHeadModel(config)
-        for n in range(sizes.n_layers):
-            for own in ("weight", "bias"):
-                qkv = [weights.pop(f"layers.{n}.attention.{part}.{own}") for part in ("wq", "wk", "wv")]
-                weights[f"layers.{n}.attn.c_attn.{own}"] = torch.cat(qkv)
-    theirs.load_state_dict(under_their_names(name, weights), strict=True)
-    return theirs.eval()
+    config = Config(model=Model(name=name), training=Training(seq_len=S))  # type: ignore[arg-type]
+    run = RunFolder(folder / "run")
+    run.path.mkdir()
+    run.record(to_toml(config))
+    weights = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    moments = {"optimizer/exp_avg/norm.weight": torch.zeros(sizes.dim)}
+    Checkpoints(run.checkpoints, keep=0).save(
+        7, weights | moments, {"tokenizer": "bytes", "model": dimensions_of(sizes)}
+    )
+    assert export_command([str(run.path), "--dtype", "float32", "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def signatures(weights: dict[str, Tensor]) -> dict[str, list[object]]:
+    """Shape of each, and one value from its inside."""
+    return {name: [list(t.shape), t.flatten()[t.numel() // 3].item()] for name, t in weights.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("default")  # transformers' own
-def test_logits_are_those_of_transformers(case: str) -> None:
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
     model = in_one_process(case, torch.float32)
     tokens, _ = tokens_of(case)
-    theirs = of_transformers(case, model)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(case, model, tmp_path))
     with torch.no_grad():
         truth = theirs(tokens.unflatten(0, (B, S))).logits.flatten(0, 1)
         assert (model(tokens) - truth).abs().max() <= 1e-4
     assert (truth[::7, ::11] - torch.tensor(json.loads(GOLDEN.read_text())[case])).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_is_what_transformers_loaded(case: str, tmp_path: Path) -> None:
+    """The same where transformers is not: the folders from which version 5.23 made these logits."""
+    golden = json.loads(EXPORTED.read_text())[case]
+    folder = exported(case, in_one_process(case, torch.float32), tmp_path)
+    assert json.loads((folder / "config.json").read_text()) == golden["config"]
+    weights = load_file(folder / "model.safetensors")
+    assert {name: [list(t.shape), t.flatten()[t.numel() // 3].item()] for name, t in weights.items()} == golden[
+        "weights"
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)

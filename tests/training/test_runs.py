@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.data.test_tokenizer import make_tokenizer
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
+from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 from titanlite.observe.metrics import MetricsFile, StepRow
@@ -54,6 +56,15 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
     assert rest.content(20) == whole.content(20)
     assert "resumed from step 10" in rest.output
+
+
+def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: Path) -> None:
+    layout, whole = undisturbed
+    assert export([str(whole.folder), "--out", str(tmp_path / "out")]) == 0
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert len(weights) == 3 + 9 * SMALL["model.n_layers"]
+    assert weights["model.embed_tokens.weight"].dtype == (torch.bfloat16 if layout == "float8" else torch.float32)
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
 
 def test_the_random_state_goes_on_where_it_was(desk: Desk) -> None:

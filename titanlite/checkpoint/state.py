@@ -110,7 +110,7 @@ class Checkpoints:
         folder = publish.step_folder(self.root, step)
         on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost
         self._verify(step)
-        saved = on_rank_0(lambda: _read_state(folder, step))
+        saved = on_rank_0(lambda: read_state(folder, step))
         if check is not None:
             check(saved["state"])
         notices = [
@@ -159,7 +159,7 @@ class Checkpoints:
         return None
 
 
-def _read_state(folder: Path, step: int) -> dict[str, Any]:
+def read_state(folder: Path, step: int) -> dict[str, Any]:
     """`state.json` of a verified checkpoint."""
     saved = cast(dict[str, Any], json.loads((folder / _STATE).read_bytes()))
     if saved.get("version") != _VERSION:

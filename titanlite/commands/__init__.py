@@ -16,7 +16,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.exit_code import print_whatever_the_encoding
 from titanlite.redact import redact
 
-_COMMANDS = ("validate", "plan", "recipes", "prepare", "compare")
+_COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,192 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import titanlite.checkpoint.hugging_face
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.commands.export import run
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config, Data, Model, Training
+from titanlite.config.write import to_toml
+from titanlite.data.tokenizer import load
+from titanlite.errors import CheckpointError
+from titanlite.models.find import build_model
+from titanlite.run_folder import RunFolder
+from titanlite.training.state import dimensions_of
+
+SIZES = ModelRecipe("", n_layers=2, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, norm_eps=1e-5)
+
+
+def make_run(
+    folder: Path, architecture: str = "llama3", file: str = "", tokenizer: str = "bytes", fingerprint: str = "bytes"
+) -> tuple[RunFolder, dict[str, Tensor]]:
+    """A run with checkpoints of the steps 5 and 10, and the weights of the latter."""
+    made, model = RunFolder(folder / "run"), Model(name=architecture, file=file)  # type: ignore[arg-type]
+    made.path.mkdir()
+    made.record(to_toml(Config(model=model, data=Data(tokenizer=tokenizer), training=Training(seq_len=8))))
+    built = build_model(Model(name="llama3"), SIZES, 8)
+    weights = {f"model/{name}": torch.randn(parameter.shape) for name, parameter in built.named_parameters()}
+    for step in (5, 10):
+        tensors = {name: weight * (step / 10) for name, weight in weights.items()}
+        Checkpoints(made.checkpoints, keep=0).save(
+            step, tensors, {"tokenizer": fingerprint, "model": dimensions_of(SIZES)}
+        )
+    return made, weights
+
+
+def test_weights_in_the_dtype_of_the_run_of_the_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, weights = make_run(tmp_path)
+    assert run([str(made.path)]) == 0
+    out = made.path / "hugging_face" / "step-00000010"
+    assert capsys.readouterr().out.splitlines()[-1] == str(out)
+    assert sorted(p.name for p in out.iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"
+    ]  # fmt: skip
+    assert not list(out.parent.glob("*.tmp"))
+    exported = load_file(out / "model.safetensors")
+    assert exported["model.norm.weight"].equal(weights["model/norm.weight"].bfloat16())
+    q0, q1, k0 = weights["model/layers.1.attention.wqkv.weight"].unflatten(0, (2, 4, 8))[:, :3].unbind(1)
+    assert exported["model.layers.1.self_attn.q_proj.weight"].equal(torch.stack([q0, q1], 1).flatten(0, 2).bfloat16())
+    assert exported["model.layers.1.self_attn.k_proj.weight"].equal(k0.flatten(0, 1).bfloat16())
+    config = json.loads((out / "config.json").read_text())
+    assert (config["torch_dtype"], config["eos_token_id"], config["max_position_embeddings"]) == ("bfloat16", 0, 8)
+    assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
+def test_another_step_and_dtype(tmp_path: Path) -> None:
+    made, weights = make_run(tmp_path)
+    assert run([str(made.path), "--step", "5", "--dtype", "float32", "--out", str(tmp_path / "new/out")]) == 0
+    exported = load_file(tmp_path / "new/out/model.safetensors")
+    assert exported["model.norm.weight"].equal(weights["model/norm.weight"] / 2)
+
+
+def test_several_files_hold_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = make_run(tmp_path)
+    run([str(made.path), "--out", str(tmp_path / "one")])
+    limit = 40_000
+    monkeypatch.setattr(titanlite.checkpoint.hugging_face, "_FILE_BYTES", limit)
+    run([str(made.path), "--out", str(tmp_path / "several")])
+    index = json.loads((tmp_path / "several/model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("several/*.safetensors"))
+    assert [p.name for p in files] == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    parts = {path.name: load_file(path) for path in files}
+    sizes = [sum(t.nbytes for t in tensors.values()) for tensors in parts.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    assert max(sizes) <= limit
+    assert index["weight_map"] == {name: file for file, tensors in parts.items() for name in tensors}
+    whole = load_file(tmp_path / "one/model.safetensors")
+    joined = {name: t for tensors in parts.values() for name, t in tensors.items()}
+    assert joined.keys() == whole.keys()
+    assert all(joined[name].equal(whole[name]) for name in whole)
+
+
+def test_bytes_are_a_tokenizer_file(tmp_path: Path) -> None:
+    import tokenizers
+
+    made, _ = make_run(tmp_path)
+    run([str(made.path), "--out", str(tmp_path / "out")])
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    text = "naïve\n\0 日本 <0x41> <|x|>"
+    ids = tokenizer.encode(text).ids
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text())["eos_token"] == "<0x00>"
+
+
+def test_the_tokenizer_of_the_run_goes_along(tmp_path: Path) -> None:
+    import tokenizers
+    from tokenizers import models
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    words = {"a": 0, "<stop>": 1, "</s>": 2}
+    tokenizers.Tokenizer(models.WordLevel(words, unk_token="a")).save(str(theirs / "tokenizer.json"))
+    bare = load(str(theirs / "tokenizer.json")).fingerprint
+    made, _ = make_run(tmp_path, tokenizer=str(theirs / "tokenizer.json"), fingerprint=bare)
+    run([str(made.path), "--out", str(tmp_path / "one")])
+    assert (tmp_path / "one/tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "one/tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    assert json.loads((tmp_path / "one/config.json").read_text())["eos_token_id"] == 2
+
+    (theirs / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    with pytest.raises(CheckpointError, match="this is another, or was changed"):
+        run([str(made.path), "--out", str(tmp_path / "other")])
+    assert not (tmp_path / "other").exists()
+    moved = theirs.rename(tmp_path / "moved")
+    (moved / "tokenizer_config.json").unlink()
+    assert run([str(made.path), "--out", str(tmp_path / "two"), "--tokenizer", str(moved / "tokenizer.json")]) == 0
+
+
+def test_what_stands_beside_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    import tokenizers
+    from tokenizers import models
+
+    tokenizers.Tokenizer(models.WordLevel({"a": 0, "<stop>": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    tokenizer = load(str(tmp_path / "tokenizer.json"))
+    made, _ = make_run(tmp_path, tokenizer=tokenizer.name, fingerprint=tokenizer.fingerprint)
+    run([str(made.path), "--out", str(tmp_path / "out")])
+    assert (tmp_path / "out/tokenizer_config.json").read_text() == '{"eos_token": "<stop>"}'
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 1
+
+
+def test_of_token_files_the_tokenizer_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made, _ = make_run(tmp_path, fingerprint="")
+    run([str(made.path), "--out", str(tmp_path / "out")])
+    assert "no tokenizer: the run read token files" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] is None
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    made, _ = make_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)--step = 7.*one of 5, 10"):
+        run([str(made.path), "--step", "7"])
+    with pytest.raises(CheckpointError, match=f"did you mean {made.path}"):
+        run([str(tmp_path)])
+    with pytest.raises(CheckpointError, match="a folder that is not there yet"):
+        run([str(made.path), "--out", str(tmp_path)])
+    empty = RunFolder(tmp_path / "empty")
+    empty.path.mkdir()
+    empty.record(to_toml(Config()))
+    with pytest.raises(CheckpointError, match="there is none"):
+        run([str(empty.path)])
+
+
+def test_a_model_that_is_not_known_there_is_refused(tmp_path: Path) -> None:
+    made, _ = make_run(tmp_path, file="mine.py")
+    with pytest.raises(CheckpointError, match=r'model.file = "mine.py"'):
+        run([str(made.path)])
+    made.record(to_toml(Config(model=Model(name="gpt2"))))
+    with pytest.raises(CheckpointError, match=r"(?s)model.n_kv_heads = 2.*has no grouped heads"):
+        run([str(made.path)])
+
+
+def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: Path) -> None:
+    made, _ = make_run(tmp_path)
+    made.record(to_toml(Config(model=Model(name="qwen3"))))
+    with pytest.raises(CheckpointError, match=r"missing in the checkpoint = .*k_norm"):
+        run([str(made.path), "--out", str(tmp_path / "out")])
+    damaged = made.checkpoints / "step-00000010/__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match="another SHA-256"):
+        run([str(made.path), "--out", str(tmp_path / "out")])
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = make_run(tmp_path)
+    usage = titanlite.checkpoint.hugging_face.shutil._ntuple_diskusage(100, 100, 0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(titanlite.checkpoint.hugging_face.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(CheckpointError, match=r"needs .* GiB, 0 GiB are free"):
+        run([str(made.path), "--out", str(tmp_path / "out")])
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]

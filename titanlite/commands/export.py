@@ -1,0 +1,134 @@
+"""Write a checkpoint as a folder that Hugging Face's transformers loads: export RUN [--step N] [--out FOLDER]."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import tyro
+
+from titanlite.checkpoint import publish
+from titanlite.config.build import build
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.read import read_config
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.data.tokenizer import Tokenizer, load
+from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write a checkpoint of a run as a folder that Hugging Face's transformers, and what reads its files, loads."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Run folder, `<dump_folder>/<name>`."""
+    step: int | None = None
+    """Which checkpoint. Not given: the newest."""
+    out: Path | None = None
+    """The new folder. Not given: `hugging_face/step-<step>` in the run folder."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Of the weights. Not given: the one that the run computed in, `training.mixed_precision_param`."""
+    tokenizer: str | None = None
+    """The run's tokenizer.json, if it is no longer where `data.tokenizer` says."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out the command.
+
+    Args:
+        argv: what follows `titanlite export` on the command line.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        TitanliteError: there is no such checkpoint, it is damaged, its model has no place in that layout, its
+            tokenizer is another, or the folder exists or cannot be written.
+    """
+    arguments = tyro.cli(Arguments, args=argv, prog="titanlite export")
+    folder = RunFolder(arguments.run)
+    config = _config(folder)
+    step = _step(folder.checkpoints, arguments.step)
+    checkpoint = publish.step_folder(folder.checkpoints, step)
+    out = arguments.out or folder.path / "hugging_face" / checkpoint.name
+    _check(config, out)
+
+    import torch
+
+    from titanlite.checkpoint.hugging_face import export
+    from titanlite.checkpoint.state import read_state
+
+    print(f"verifying {checkpoint}", flush=True)  # noqa: T201
+    _verify(checkpoint)
+    state = read_state(checkpoint, step)["state"]
+    sizes = _sizes(checkpoint, state["model"])
+    tokenizer = _tokenizer(arguments.tokenizer or config.data.tokenizer, state["tokenizer"])
+    dtype = getattr(torch, arguments.dtype or config.training.mixed_precision_param)
+    export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: print(f"  {line}", flush=True))  # noqa: T201
+    if tokenizer is None:
+        print("  no tokenizer: the run read token files")  # noqa: T201
+    print(out)  # noqa: T201
+    return 0
+
+
+def _config(folder: RunFolder) -> Config:
+    if folder.config.is_file():
+        return read_config(folder.config)[0]
+    inside = sorted(path.parent for path in folder.path.glob("*/config.toml"))
+    fix = f"did you mean {inside[0]}?" if inside else "give the path <dump_folder>/<name> of a run"
+    want = "a run's folder, with config.toml and checkpoints"
+    raise CheckpointError(describe("titanlite export", [Problem(str(folder.path), "", want, fix)]))
+
+
+def _step(root: Path, asked: int | None) -> int:
+    steps = publish.complete_steps(root)
+    if asked in steps or (asked is None and steps):
+        return steps[-1] if asked is None else asked
+    want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
+    fix = "name one that is there" if steps else "give the path <dump_folder>/<name> of a run that saved one"
+    saw = "" if asked is None else str(asked)
+    raise CheckpointError(describe("titanlite export", [Problem("--step", saw, want, fix)]))
+
+
+def _verify(checkpoint: Path) -> None:
+    """Hash the files side by side."""
+    shares = os.cpu_count() or 1
+    with ThreadPoolExecutor(shares) as pool:
+        list(pool.map(lambda share: publish.verify(checkpoint, share=share, shares=shares), range(shares)))
+
+
+def _check(config: Config, out: Path) -> None:
+    problems: list[Problem] = []
+    if config.model.file:
+        want = "a shipped architecture: what the weights of others are called there is not known"
+        fix = "read the checkpoint with torch.distributed.checkpoint (docs/checkpoint.md)"
+        problems.append(Problem("model.file", f'"{config.model.file}"', want, fix))
+    if out.exists():
+        problems.append(Problem("--out", str(out), "a folder that is not there yet", "name another, or delete it"))
+    if problems:
+        raise CheckpointError(describe("titanlite export", problems))
+
+
+def _sizes(checkpoint: Path, saved: dict[str, Any]) -> ModelRecipe:
+    """The dimensions that a checkpoint was saved with: the recipe may have changed since."""
+    given = {key: value for key, value in saved.items() if value is not None}
+    problems = Problems(Origin(str(checkpoint)))
+    sizes = build(ModelRecipe, {"help": "", **given}, problems)
+    problems.raise_all()
+    return cast(ModelRecipe, sizes)
+
+
+def _tokenizer(name: str, fingerprint: str) -> Tokenizer | None:
+    """The run's tokenizer, or None if it read token files."""
+    if not fingerprint:
+        return None
+    tokenizer = load(name)
+    if tokenizer.fingerprint != fingerprint:
+        want = "the tokenizer that the run was trained with; this is another, or was changed"
+        fix = "--tokenizer with the path of that tokenizer.json"
+        raise CheckpointError(describe("titanlite export", [Problem("data.tokenizer", repr(name), want, fix)]))
+    return tokenizer
