@@ -1,5 +1,6 @@
 """The check before a run: one message, exit code 2, no torch, well under a second."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.test_tokenizer import make_tokenizer
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
 from titanlite.config.architectures import ARCHITECTURES, linear_layers
+from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.weight_decay import parameter_names
@@ -45,6 +48,41 @@ def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
         "debug",
         *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b")),
     ]
+
+
+def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    layout, sizes = LAYOUTS["llama3"], load("model", "llama3-debug")
+    sizes = replace(sizes, vocab_size=320)
+    (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 256, "float32", 0)))
+    (folder / "model.safetensors").touch()
+    make_tokenizer(folder / "tokenizer.json")
+    own = make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",))
+    given = ["--config", file, "--model.vocab_size", "320", "--job.dump_folder", str(tmp_path)]
+    given += ["--checkpoint.initial_load_path", str(folder)]
+
+    def hints(*flags: str) -> tuple[str, ...]:
+        return checked_run([*given, *flags]).hints
+
+    for tokenizer in ("bytes", str(own)):
+        (hint,) = hints("--data.tokenizer", tokenizer)
+        assert f'data.tokenizer = "{tokenizer}" is not {folder / "tokenizer.json"}' in hint
+    assert hints("--data.tokenizer", str(folder / "tokenizer.json")) == ()
+    (tmp_path / "ids.bin").write_bytes(bytes(10_000))
+    assert hints("--data.source", str(tmp_path / "ids.bin")) == ()
+    (folder / "tokenizer.json").unlink()
+    assert hints() == ()
+
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):
+        hints()
+    saved = tmp_path / "run/checkpoints/step-00000001"
+    saved.mkdir(parents=True)
+    (saved / "MANIFEST.json").touch()
+    assert hints("--job.name", "run") == ()  # it goes on from there
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):
+        hints("--job.name", "run", "--checkpoint.enable", "false")
 
 
 def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +373,7 @@ def test_help_lists_the_commands_without_importing_them() -> None:
     *lines, modules = done.stdout.splitlines()
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
-    assert list(shown) == ["validate", "plan", "recipes", "prepare", "compare"]
+    assert list(shown) == ["validate", "plan", "recipes", "prepare", "compare", "export"]
     assert all(len(line) <= 120 for line in lines)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # before the fork, once for all ranks
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
@@ -18,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from tests.needs import slow
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.checkpoint.hugging_face import load
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import ARCHITECTURES, n_parameters
+from titanlite.config.hugging_face import check_initial_load_path
+from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
-from titanlite.config.schema import Config, Model, Parallelism, Training
+from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
 from titanlite.config.write import to_toml
+from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
@@ -71,10 +75,15 @@ def fill(model: nn.Module) -> None:
         local_data(parameter).copy_(local_slice(whole, parameter))
 
 
-def in_one_process(case: str, dtype: torch.dtype) -> nn.Module:
+def empty(case: str, dtype: torch.dtype) -> nn.Module:
     model = on_meta(case).to(dtype).to_empty(device="cpu")
     if CASES[case][1].tied_embeddings:
         model.output.weight = model.tok_embeddings.weight
+    return model
+
+
+def in_one_process(case: str, dtype: torch.dtype) -> nn.Module:
+    model = empty(case, dtype)
     fill(model)
     return model
 
@@ -139,6 +148,73 @@ def test_logits_are_those_that_transformers_gave(case: str) -> None:
     with torch.no_grad():
         got = in_one_process(case, torch.float32)(tokens_of(case)[0])[::7, ::11]
     assert (got - truth).abs().max() <= 1e-4
+
+
+def loaded(case: str, folder: Path) -> nn.Module:
+    """A model with the weights of a folder that its config accepts."""
+    name, sizes = CASES[case]
+    config = Config(model=Model(name=name), checkpoint=Checkpoint(initial_load_path=str(folder)))  # type: ignore[arg-type]
+    check_initial_load_path(config, sizes, Origin("config"))
+    model = empty(case, torch.float32)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.fill_(torch.nan)
+    assert load(str(folder), name, model, parameters) == len(json.loads(EXPORTED.read_text())[case]["weights"])
+    return model
+
+
+def require_same_weights(got: nn.Module, wanted: nn.Module) -> None:
+    for name, parameter in wanted.named_parameters():
+        # Gemma's norms are less one there: one rounding of 1 + w, and of the difference none where w is near 0.
+        atol = 2**-23 if "norm" in name else 0.0
+        torch.testing.assert_close(got.get_parameter(name), parameter, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_exported_can_be_loaded(case: str, tmp_path: Path) -> None:
+    model = in_one_process(case, torch.float32)
+    require_same_weights(loaded(case, exported(case, model, tmp_path)), model)
+
+
+def test_weights_that_are_not_the_runs_are_listed_and_buffers_of_older_releases_are_not(tmp_path: Path) -> None:
+    folder = exported("gpt2", in_one_process("gpt2", torch.float32), tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 20, 20), "h.1.attn.masked_bias": torch.ones(())}
+    save_file(weights | mask, file)
+    loaded("gpt2", folder)
+    save_file(weights | {"lm_head.weight": torch.ones(2)}, file)  # tied: the embedding counts
+    loaded("gpt2", folder)
+    del weights["transformer.ln_f.bias"]
+    save_file(weights | {"transformer.more": torch.ones(2), "transformer.wpe.weight": torch.ones(2, 3)}, file)
+    with pytest.raises(CheckpointError) as caught:
+        loaded("gpt2", folder)
+    for words in (
+        "missing in the folder = transformer.ln_f.bias", "only in the folder = transformer.more",
+        "different in the folder = transformer.wpe.weight [2, 3] (this run: [20, 32])",
+    ):  # fmt: skip
+        assert words in str(caught.value)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="rank 0"):
+        loaded("gpt2", folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_what_transformers_saves_can_be_loaded(case: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = in_one_process(case, torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(case, model, tmp_path))
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="50kB")
+    assert len(list(tmp_path.glob("theirs/*.safetensors"))) > 1
+    require_same_weights(loaded(case, tmp_path / "theirs"), model)
+    theirs.base_model.save_pretrained(tmp_path / "headless")  # its weights are called without "model."
+    if CASES[case][1].tied_embeddings:
+        require_same_weights(loaded(case, tmp_path / "headless"), model)
+    else:
+        with pytest.raises(CheckpointError, match=r"missing in the folder = lm_head.weight"):
+            loaded(case, tmp_path / "headless")
 
 
 def test_parameters_of_the_published_sizes() -> None:

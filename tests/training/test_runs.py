@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.data.test_tokenizer import make_tokenizer
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
+from titanlite.checkpoint import hugging_face
 from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
@@ -65,6 +66,39 @@ def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: 
     assert len(weights) == 3 + 9 * SMALL["model.n_layers"]
     assert weights["model.embed_tokens.weight"].dtype == (torch.bfloat16 if layout == "float8" else torch.float32)
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_run_starts_from_weights_in_hugging_faces_layout(
+    desk: Desk, undisturbed: tuple[str, Ended], tmp_path: Path
+) -> None:
+    layout, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    export([str(whole.folder), "--out", str(tmp_path / "out"), "--dtype", "float32"])
+    # A step of so small a rate changes no weight by a bit.
+    still = "--optimizer.lr=1e-30", f"--checkpoint.initial_load_path={tmp_path / 'out'}"
+    began = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=1")
+    weights = {name: digest for name, digest in whole.content(20).items() if name.startswith("model/")}
+    assert {name: began.content(1)[name] for name in weights} == weights
+    assert "starts from the 21 weights of" in began.output
+    assert began.receipt["initial_weights"]["applied"] == {"weights": 21}
+    (tmp_path / "out").rename(tmp_path / "moved")  # what goes on does not need it
+    went_on = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=2")
+    assert went_on.receipt["initial_weights"]["applied"] == "in the checkpoint of step 1"
+
+
+def test_other_weights_on_another_rank_end_every_rank(desk: Desk, tmp_path: Path) -> None:
+    run = desk.run("of weights", 1, "--job.stop_after=1")
+    export([str(run.folder), "--out", str(tmp_path / "out")])
+
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            read = hugging_face.our_weight
+            other = lambda *of: read(*of) * (2 if "wo" in of[2] else 1)  # noqa: E731
+            hugging_face.our_weight = other  # type: ignore[assignment]
+
+    load = f"--checkpoint.initial_load_path={tmp_path / 'out'}"
+    ended = desk.run("other weights", 2, load, plant=plant, ends=2)
+    assert ended.output.count("on rank 1 the weights that rank 0 has read") >= 1
 
 
 def test_the_random_state_goes_on_where_it_was(desk: Desk) -> None:

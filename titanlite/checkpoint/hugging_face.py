@@ -1,7 +1,8 @@
-"""Write a checkpoint's weights, dimensions and tokenizer as a folder that Hugging Face's transformers loads.
+"""Folders in Hugging Face's layout: write a checkpoint as one, and start a run from the weights of one.
 
-One process reads the parameters of one file after the other, so that a model need not fit into memory, whatever layout
-it was trained under. The folder is complete or absent, as a checkpoint is.
+One process writes, and reads the parameters of one file after the other, so that a model need not fit into memory,
+whatever layout it was trained under. The folder is complete or absent, as a checkpoint is. When a run starts, each rank
+reads one parameter after the other and keeps its slice.
 """
 
 # The annotations of torch, safetensors and tokenizers are partial.
@@ -9,25 +10,34 @@ it was trained under. The folder is complete or absent, as a checkpoint is.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.checkpoint import store
+from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.store import few_names
+from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json, weight_files
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
 from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.float8.weight import local_data
 from titanlite.models.find import build_model
-from titanlite.models.hugging_face import LAYOUTS, config_json, their_weights
+from titanlite.models.hugging_face import our_weight, their_weights
+from titanlite.parallel.initialise import local_slice
 
 _FILE_BYTES = 5_000_000_000  # of weights in one file, as transformers itself writes them
+# Tables of positions and masks, which older releases of transformers saved beside the weights.
+_BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
 
 def export(
@@ -69,7 +79,7 @@ def export(
         n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
         if shutil.disk_usage(tmp).free < 1.01 * n_bytes:
             raise OSError(f"needs {n_bytes / 2**30:.3g} GiB, {shutil.disk_usage(tmp).free / 2**30:.3g} GiB are free")
-        _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end))
+        _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, str(dtype).removeprefix("torch."), end))
         if tokenizer is not None:
             _write_tokenizer(tmp, tokenizer, seq_len)
         _write_weights(tmp, checkpoint, config.model.name, model, dtype, say)
@@ -81,6 +91,92 @@ def export(
         shutil.rmtree(tmp, ignore_errors=True)
 
 
+def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
+    """Fill a run's parameters with the weights of a folder. Collective.
+
+    Args:
+        path: the folder; `config/hugging_face.py` has held its config.json against the run's.
+        architecture: `model.name`.
+        model: its weights are not read.
+        parameters: all of them by name, laid out in any way; float32.
+
+    Returns:
+        How many weights were read.
+
+    Raises:
+        CheckpointError: weights are missing, of other shapes, or there are others (all are listed); or a rank has read
+            others than rank 0, from a disk of its own. On all ranks.
+    """
+
+    def load_here() -> tuple[int, int]:
+        try:
+            return _load(Path(path).expanduser(), LAYOUTS[architecture], model, parameters)
+        except (OSError, SafetensorError) as error:
+            want = "safetensors that every rank can read"
+            problem = Problem("checkpoint.initial_load_path", f"{path} ({error})", want, "fetch the folder again")
+            raise CheckpointError(describe(f"rank {rank()}", [problem])) from error
+
+    of_ranks = on_all_ranks(load_here)
+    if different := [r for r, other in enumerate(of_ranks) if other != of_ranks[0]]:
+        want, fix = f"on rank {different[0]} the weights that rank 0 has read", "the same folder on every host"
+        raise CheckpointError(describe("initial weights", [Problem("checkpoint.initial_load_path", path, want, fix)]))
+    return of_ranks[0][0]
+
+
+def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
+    """How many weights were read, and a sum over all their bits."""
+    with ExitStack() as opened:
+        saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
+        base = layout.names["norm"].partition(".")[0]  # a model that was saved without its head does not say it
+        found: dict[str, tuple[Path, str]] = {
+            name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}": (file, name)
+            for file, content in saved.items()
+            for name in content.keys()  # noqa: SIM118  it is no mapping
+            if not _BUFFER.search(name)
+        }
+        shapes = {key: tuple(saved[file].get_slice(name).get_shape()) for key, (file, name) in found.items()}
+        if "output.weight" not in parameters:  # tied to the embedding
+            shapes.pop("lm_head.weight", None)
+        wanted = {
+            key: tuple(weight.shape)
+            for name, parameter in parameters.items()
+            for key, weight in their_weights(layout, model, name, torch.empty(parameter.shape, device="meta")).items()
+        }
+        _check_shapes(folder, shapes, wanted)
+
+        def read(key: str) -> Tensor:
+            file, name = found[key]
+            return saved[file].get_tensor(name).float()
+
+        bits = 0
+        for name, parameter in parameters.items():
+            whole = our_weight(layout, model, name, read)
+            bits = (31 * bits + int(whole.view(torch.int32).sum())) % 2**63
+            with torch.no_grad():
+                local_data(parameter).copy_(local_slice(whole, parameter))
+    return len(wanted), bits
+
+
+def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    differ = [
+        f"{name} {list(found[name])} (this run: {list(shape)})"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    fix = "choose the model.name, flavor and dimensions of that folder"
+    problems = [
+        Problem(where, few_names(names), want, fix)
+        for where, names, want in (
+            ("missing in the folder", list(wanted.keys() - found.keys()), "every weight of this run"),
+            ("only in the folder", list(found.keys() - wanted.keys()), "no weight that this run does not have"),
+            ("different in the folder", differ, "this run's shapes"),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(describe(str(folder), problems))
+
+
 def _write_weights(
     folder: Path, checkpoint: Path, architecture: str, model: nn.Module, dtype: torch.dtype, say: Callable[[str], None]
 ) -> None:
@@ -88,7 +184,7 @@ def _write_weights(
     files = _files({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()})
     where: dict[str, str] = {}
     for n, names in enumerate(files, start=1):
-        file = f"model-{n:05}-of-{len(files):05}.safetensors" if len(files) > 1 else "model.safetensors"
+        file = f"model-{n:05}-of-{len(files):05}.safetensors" if len(files) > 1 else ONE_FILE
         ours = {name: torch.empty(shapes[name]) for name in names}
         store.read(checkpoint, ours, optional=("optimizer/", "rng/", *(name for name in shapes if name not in ours)))
         theirs = {
@@ -105,7 +201,7 @@ def _write_weights(
     if len(files) > 1:
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        _write_json(folder / "model.safetensors.index.json", index)
+        _write_json(folder / f"{ONE_FILE}.index.json", index)
 
 
 def _files(n_bytes: Mapping[str, int]) -> list[list[str]]:

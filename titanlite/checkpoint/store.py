@@ -175,7 +175,7 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         if differ:
             fix = "put the rank into the name of a tensor that differs by rank, or make it a DTensor"
             problem = Problem(
-                _names(differ), "another shape or dtype on some rank", "the same tensor on all ranks", fix
+                few_names(differ), "another shape or dtype on some rank", "the same tensor on all ranks", fix
             )
             raise CheckpointError(describe(str(folder), [problem]))
     total = sum(sharded for sharded, _, _ in ranks) + sum(n for _, n in plain.values())
@@ -211,7 +211,7 @@ def _check_same(
             differ.append(f"{name} {list(s.size)} {s.properties.dtype} (this run: {list(t.shape)} {t.dtype})")
     fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
     problems = [
-        Problem(where, _names(names), want, fix)
+        Problem(where, few_names(names), want, fix)
         for where, names, want in (
             ("missing in the checkpoint", missing, "every tensor of this run"),
             ("only in the checkpoint", surplus, "no tensor that this run does not have"),
@@ -241,8 +241,8 @@ def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
         raise CheckpointError("\n".join([*ours, *([describe(str(folder), others)] if others else [])])) from e
 
 
-def _names(names: list[str]) -> str:
-    """A few of many names."""
+def few_names(names: list[str]) -> str:
+    """Write a few of many names."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(sorted(names)[:_SHOWN]) + more
 

@@ -10,23 +10,29 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from titanlite import recipes
+from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse
+from titanlite.config.hugging_face import check_initial_load_path
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs
+from titanlite.data.sources import resolve
+from titanlite.data.tokenizer import ByteTokenizer, load
 from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, describe
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.overrides import check_budget
+from titanlite.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -94,6 +100,8 @@ def checked_run(
         attempt(lambda: without_decay(config.optimizer.weight_decay_exclude, names, origin))
     vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
     attempt(lambda: check_inputs(config, vocab_size, sequences))
+    if config.checkpoint.initial_load_path and dimensions is not None and not _resumes(config):
+        attempt(lambda: check_initial_load_path(config, dimensions, origin))
     if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
     if float8 and dimensions is not None and not wrong:
@@ -104,8 +112,30 @@ def checked_run(
         attempt(lambda: _check_save_list(config, dimensions, float8, save_list))
     if wrong or dimensions is None:
         raise ConfigError("\n".join(wrong))
-    hints += _unaligned_vocabulary(config, dimensions)
+    hints += _unaligned_vocabulary(config, dimensions) + _other_tokenizer(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, hints)
+
+
+def _other_tokenizer(config: Config) -> tuple[str, ...]:
+    """A hint if the text is to be told by other ids than those that the weights know, where that can be seen."""
+    theirs = Path(config.checkpoint.initial_load_path).expanduser() / "tokenizer.json"
+    if not config.checkpoint.initial_load_path or not theirs.is_file():
+        return ()
+    if resolve(config.data.source, "data.source").kind == "tokens" or _resumes(config):
+        return ()
+    ours = Path(config.data.tokenizer).expanduser()
+    if config.data.tokenizer == "bytes":
+        is_same = load(str(theirs)).vocab_size == ByteTokenizer.vocab_size
+    else:
+        is_same = ours.read_bytes() == theirs.read_bytes()
+    why = f"is not {theirs}, by whose ids the weights of checkpoint.initial_load_path know text"
+    return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
+
+
+def _resumes(config: Config) -> bool:
+    """Whether a start goes on from a checkpoint."""
+    folder = RunFolder(Path(config.job.dump_folder).expanduser() / config.job.name)
+    return config.checkpoint.enable and bool(complete_steps(folder.checkpoints))
 
 
 def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:

@@ -213,6 +213,8 @@ class Checkpoint:
     """`disabled`: training waits until the checkpoint is written."""
     resume: Literal["auto", "never"] | int = "auto"
     """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A step: exactly that one."""
+    initial_load_path: str = ""
+    """Folder in Hugging Face's layout (config.json, safetensors) whose weights a fresh start takes; one that resumes does not look at it. Empty: weights are drawn by `training.seed`."""
 
 
 @dataclass(frozen=True)

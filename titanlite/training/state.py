@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from titanlite.checkpoint.hugging_face import load as load_weights
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
@@ -45,7 +46,7 @@ def dimensions_of(sizes: ModelRecipe) -> dict[str, Any]:
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> tuple[int, dict[str, Any]]:
-    """Load the checkpoint that `checkpoint.resume` names.
+    """Load the checkpoint that `checkpoint.resume` names, or else the weights of `checkpoint.initial_load_path`.
 
     Args:
         run: with fresh weights.
@@ -60,12 +61,17 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of another model.
         ConfigError: on every rank, if a step would take another number of sequences, though nobody asked for that.
     """
-    fresh = 0, {"samples": 0}
-    if not run.config.checkpoint.enable:
-        return fresh
-    step = checkpoints.choose(run.config.checkpoint.resume)
+    asked, key = run.config.checkpoint, "checkpoint.initial_load_path"
+    step, path = checkpoints.choose(asked.resume) if asked.enable else None, asked.initial_load_path
     if step is None:
-        return fresh
+        if path:
+            n = load_weights(path, run.config.model.name, run.model, run.optimizer.parameters)
+            precompute_scales(run.parameters, run.mesh.fsdp)
+            run.receipt.add("initial_weights", path, {"weights": n}, count=n, key=key)
+            console.notice(f"starts from the {n} weights of {path}")
+        return 0, {"samples": 0}
+    if path:
+        run.receipt.add("initial_weights", path, f"in the checkpoint of step {step}", count=1, key=key)
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 

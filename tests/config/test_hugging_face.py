@@ -1,0 +1,116 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.hugging_face import LAYOUTS, check_initial_load_path, config_json, weight_files
+from titanlite.config.problems import Origin
+from titanlite.config.schema import Checkpoint, Config, Model
+from titanlite.errors import ConfigError
+from titanlite.recipes import load
+
+
+def check(folder: Path | str, name: str = "llama3", flavor: str = "8B", **model: Any) -> None:
+    config = Config(
+        model=Model(name=name, flavor=flavor, **model), checkpoint=Checkpoint(initial_load_path=str(folder))
+    )
+    check_initial_load_path(config, load("model", f"{name}-{flavor}"), Origin("config"))
+
+
+def make_folder(folder: Path, name: str = "llama3", flavor: str = "8B", **over: object) -> Path:
+    """Of a published size, with keys changed, or left out by an ellipsis."""
+    said = config_json(LAYOUTS[name], load("model", f"{name}-{flavor}"), 8192, "bfloat16", 0) | over
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+def test_every_architecture_has_a_layout() -> None:
+    assert LAYOUTS.keys() == ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize("size", ["llama3-1B", "llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M"])
+def test_what_is_exported_is_accepted(size: str, tmp_path: Path) -> None:
+    name, flavor = size.split("-")
+    check(make_folder(tmp_path, name, flavor), name, flavor)
+
+
+def test_both_forms_of_rotary_positions(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    new = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
+    check(make_folder(tmp_path, rope_theta=..., rope_scaling=..., rope_parameters=new))
+    for wrong, says in (({"factor": 32.0}, r"'factor': 32\.0"), ({"rope_theta": 1e4}, r"rope_theta = 500000\.0")):
+        with pytest.raises(ConfigError, match=says):
+            check(make_folder(tmp_path, rope_theta=..., rope_scaling=..., rope_parameters=new | wrong))
+    with pytest.raises(ConfigError, match=r"rope_scaling = .*\(it says None\)"):
+        check(make_folder(tmp_path, rope_scaling=...))
+    with pytest.raises(ConfigError, match=r"rope_scaling = .*\(it says None\)"):
+        check(make_folder(tmp_path, rope_scaling={"rope_type": "default"}))
+    check(make_folder(tmp_path, "qwen3", "0.6B", rope_scaling={"rope_type": "default"}), "qwen3", "0.6B")
+
+
+def test_both_forms_of_two_kinds_of_layers(tmp_path: Path) -> None:
+    def folder(full: float, local: float) -> Path:
+        new = {"full_attention": {"rope_theta": full}, "sliding_attention": {"rope_theta": local}}
+        return make_folder(tmp_path, "gemma3", "1B", rope_theta=..., rope_local_base_freq=..., rope_parameters=new)
+
+    check(folder(1e6, 1e4), "gemma3", "1B")
+    with pytest.raises(ConfigError, match="rope_theta = 1000000"):
+        check(folder(2e6, 1e4), "gemma3", "1B")
+    with pytest.raises(ConfigError, match="rope_local_base_freq = 10000"):
+        check(folder(1e6, 1e5), "gemma3", "1B")
+
+
+def test_what_a_folder_does_not_say_is_left_to_its_weights(tmp_path: Path) -> None:
+    check(make_folder(tmp_path, head_dim=..., mlp_bias=None))
+
+
+def test_all_that_differs_is_said_at_once(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, num_hidden_layers=16, tie_word_embeddings=True, rms_norm_eps=1e-6)
+    with pytest.raises(ConfigError) as caught:
+        check(folder)
+    for words in (
+        "num_hidden_layers = 32 (it says 16)", "tie_word_embeddings = False (it says True)", "rms_norm_eps = 1e-05"
+    ):  # fmt: skip
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"model_type = qwen3 \(it says llama\)"):
+        check(folder, "qwen3")
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"hf download meta-llama/Llama-3.1-8B --local-dir FOLDER"):
+        check("meta-llama/Llama-3.1-8B")
+    with pytest.raises(ConfigError, match=r"fix:  correct the path$"):
+        check(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="in Hugging Face's layout"):
+        check(tmp_path)
+    with pytest.raises(ConfigError, match=r"model.file"):
+        check(make_folder(tmp_path), file="mine.py")
+
+
+def test_files_of_weights(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    assert weight_files(folder) == [folder / "model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model.safetensors in it"):
+        check(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "2", "b": "1", "c": "2"}}')
+    assert weight_files(folder) == [folder / "1", folder / "2"]
+    (folder / "1").touch()
+    with pytest.raises(ConfigError, match="want: 2 in it"):
+        check(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="in Hugging Face's layout"):
+        check(folder)
+
+
+def test_of_a_folder_of_another_size_of_the_same_shapes_the_epsilon_tells(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    config = Config(model=Model(name="llama3", flavor="8B"), checkpoint=Checkpoint(initial_load_path=str(folder)))
+    sizes = replace(load("model", "llama3-8B"), norm_eps=2e-5)
+    with pytest.raises(ConfigError, match="rms_norm_eps = 2e-05"):
+        check_initial_load_path(config, sizes, Origin("config"))
