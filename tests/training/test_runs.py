@@ -4,10 +4,12 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ from safetensors.torch import load_file
 
 from tests.data.test_tokenizer import make_tokenizer
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
-from titanlite.checkpoint import hugging_face
+from titanlite.checkpoint import hugging_face, store
 from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
@@ -57,6 +59,70 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
     assert rest.content(20) == whole.content(20)
     assert "resumed from step 10" in rest.output
+
+
+def test_checkpoints_written_in_the_background_are_those_that_training_waits_for(
+    desk: Desk, undisturbed: tuple[str, Ended]
+) -> None:
+    layout, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    beside = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=2"
+    half = desk.run(f"beside {layout}", world, *flags, *beside, "--job.stop_after=10")
+    assert half.checkpoints() == [8, 10]
+    assert [line.split("step-")[1] for line in half.output.splitlines() if "saved " in line] == [
+        f"{step:08d}" for step in (4, 8, 10)
+    ]
+    rest = desk.run(f"beside {layout}", world, *flags, *beside)
+    assert rest.trained() == whole.trained()
+    assert rest.content(20) == whole.content(20)
+
+
+def before_writing(at_step: int, does: Callable[[Path], object]) -> Callable[[], None]:
+    """A plant: what rank 0 does before it writes the checkpoint of a step."""
+
+    def plant() -> None:
+        write = store.write
+
+        def later(folder: Path, *args: object) -> object:
+            if folder.name == f"step-{at_step:08d}.tmp" and os.environ["RANK"] == "0":
+                does(folder)
+            return write(folder, *args)  # type: ignore[arg-type]
+
+        store.write = later  # type: ignore[assignment]
+
+    return plant
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(desk: Desk) -> None:
+    folder = desk.folder / "runs" / "goes on"
+    plant = before_writing(4, lambda _: wait_for_step(folder, 8))
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"
+    ended = desk.run("goes on", 2, *flags, plant=plant)
+    assert ended.checkpoints() == [4, 8, 12, 16, 20]
+    assert ended.status["state"] == "finished"
+    assert ended.content(4) == desk.run("stops", 2, "--job.stop_after=4").content(4)  # though four steps followed
+
+
+def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_every_rank(desk: Desk) -> None:
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--training.steps=2000"
+    ended = desk.run("failing beside", 2, *flags, plant=before_writing(8, shutil.rmtree), ends=2)
+    assert "does not see it" in ended.output
+    assert ended.checkpoints() == [4]
+    assert ended.status["state"] == "failed"
+    assert 8 <= ended.steps[-1]["step"] < 1000
+
+
+def test_a_signal_waits_for_what_is_being_written(desk: Desk) -> None:
+    def interrupt(_: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--training.steps=2000"
+    ended = desk.run("signal beside", 2, *flags, plant=before_writing(4, interrupt))
+    assert ended.status["state"] == "stopped"
+    last = ended.status["step"]
+    assert ended.checkpoints()[:1] == [4]
+    assert ended.checkpoints()[-1] == last
 
 
 def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: Path) -> None:

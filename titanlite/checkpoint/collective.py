@@ -28,11 +28,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def on_all_ranks(action: Callable[[], T]) -> list[T]:
+def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `action` on every rank and give every rank all results.
 
     Args:
         action: must not use collectives itself, for it may fail before them; its result is small and can be pickled.
+        group: of all ranks, for a thread that must not use the one of the others; None: that one.
 
     Returns:
         The results, by rank.
@@ -51,7 +52,7 @@ def on_all_ranks(action: Callable[[], T]) -> list[T]:
     everywhere: list[tuple[T, tuple[type[TitanliteError], str] | None]] = [(cast(T, result), _told(failure))]
     if dist.is_initialized():
         everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, (result, _told(failure)))
+        dist.all_gather_object(everywhere, (result, _told(failure)), group)
     if told := [failed for _, failed in everywhere if failed is not None]:
         if failure and not isinstance(failure, TitanliteError | OSError):
             raise failure
@@ -60,9 +61,9 @@ def on_all_ranks(action: Callable[[], T]) -> list[T]:
     return [r for r, _ in everywhere]
 
 
-def on_rank_0(action: Callable[[], T]) -> T:
-    """Call `action` on rank 0 and give every rank its result, or its failure."""
-    return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None)[0])
+def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Call `action` on rank 0 and give every rank its result, or its failure; `group` as in `on_all_ranks`."""
+    return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None, group)[0])
 
 
 def _told(failure: Exception | None) -> tuple[type[TitanliteError], str] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import titanlite
@@ -41,13 +42,20 @@ class Checkpoints:
         self.keep = keep
         self._resumed_from: int | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        group: dist.ProcessGroup | None = None,
+    ) -> Path:
         """Publish a checkpoint, then delete what is older than the newest `keep`.
 
         Args:
             step: the last step that is in `tensors`.
             tensors: flat names to tensors or DTensors; a tensor that differs by rank has the rank in its name.
             state: everything else, as JSON; rank 0's is stored.
+            group: as in `on_all_ranks`.
 
         Returns:
             The folder of the checkpoint, complete and on disk.
@@ -63,9 +71,9 @@ class Checkpoints:
             "world_size": world_size(),
             "state": state,
         }
-        text = on_rank_0(lambda: json.dumps(content, indent=1))  # fails before anything is written, if it does
-        tmp = on_rank_0(lambda: publish.begin(self.root, step))
-        entries = store.write(tmp, tensors)
+        text = on_rank_0(lambda: json.dumps(content, indent=1), group)  # fails before anything is written, if it does
+        tmp = on_rank_0(lambda: publish.begin(self.root, step), group)
+        entries = store.write(tmp, tensors, group)
 
         def finish() -> Path:
             write_durably(tmp / _STATE, text)
@@ -73,7 +81,7 @@ class Checkpoints:
             publish.prune(self.root, self.keep, spare=self._resumed_from)
             return folder
 
-        return on_rank_0(finish)
+        return on_rank_0(finish, group)
 
     def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         """Decide at start what to resume from, and remove what a killed save or deletion left behind.

@@ -40,12 +40,13 @@ _SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for
 _SHOWN = 8  # names per problem in a message
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Entry]:
     """Write a state. Collective: every rank calls it with its tensors.
 
     Args:
         folder: an empty folder that all ranks see.
         tensors: flat names to tensors (equal on all ranks that have the name) or DTensors.
+        group: as in `on_all_ranks`.
 
     Returns:
         Size and hash of every file written by any rank, for `publish.commit`. Each rank hashed its own.
@@ -53,11 +54,11 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     Raises:
         CheckpointError: too little free space, or a rank could not write. On all ranks.
     """
-    _check_before_writing(folder, tensors)
+    _check_before_writing(folder, tensors, group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(folder, "write"):
-        dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner)
-    entries = on_all_ranks(lambda: hash_files(folder, _my_files(folder)))
+        dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner, process_group=group)
+    entries = on_all_ranks(lambda: hash_files(folder, _my_files(folder)), group)
     return {name: entry for of_rank in entries for name, entry in of_rank.items()}
 
 
@@ -154,7 +155,7 @@ def _my_files(folder: Path) -> list[str]:
     return [".metadata", *mine] if rank() == 0 else mine
 
 
-def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Compare free space with what all ranks will write, and plain tensors of one name with each other."""
 
     def survey() -> tuple[float, dict[str, tuple[str, int]], int]:
@@ -168,7 +169,7 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 plain[name] = (f"{t.dtype}{list(t.shape)}", t.nbytes)
         return sharded, plain, shutil.disk_usage(folder).free
 
-    ranks = on_all_ranks(survey)
+    ranks = on_all_ranks(survey, group)
     plain: dict[str, tuple[str, int]] = {}
     for _, of_rank, _ in ranks:
         differ = [n for n in of_rank if plain.setdefault(n, of_rank[n]) != of_rank[n]]

@@ -209,8 +209,8 @@ class Checkpoint:
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: int = 3
     """Complete checkpoints to keep. 0: all."""
-    async_mode: Literal["disabled"] = "disabled"
-    """`disabled`: training waits until the checkpoint is written."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """`disabled`: training waits until the checkpoint is written. `async`: only until its tensors are copied to the host; a thread writes them."""
     resume: Literal["auto", "never"] | int = "auto"
     """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A step: exactly that one."""
     initial_load_path: str = ""

@@ -10,6 +10,8 @@ from titanlite.config.schema import Comm
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.kernels.lowering import set_deadline
 
+CHECKPOINT_GROUP = "checkpoint"  # the group of the thread that writes checkpoints, which waits for disks beside steps
+
 
 def check_launcher() -> None:
     """Refuse a launcher whose restarts cannot work, or a part of one; call before anything that takes long.
@@ -70,8 +72,9 @@ def limit_collectives(seconds: float) -> None:
     """From now on a collective that hangs for so long ends the run with its name.
 
     Args:
-        seconds: the limit.
+        seconds: the limit. The group that writes checkpoints keeps the one that it was made with.
     """
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if group.group_desc != CHECKPOINT_GROUP:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     set_deadline(seconds)

@@ -6,9 +6,11 @@ Reading order of training: `train.py` makes ready, `build.py` assembles the mode
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
+from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.schema import Config
@@ -43,6 +45,7 @@ class Loop:
     batches: TrainBatches
     validation: ValidationBatches | None
     checkpoints: Checkpoints
+    background: Background | None  # what writes them, if training does not wait for it
     report: Report
     profiler: Profiler
     watchdog: Watchdog
@@ -70,7 +73,10 @@ class Loop:
         for step in range(start + 1, last + 1):
             self.watchdog.progress(step, "step")
             micro_batches, lr = self.batches.next(), learning_rate(step, config)
-            result = train_step(run, micro_batches, lr, self.stop.received is not None)
+            asks_to_stop = self.stop.received is not None or (
+                self.background is not None and self.background.has_failed
+            )
+            result = train_step(run, micro_batches, lr, asks_to_stop)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
 
             validate = step % config.validation.freq == 0 or step == config.training.steps
@@ -100,8 +106,14 @@ class Loop:
             if pause or step == start + 1:
                 self._limit(config.comm.train_timeout_seconds)
                 report.restart_clock()
+            if self.background is not None:
+                self._say_saved(self.background.written())
             if stopping:
                 break
+        if self.background is not None:
+            self.watchdog.progress(step, "checkpoint")
+            self._limit(config.comm.init_timeout_seconds)
+            self._say_saved(self.background.wait())
         return step
 
     def validate(self, step: int) -> None:
@@ -142,8 +154,15 @@ class Loop:
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         state["sequences_per_step"] = self.batches.global_batch_size
         state["model"] = dimensions_of(self.run.sizes)
-        path = self.checkpoints.save(step, tensors_of(self.run), state)
-        self.report.console.notice(f"saved {path}")
+        if self.background is None:
+            self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))
+        else:
+            self._say_saved(self.background.wait())  # also for what it failed of
+            self.background.save(step, tensors_of(self.run), state)
+
+    def _say_saved(self, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            self.report.console.notice(f"saved {checkpoint}")
 
     def _limit(self, seconds: float) -> None:
         """Set how long a collective, and a phase, may take: short in a step, long where a disk or a compiler works."""

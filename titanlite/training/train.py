@@ -5,6 +5,7 @@ from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
 
+from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.state import Checkpoints
@@ -154,7 +155,10 @@ def _train(
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
-    loop = Loop(run, batches, validation, checkpoints, report, profiler, watchdog, stop, folder, data)
+    background = None
+    if config.checkpoint.enable and config.checkpoint.async_mode == "async":
+        background = Background(checkpoints)
+    loop = Loop(run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, data)
     with explained(config, sizes, float8, run.save_list, device):
         if validates_first:
             loop.validate(start)
