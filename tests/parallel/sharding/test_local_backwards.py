@@ -9,6 +9,8 @@ from torch import Tensor
 
 from titanlite import recipes
 from titanlite.errors import ShardingError
+from titanlite.kernels.rms_norm import rms_norm
+from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.sharding.layers import plan_layers
 
@@ -67,8 +69,8 @@ def of_the_whole_width(g: Tensor, x: Tensor) -> Tensor:
 
 
 def of_any_part(g: Tensor, x: Tensor) -> Tensor:
-    a, b = g.chunk(2, -1)
-    h = torch.cat([a, b], -1).view(g.shape[0], g.shape[1] // 128, 128).flatten(1) + x.new_zeros(x.shape)
+    a, b = g.chunk(2, 0)
+    h = torch.cat([a, b], 0).view(g.shape[0], g.shape[1] // 128, 128).flatten(1) + x.new_zeros(x.shape)
     return h * torch.tensor(2.0, device=g.device) + h.sum(0, keepdim=True).expand(h.shape)
 
 
@@ -77,6 +79,79 @@ def of_one_head(g: Tensor, x: Tensor) -> Tensor:
     scores = torch.einsum("mhe,nhe->hmn", heads, heads.transpose(0, 1).contiguous().transpose(0, 1))
     strided = torch.empty_strided(g.shape, g.stride(), device=g.device)
     return strided + torch.einsum("hmn,nhe->hme", scores, heads).transpose(0, 1).reshape(g.shape)
+
+
+def normed(g: Tensor, x: Tensor) -> Tensor:
+    return g / g.norm(dim=-1, keepdim=True)
+
+
+def centred(g: Tensor, x: Tensor) -> Tensor:
+    return g - (g * x).sum(-1, keepdim=True)
+
+
+def averaged(g: Tensor, x: Tensor) -> Tensor:
+    return g.mean(-1, keepdim=True).expand(g.shape)
+
+
+def summed(g: Tensor, x: Tensor) -> Tensor:
+    return g.sum(-1, keepdim=True).expand(g.shape)
+
+
+def softmaxed(g: Tensor, x: Tensor) -> Tensor:
+    return g * x.softmax(-1)
+
+
+def accumulated(g: Tensor, x: Tensor) -> Tensor:
+    return g.cumsum(-1)
+
+
+def swapped(g: Tensor, x: Tensor) -> Tensor:
+    return torch.cat(g.chunk(2, -1)[::-1], -1)
+
+
+def of_products(g: Tensor, x: Tensor) -> Tensor:
+    return (g @ x.T) @ g
+
+
+def of_rows_in_a_view(g: Tensor, x: Tensor) -> Tensor:
+    rows = g.view(-1, F)
+    return (rows / rows.norm(dim=-1, keepdim=True)).view(g.shape)
+
+
+def of_rows_of_another_length(g: Tensor, x: Tensor) -> Tensor:
+    return g.view(-1, 2 * F).softmax(-1).view(g.shape)
+
+
+def scaled_in_place(g: Tensor, x: Tensor) -> Tensor:
+    h = g.clone()
+    return h.div_(h.norm())
+
+
+def elementwise(g: Tensor, x: Tensor) -> Tensor:
+    h = torch.where(x > 0, g, torch.zeros_like(g)) * torch.sigmoid(x).float().to(g.dtype)
+    return h.mul_(2).add_(torch.empty_like(g).copy_(g).masked_fill_(x < 0, 0.0)) - g.clamp(-1, 1) / (1 + x.exp())
+
+
+def over_tokens_and_heads(g: Tensor, x: Tensor) -> Tensor:
+    heads = g.unflatten(-1, (-1, 128))
+    heads = heads / heads.norm(dim=-1, keepdim=True) * heads.softmax(-1) - heads.mean(-1, keepdim=True)
+    a, b = heads.chunk(2, -1)
+    h = torch.cat([-b, a], -1).transpose(0, 1).contiguous().sqrt().transpose(0, 1).reshape(g.shape)
+    return h / g.norm(dim=0) + h.cumsum(0) - h.amax(0)
+
+
+def of_what_is_whole(g: Tensor, x: Tensor) -> Tensor:
+    turned = g.unflatten(-1, (-1, 128)) @ torch.ones(128, 128, device=g.device)  # for each head the same
+    h = torch.zeros_like(g)
+    h[1:] = turned.flatten(-2)[:-1]
+    h[:1] = 0
+    return h
+
+
+def differentiated(g: Tensor, x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        own = x.detach().requires_grad_()
+        return torch.autograd.grad(torch.nn.functional.silu(own) * own, own, g)[0]
 
 
 def refused(of_gradient: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any) -> str:
@@ -119,6 +194,23 @@ def _gated(x: Tensor) -> Tensor:
             of_the_whole_width,
             ["invalid gradient at index 0 - got [64, 768]", "want: code that runs on the part of each tensor"],
         ),
+        (
+            normed,
+            [
+                "norm.default of [128, 384], which are S(1), gives [128, 1] on one of 2 ranks",
+                "want: a part of what it gives in one process",
+            ],
+        ),
+        (centred, ["keepdim=True) = aten.sub.Tensor of [128, 384] and [128, 1], which are S(1), P, gives"]),
+        (averaged, ["aten.mean.dim of [128, 384], which are S(1), gives [128, 1]"]),
+        (summed, ["aten.expand.default of [128, 1], which are P, gives [128, 384] on one"]),
+        (softmaxed, ["aten._softmax.default of [128, 384]"]),
+        (accumulated, ["aten.cumsum.default of [128, 384]"]),
+        (swapped, ["aten.split.Tensor of [128, 384], which are S(1), gives [128, 192] and [128, 192]"]),
+        (of_products, ["aten.mm.default of [128, 128] and [128, 384], which are P, S(1), gives"]),
+        (of_rows_in_a_view, ["vector_norm.default of [64, 768], which are no part, gives [64, 1] on one"]),
+        (of_rows_of_another_length, ["aten._softmax.default of [32, 1536], which are no part, gives"]),
+        (scaled_in_place, ["return h.div_(h.norm()) = aten.linalg_vector_norm.default"]),
     ],
 )
 def test_what_differs_on_a_rank_is_refused_by_its_line(
@@ -129,7 +221,9 @@ def test_what_differs_on_a_rank_is_refused_by_its_line(
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("of_gradient", [of_any_part, of_one_head])
+@pytest.mark.parametrize(
+    "of_gradient", [of_any_part, of_one_head, elementwise, of_what_is_whole, over_tokens_and_heads, differentiated]
+)
 def test_what_a_part_has_as_well_is_not(of_gradient: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any) -> None:
     assert refused(of_gradient, monkeypatch) == ""
 
@@ -177,3 +271,57 @@ def test_functions_may_inherit_and_have_a_vjp(monkeypatch: Any) -> None:
 def test_a_hook_is_refused_by_its_line(monkeypatch: Any) -> None:
     message = refused_with(hooked, monkeypatch)
     assert "in hooked.<locals>.<lambda>: y.register_hook(lambda g: g * F / g.shape[-1]) = aten.div" in message
+
+
+class Normed(torch.autograd.Function):
+    """RMSNorm; the gradient of its weight is what one of the functions below makes of a rank's sum over its tokens."""
+
+    of_weight: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        normed = x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+        ctx.save_for_backward(x, weight, normed)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight, normed = ctx.saved_tensors
+        inner = g * weight
+        of_x = inner - normed * (inner * normed).mean(-1, keepdim=True)
+        return of_x * x.pow(2).mean(-1, keepdim=True).rsqrt(), Normed.of_weight((g * normed).sum(0))
+
+
+class Rounded(torch.autograd.Function):
+    """A rounded weight, of which every rank gets the gradient of its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.round()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return Normed.of_weight(g)
+
+
+@pytest.mark.parametrize(
+    ("of_weight", "words"),
+    [
+        (lambda g: g, ""),
+        (lambda g: (0.5 * g.float() + g / 3).mul_(2).to(g.dtype), ""),
+        (lambda g: g / g.norm(), "aten.linalg_vector_norm.default of [192], which are P, gives [] on one of 2 ranks"),
+        (lambda g: g.view(-1, 2).clamp(-1, 1).view(-1), "aten.clamp.default of [96, 2], which are P, gives [96, 2] on"),
+        (lambda g: g + 1, "aten.add.Tensor of [192], which are P, gives [192] on one of 2 ranks"),
+    ],
+)
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_a_sum_over_tokens_may_be_scaled_until_it_is_added_up(
+    of_weight: Callable[[Tensor], Tensor], words: str, is_rounded: bool, monkeypatch: Any
+) -> None:
+    def forward(self: RMSNorm, x: Tensor) -> Tensor:
+        return rms_norm(x, Rounded.apply(self.weight), self.eps) if is_rounded else Normed.apply(x, self.weight)
+
+    monkeypatch.setattr(Normed, "of_weight", staticmethod(of_weight), raising=False)
+    monkeypatch.setattr(RMSNorm, "forward", forward)
+    message = refused_with(lambda x: x, monkeypatch)
+    assert words in message if words else message == ""

@@ -6,54 +6,36 @@ and trains another model in silence. Therefore the model is run on the meta devi
 tensors and on the parts of a rank: what such code calls in backward must be the same operators with the same numbers.
 Sizes of results may differ: autograd compares the shape of each gradient with that of its tensor. So may what only
 rearranges. With which tensors operators are called is not compared.
+
+The same call on a part may still give no part of what it gives of the whole: under `g / g.norm(dim=-1)` a rank divides
+by the norm of its own features. How a tensor is split is seen by its shapes in both places; what is computed of it must
+follow a rule of its operator, as in forward (`rules.py`). A sum over what is split is a partial sum, and so is the
+gradient of what every rank has whole. The trainer adds those up behind all of backward, so until then they may be
+scaled or added to each other, and nothing else.
 """
 
 import copy
-import linecache
-import sys
 from collections.abc import Mapping
 from inspect import getfile
 from itertools import zip_longest
-from types import FrameType
-from typing import Any, NamedTuple
+from math import prod
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
-from torch.compiler import set_stance
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.models.mistakes import mistake
-from titanlite.parallel.sharding.graph import Constants
+from titanlite.parallel.sharding.backward_calls import Call, Recorded, backward_of, tensors_of
 from titanlite.parallel.sharding.local_sizes import FIX, on_a_rank
-from titanlite.parallel.sharding.plan import LayerPlan
+from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, LayerPlan, show
+from titanlite.parallel.sharding.rules import rules_of
 
 aten = torch.ops.aten
-_NOT_OWN = {"torch", "titanlite", *sys.stdlib_module_names}
-
-_REARRANGE = {
-    *(aten.view, aten._unsafe_view, aten.clone, aten.expand, aten.permute, aten.squeeze, aten.unsqueeze),
-    *(aten.as_strided, aten.empty_strided, aten.new_empty_strided),
-}
-"""Not compared: reshape, contiguous and einsum take others of these where a rank has one head; strides are sizes."""
-
-
-class _Call(NamedTuple):
-    """An operator that a user's code calls in backward.
-
-    Attributes:
-        operator: with its overload.
-        numbers: its arguments but tensors and sizes of its result; and what constants hold.
-        where: the function that calls it, and the line.
-        line: its number, if it is of the model's file.
-    """
-
-    operator: object
-    numbers: Mapping[str, str]
-    where: str
-    line: int | None
+_SCALES = {"mul", "div", "neg", "_to_copy", "detach", "sum", "expand"}
+_ADDS = {"add", "sub"}
+"""Operators, in place or not, that give of partial sums partial sums."""
 
 
 def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, LayerPlan], ranks: int) -> None:
@@ -66,19 +48,20 @@ def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, La
         ranks: tensor-parallel ones.
 
     Raises:
-        ShardingError: each line that computes with other numbers is in the message, up to the first from which on
-            operators are others; or a backward cannot be run on the meta device.
+        ShardingError: each line that computes with other numbers, or of parts no parts, is in the message, up to the
+            first from which on operators are others; or a backward cannot be run on the meta device.
     """
     file = getfile(type(model))
     anyhow = "code that runs, also on tensors without values (the meta device), forward and backward"
     fix = "change that line: no item(), no numpy; or tensor_parallel_degree = 1"
-    one = _calls(copy.deepcopy(model), tokens, file, anyhow, fix)
+    one = backward_of(copy.deepcopy(model), tokens, file, anyhow, fix)
     part, want = copy.deepcopy(model), f"code that runs on the part of each tensor that one of {ranks} ranks has"
     with on_a_rank(part, layers, ranks, every_block=True):
-        here = _calls(part, tokens, file, want, FIX)
+        here = backward_of(part, tokens, file, want, FIX)
     problems: dict[object, Problem] = {}
-    for call, own in zip_longest(one, here):
-        found = _difference(call, own, ranks)
+    parts = _Parts(one, here, ranks)
+    for call, own in zip_longest(one.calls, here.calls):
+        found = _difference(call, own, ranks) or parts.problem(call, own)
         if found is not None:
             problems.setdefault((found.line, found.where), found)
         if call is None or own is None or call.operator != own.operator:
@@ -87,7 +70,7 @@ def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, La
         raise ShardingError(describe(file, list(problems.values())))
 
 
-def _difference(one: _Call | None, here: _Call | None, ranks: int) -> Problem | None:
+def _difference(one: Call | None, here: Call | None, ranks: int) -> Problem | None:
     """What is other of an operator; it may be missing in either place."""
     place = here or one
     assert place is not None  # noqa: S101  # one of both is there
@@ -102,60 +85,113 @@ def _difference(one: _Call | None, here: _Call | None, ranks: int) -> Problem | 
     return Problem(place.where, f"{saw} on one of {ranks} ranks", f"{want}, as in one process", FIX, place.line)
 
 
-def _calls(model: nn.Module, tokens: int, file: str, want: str, fix: str) -> list[_Call]:
-    """What the user's code calls in backward, in order."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    try:
-        with set_stance("force_eager"):
-            logits = model(torch.empty(tokens, dtype=torch.long, device="meta"))
-            given = (torch.ones_like(logits),), False, False, tuple(trained)
-            with _Recorded(file) as recorded, Constants():  # which `torch.autograd.grad` would hide from what it calls
-                _engine_run_backward((logits,), *given, allow_unreachable=True, accumulate_grad=False)
-    except Exception as error:
-        raise ShardingError(describe(file, [mistake(error, file, want, fix)])) from error
-    return recorded.calls
-
-
-class _Recorded(TorchDispatchMode):
-    """Takes down the operators that are called by a user's Python code.
+class _Parts:
+    """How the tensors of backward are placed: by their shapes in one process and on a rank, and which are partial sums.
 
     Args:
-        file: the model's.
-
-    Attributes:
-        calls: so far.
+        one: what backward calls in one process.
+        here: on a rank.
+        ranks: tensor-parallel ones.
     """
 
-    def __init__(self, file: str) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-        self._file = file
+    def __init__(self, one: Recorded, here: Recorded, ranks: int) -> None:
+        self._one, self._here, self._ranks = one, here, ranks
+        self._partial: set[Tensor] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        frames = [] if func.overloadpacket in _REARRANGE else _own_frames()
-        if frames:
-            names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            numbers = {k: _written(v) for k, v in given.items() if "size" not in k and "shape" not in k}
-            frame = next((f for f in frames if f.f_code.co_filename == self._file), frames[0])
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            number = frame.f_lineno if frame.f_code.co_filename == self._file else None
-            self.calls.append(_Call(func, numbers, f"in {frame.f_code.co_qualname}: {line}", number))
-        return func(*args, **kwargs)
+    def problem(self, call: Call, own: Call) -> Problem | None:
+        """What an operator gives on a rank, if that is no part of what it gives in one process."""
+        given, results = self._placements(call.given, own.given), self._placements(call.result, own.result)
+        if all(p == REPLICATE for p in (*given, *results)):
+            return None
+        if call.operator == aten.expand.default and given == [REPLICATE]:  # a scalar, say, to as much as a rank has
+            return None
+        outputs = _of_partial_sums(call.operator, given) if PARTIAL in given else _of_parts(call, given, self._ranks)
+        if any(all(p == output for p in results) for output in outputs):
+            return None
+        if PARTIAL in outputs and all(p == REPLICATE for p in results):
+            self._partial |= {self._one.root(x) for x in tensors_of(call.result)}
+            return None
+        shown = ", ".join(show(p) if p else "no part" for p in given)
+        shapes = [" and ".join(str(list(x.shape)) for x in tensors_of(each)) for each in (own.given, own.result)]
+        saw = f"{own.operator} of {shapes[0]}, which are {shown}, gives {shapes[1]} on one of {self._ranks} ranks"
+        want = "a part of what it gives in one process"
+        fix = "change that line: compute over dims that are not split, as a head's width; or tensor_parallel_degree = 1"
+        return Problem(own.where, saw, want, fix, own.line)
+
+    def _placements(self, whole: object, part: object) -> list[Placement | None]:
+        """Of each tensor; None for one that is no part."""
+        return [
+            self._placement(x, y) if x is not None and y is not None else None
+            for x, y in zip_longest(tensors_of(whole), tensors_of(part))
+        ]
+
+    def _placement(self, whole: Tensor, part: Tensor) -> Placement | None:
+        root = self._one.root(whole)
+        placed = _by_shape(whole, part, self._ranks)
+        if placed == REPLICATE:
+            return PARTIAL if root in self._partial or root in self._one.gradients else REPLICATE
+        dims = {_by_shape(root, self._here.root(part), self._ranks)}
+        for call in self._one.rearranged(whole):  # a view may be of halves of two rows
+            dims = {
+                Shard(after)
+                for before in dims
+                if isinstance(before, Shard)
+                for after in _moved(call, before.dim, self._ranks)
+            }
+        return placed if placed in dims else None
 
 
-def _own_frames() -> list[FrameType]:
-    """The user's part of what runs in backward, innermost first."""
-    own: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code is not _calls.__code__:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_OWN:
-            own.append(frame)
-        frame = frame.f_back
-    return own
+def _by_shape(whole: Tensor, part: Tensor, ranks: int) -> Placement | None:
+    split = [d for d, (n, own) in enumerate(zip(whole.shape, part.shape, strict=False)) if n != own]
+    if whole.ndim != part.ndim or len(split) > 1:
+        return None
+    if not split:
+        return REPLICATE
+    return Shard(split[0]) if whole.shape[split[0]] == part.shape[split[0]] * ranks else None
 
 
-def _written(argument: object) -> str:
-    """An argument without its tensors; but with what constants hold."""
-    return str(pytree.tree_map_only(Tensor, lambda x: None if x.is_meta else x.tolist(), argument))
+def _moved(call: Call, dim: int, ranks: int) -> list[int]:
+    """Which dims may be split of a tensor that is rearranged: those with a factor in common with the split dim.
+
+    Unlike in forward the parts need not be contiguous: in [M, H, E] → [M·H, E] a rank has some of each token's rows.
+    """
+    if call.operator.overloadpacket == aten.permute:
+        return [after for after, d in enumerate(call.given[0][1]) if d % call.result.ndim == dim]
+    if call.operator.overloadpacket == aten.as_strided:
+        return []
+    found: list[int] = []
+    before, after = call.given[0][0].shape, call.result.shape
+    for d, size in enumerate(after):
+        inner = prod(before[dim + 1 :]), prod(after[d + 1 :])
+        low, outer = max(inner), (inner[0] * before[dim], inner[1] * size)
+        high = min(outer)
+        if high > low and not any(
+            (high // low % ranks, high % low, *(low % n for n in inner), *(n % high for n in outer))
+        ):
+            found.append(d)
+    return found
+
+
+def _of_parts(call: Call, given: list[Placement | None], ranks: int) -> list[Placement]:
+    """Where an operator's results may be by its rules."""
+    graph = fx.Graph()
+
+    def node_of(x: Tensor) -> fx.Node:
+        node = graph.placeholder("x")
+        node.meta["val"] = x
+        return node
+
+    node = graph.call_function(call.operator, *pytree.tree_map_only(Tensor, node_of, call.given))
+    node.meta["val"] = call.result
+    try:
+        return [rule.output for rule in rules_of(node, ranks, may_write=True) if list(rule.inputs) == given]
+    except ShardingError:  # there are none
+        return []
+
+
+def _of_partial_sums(operator: torch._ops.OpOverload, given: list[Placement | None]) -> list[Placement]:
+    is_rounded = operator.overloadpacket in (aten.div, aten.div_) and "mode" in operator._overloadname
+    name = "" if is_rounded else operator.overloadpacket.__name__.removesuffix("_")
+    others = [p for i, p in enumerate(given) if p != PARTIAL or i != given.index(PARTIAL)]
+    is_scaled = name in _SCALES and all(p == REPLICATE for p in others) and (given[0] == PARTIAL or name == "mul")
+    return [PARTIAL] if is_scaled or (name in _ADDS and given == [PARTIAL, PARTIAL]) else []

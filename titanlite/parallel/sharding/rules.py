@@ -97,12 +97,13 @@ _FACTORIES = {
 }
 
 
-def rules_of(node: Node, size: int) -> list[Rule]:
+def rules_of(node: Node, size: int, may_write: bool = False) -> list[Rule]:
     """Give the rules of one operator.
 
     Args:
         node: in a graph.
         size: ranks along the axis.
+        may_write: of one that writes into a tensor that it is given, too.
 
     Returns:
         The rules, the one with everything whole first. Every sharded dim divides by `size`.
@@ -113,6 +114,10 @@ def rules_of(node: Node, size: int) -> list[Rule]:
     if is_item(node):
         of = value(node)
         return _checked(_same(of), [of], [of], size)
+    target = node.target
+    writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if writes and target is not aten.detach_.default and not may_write:
+        raise _refusal(node, "operators that make new tensors: one tensor has one placement", "x = x + y for x += y")
     key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))), size)
     known = _known.get(key)
     if known is None:
@@ -129,8 +134,6 @@ def _rules(node: Node, size: int) -> list[Rule]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise _refusal(node, "an operator with a sharding rule", "write it with operators of torch")
-    if target._schema.is_mutable and target is not aten.detach_.default:
-        raise _refusal(node, "operators that make new tensors: one tensor has one placement", "x = x + y for x += y")
     found: Iterable[Rule]
     if target in _OWN:
         found = _OWN[target](inputs, outputs[0], _arguments(node), size)

@@ -1,0 +1,145 @@
+"""What a user's own code calls in backward: each operator with its arguments, and the line.
+
+Backward is run on the meta device, whole or as on a rank. An operator is the user's if a frame of the user's is on the
+stack that calls it: whatever class or hook it stands in, and what it calls of torch.
+"""
+
+import linecache
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.compiler import set_stance
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titanlite.errors import ShardingError, describe
+from titanlite.models.mistakes import mistake
+from titanlite.parallel.sharding.graph import Constants
+
+aten = torch.ops.aten
+_NOT_OWN = {"torch", "titanlite", *sys.stdlib_module_names}
+
+_REARRANGE = {
+    *(aten.view, aten._unsafe_view, aten.clone, aten.permute, aten.squeeze, aten.unsqueeze),
+    *(aten.as_strided, aten.empty_strided, aten.new_empty_strided),
+}
+"""Not compared: reshape, contiguous and einsum take others of these where a rank has one head; strides are sizes."""
+
+
+class Call(NamedTuple):
+    """An operator that a user's code calls in backward.
+
+    Attributes:
+        operator: with its overload.
+        numbers: its arguments but tensors and sizes of its result; and what constants hold.
+        given: all of its arguments.
+        result: what it gives.
+        where: the function that calls it, and the line.
+        line: its number, if it is of the model's file.
+    """
+
+    operator: torch._ops.OpOverload
+    numbers: Mapping[str, str]
+    given: tuple[Any, Any]
+    result: Any
+    where: str
+    line: int | None
+
+
+class Recorded(TorchDispatchMode):
+    """Takes down the operators of backward that a user's Python code calls.
+
+    Args:
+        file: the model's.
+
+    Attributes:
+        calls: so far.
+        gradients: what torch's own operators gave.
+    """
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.gradients: set[Tensor] = set()
+        self._file = file
+        self._rearranged: dict[Tensor, Call] = {}
+
+    def rearranged(self, x: Tensor) -> list[Call]:
+        """Give what a tensor was made by, of its root, if that has only been rearranged."""
+        call = self._rearranged.get(x)
+        return [*self.rearranged(call.given[0][0]), call] if call else []
+
+    def root(self, x: Tensor) -> Tensor:
+        """Give the tensor that one is a rearrangement of."""
+        calls = self.rearranged(x)
+        return calls[0].given[0][0] if calls else x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in _REARRANGE:
+            if tensors_of(args):
+                self._rearranged[result] = Call(func, {}, (args, kwargs), result, "", None)
+        elif not (frames := _own_frames()):
+            self.gradients |= {self.root(x) for x in tensors_of(result)}
+        else:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            numbers = {k: _written(v) for k, v in given.items() if "size" not in k and "shape" not in k}
+            frame = next((f for f in frames if f.f_code.co_filename == self._file), frames[0])
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            number = frame.f_lineno if frame.f_code.co_filename == self._file else None
+            where = f"in {frame.f_code.co_qualname}: {line}"
+            self.calls.append(Call(func, numbers, (args, kwargs), result, where, number))
+        return result
+
+
+def backward_of(model: nn.Module, tokens: int, file: str, want: str, fix: str) -> Recorded:
+    """Run a model forward and backward.
+
+    Args:
+        model: on the meta device; takes [M] int64 token ids to one tensor.
+        tokens: M of a micro-step.
+        file: the model's.
+        want: if it cannot be run, what is wanted instead, and `fix` the change that mends it.
+        fix: see above.
+
+    Raises:
+        ShardingError: it cannot be run.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    try:
+        with set_stance("force_eager"):
+            logits = model(torch.empty(tokens, dtype=torch.long, device="meta"))
+            given = (torch.ones_like(logits),), False, False, tuple(trained)
+            with Recorded(file) as ran, Constants():  # which `torch.autograd.grad` would hide from what it calls
+                _engine_run_backward((logits,), *given, allow_unreachable=True, accumulate_grad=False)
+    except Exception as error:
+        raise ShardingError(describe(file, [mistake(error, file, want, fix)])) from error
+    return ran
+
+
+def _own_frames() -> list[FrameType]:
+    """The user's part of what runs in backward, innermost first."""
+    own: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not backward_of.__code__:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_OWN:
+            own.append(frame)
+        frame = frame.f_back
+    return own
+
+
+def _written(argument: object) -> str:
+    """An argument without its tensors; but with what constants hold."""
+    return str(pytree.tree_map_only(Tensor, lambda x: None if x.is_meta else x.tolist(), argument))
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """Give the tensors among an operator's arguments, or results."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
