@@ -296,3 +296,27 @@ def test_what_none_of_its_lines_raises(line: str, instead: str, message: str, mi
     (tmp_path / "mine.py").write_text(text.replace(line, instead))
     with pytest.raises(ConfigError, match=message):
         plan([DEBUG, *mine, *TP_2])
+
+
+@pytest.mark.parametrize(
+    ("returned", "seen"),
+    [
+        ("{}, x", r"tuple of a tensor \[128, 256\], a tensor \[128, 256\]"),
+        ('{{"logits": {}}}', "dict"),
+        ("{}.mean()", r"a tensor \[\]"),
+        ("{}[None]", r"a tensor \[1, 128, 256\]"),
+    ],
+)
+def test_anything_but_logits_is_refused_in_one_message(
+    returned: str, seen: str, mine: list[str], tmp_path: Path
+) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    number = text[: text.rindex("    def forward(")].count("\n") + 1
+    logits = "self.output(self.norm(x))"
+    (tmp_path / "mine.py").write_text(text.replace(f"return {logits}", f"return {returned.format(logits)}"))
+    message = rf"mine.py: 1 problem\n  line {number}  Mine.forward = returned {seen}\n +want: logits, one tensor "
+    flags = [*mine, BATCH, "2"]
+    with pytest.raises(ConfigError, match=message):
+        plan([DEBUG, *flags, *TP_2, "--training.seq_len", "64"])
+    with pytest.raises(AssertionError, match=message):  # what its process printed
+        train(tmp_path, 1, flags, steps=1)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_parameters
 from titanlite.config.recipe_schema import Block, ModelRecipe
@@ -75,7 +75,7 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
 
     Raises:
         ConfigError: the user's file has no model class, or several; its model cannot be built, or lacks a part; or its
-            blocks are not what its recipe says.
+            blocks are not what its recipe says. A model of the user's own that returns no logits raises it when called.
     """
     made_by = model_class(model)
     try:
@@ -89,6 +89,7 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         raise ConfigError(describe(model.file, [mistake(error, inspect.getfile(made_by), want, fix)])) from error
     if model.file:
         _require_parts(made, model.file)
+        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
     if sizes.block is not None:  # of a shipped architecture it has been refused
         _require_such_blocks(made, sizes.block, model, sizes)
     return made
@@ -112,6 +113,19 @@ def _require_parts(made: nn.Module, file: str) -> None:
         problems.append(Problem(frozen[0], "requires_grad = False", want, fix))
     if problems:
         raise ConfigError(describe(file, problems))
+
+
+def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:
+    """Raise if a model returns something else, or more."""
+    if isinstance(returned, Tensor) and returned.ndim == 2:
+        return
+    parts = returned if isinstance(returned, tuple | list) else [returned]
+    saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+    saw = f"{type(returned).__name__} of {saw}" if parts is returned else saw
+    want, fix = "logits, one tensor [M, V]: the loss is the trainer's", "return the logits alone"
+    code = getattr(made_by.forward, "__code__", None)
+    line = code.co_firstlineno if code and code.co_filename == inspect.getfile(made_by) else None
+    raise ConfigError(describe(file, [Problem(f"{made_by.__name__}.forward", f"returned {saw}", want, fix, line)]))
 
 
 def _require_such_blocks(made: nn.Module, block: Block, model: Model, sizes: ModelRecipe) -> None:

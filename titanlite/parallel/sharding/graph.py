@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
-from titanlite.errors import Problem, ShardingError, describe
+from titanlite.errors import Problem, ShardingError, TitanliteError, describe
 from titanlite.models.mistakes import mistake
 
 aten = torch.ops.aten
@@ -86,6 +86,8 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     with _torch_config(stack_traces), Constants(), contextlib.redirect_stderr(said):
         try:
             program = torch.export.export(model, tuple(inputs), strict=False)
+        except TitanliteError:
+            raise
         except Exception as error:
             if type(model).__module__.startswith("titanlite."):
                 raise
