@@ -20,6 +20,10 @@ from titanlite.run_folder import RunFolder
 def main() -> None:
     """Check everything, claim the run's folder, train."""
     run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    if run.config.model.file:  # it may touch CUDA when it is imported: on this process's GPU, not on everybody's first
+        from titanlite.parallel.process_group import choose_device
+
+        choose_device()
     check_with_torch(run)
     folder, notices = RunFolder(Path(run.config.job.dump_folder).expanduser() / run.config.job.name), [*run.hints]
     if os.environ.get("RANK", "0") == "0":

@@ -82,6 +82,23 @@ def test_a_pattern_that_matches_none_of_its_parameters_is_found_by_its_line(
     assert not (tmp_path / "runs").exists()  # before a run takes its folder
 
 
+def test_it_is_imported_on_the_gpu_of_its_process(
+    mine: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write('\nraise RuntimeError(f"imported on GPU {torch.cuda.current_device()}")\n')
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", DEBUG, *mine, "--job.dump_folder", str(tmp_path / "runs")])
+    with pytest.raises(ConfigError, match="imported on GPU 3"):
+        train_main()
+
+
 def say(tmp_path: Path, block: str) -> None:
     """Say in the recipe of `mine` what its blocks are made of."""
     with (tmp_path / "model" / "mine-small.toml").open("a") as recipe:

@@ -33,6 +33,27 @@ def check_launcher() -> None:
         raise ConfigError(describe("torchrun", [Problem("--max-restarts", restarts, want, fix)]))
 
 
+def choose_device() -> torch.device:
+    """Give this process's device, which from now on is torch's current one: a GPU of its own where there are any.
+
+    Raises:
+        ConfigError: this host has GPUs, but fewer than processes.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+            # Segments that grow instead of fixed ones: FSDP's buffers of many sizes would leave gaps of gigabytes.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.cuda.device_count():
+            gpus, asked = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", str(device.index + 1))
+            want = f"at most {gpus}, the GPUs that this host shows (CUDA_VISIBLE_DEVICES hides others)"
+            problem = Problem("--nproc-per-node", asked, want, f"--nproc-per-node {gpus}")
+            raise ConfigError(describe("torchrun", [problem]))
+        torch.cuda.set_device(device)
+    return device
+
+
 def start_process_group(config: Comm) -> torch.device:
     """Join the job's process group, over NCCL with a GPU for each process and over gloo without.
 
@@ -47,19 +68,7 @@ def start_process_group(config: Comm) -> torch.device:
     Raises:
         ConfigError: this host has GPUs, but fewer than processes.
     """
-    timeout = timedelta(seconds=config.init_timeout_seconds)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-            # Segments that grow instead of fixed ones: FSDP's buffers of many sizes would leave gaps of gigabytes.
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if device.index >= torch.cuda.device_count():
-            gpus, asked = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", str(device.index + 1))
-            want = f"at most {gpus}, the GPUs that this host shows (CUDA_VISIBLE_DEVICES hides others)"
-            problem = Problem("--nproc-per-node", asked, want, f"--nproc-per-node {gpus}")
-            raise ConfigError(describe("torchrun", [problem]))
-        torch.cuda.set_device(device)
+    timeout, device = timedelta(seconds=config.init_timeout_seconds), choose_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:  # torchrun
         dist.init_process_group(backend, timeout=timeout)
