@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from titanlite.commands import main
-from titanlite.commands.collective_table import collective_table
+from titanlite.commands.collective_table import collective_rows, collective_table
 from titanlite.commands.one_rank import ranks_that_move_nothing
+from titanlite.commands.planned_run import plan_run
+from titanlite.commands.sharding_table import weight_rows, why
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import TitanliteError
@@ -80,6 +83,25 @@ def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "layers.1.feed_forward.w2.weight: S(1)"
     assert lines[-1] == "layers.1 was planned for this block too: they are alike"
+
+
+def test_why_takes_every_name_of_the_tables() -> None:
+    planned = plan_run(checked_run(["--config", DEBUG, *TWO], world_size=4), DEBUG, 4)
+    plan = planned.sharding
+    assert plan is not None
+    names = {row[0] for row in weight_rows(plan)} | {row[2] for row in collective_rows(planned.traffic)} - {""}
+    assert {"layers.0-3", "layers.0-3.ffn_norm.weight", "layers.0-3.attention.wqkv", "loss"} < names
+    for name in [*names, "layers.1,3", "layers.1-3.attention.wo"]:
+        first = re.sub(r"(layers\.\d+)[-,\d]*", r"\1", name)
+        assert why(plan, name) == why(plan, first)
+        assert why(plan, name).splitlines()[0].endswith(f"{first}: R" if "norm.weight" in name else ")"), name
+    assert why(plan, "layers.*.attention.wo.weight") == why(plan, "layers.0.attention.wo.weight")
+    chains = why(plan, "layers.0-3.attention.wqkv").split("all_gather of ")  # what it returns, and what it gathers
+    assert [chain.splitlines()[-1] for chain in chains] == [
+        '  <- annotation "layers.*.attention.wqkv.weight = tp:0"',
+        '  <- annotation "@tok_embeddings = tp:0"',
+    ]
+    assert why(plan, "loss").splitlines()[0].endswith("of output: S(1)")
 
 
 @pytest.mark.parametrize("flags", [[], ["--model.name", "gemma3"]], ids=["llama3", "gemma3"])

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -107,10 +108,12 @@ def why(planned: PlannedLayers, tensor: str) -> str:
 
     Args:
         planned: the plan.
-        tensor: a name in it, or that of a module, with or without @, for what it returns.
+        tensor: a name in it, or that of a module, with or without @, for what it returns; of several blocks as a table
+            has it, layers.0-31, or an annotation, layers.*.
 
     Returns:
-        A line per link, back to the annotation; and which block was looked at, if it stands for the tensor's own.
+        A line per link, back to the annotation; the same of what a module gathers; and which block was looked at, if it
+        stands for the tensor's own.
 
     Raises:
         ConfigError: there is no such tensor.
@@ -120,10 +123,13 @@ def why(planned: PlannedLayers, tensor: str) -> str:
         if t.name in plan.steps:  # in the order in which they are computed
             parts = t.module.split(".")
             returned |= {".".join(parts[:n]): t.name for n in range(1, len(parts) + 1) if t.module}
-    asked = tensor.removeprefix("@")
-    in_plan = {name: name for name in plan.tensors} | returned
+    asked = re.sub(r"^(layers\.\d+)[-,][-,\d]*", r"\1", tensor.removeprefix("@"))
+    in_plan = {"loss": [*plan.steps][-1]} | {name: name for name in plan.tensors} | returned
     known = {name: (at, found) for at, found in in_plan.items() for name in planned.names(at)}
-    if asked not in known or (asked != tensor and asked not in {n for at in returned for n in planned.names(at)}):
+    asked = next((name for name in known if BLOCK_NAME.sub("layers.*", name) == asked), asked)
+    if asked not in known or (
+        tensor.startswith("@") and asked not in {n for at in returned for n in planned.names(at)}
+    ):
         near = difflib.get_close_matches(asked, known, n=3, cutoff=0.0)
         want = "a parameter, a tensor of the plan, or a module"
         raise ConfigError(
@@ -131,5 +137,10 @@ def why(planned: PlannedLayers, tensor: str) -> str:
         )
     at, name = known[asked]
     place = BLOCK_NAME.match(at)
+    axis = next(iter(plan.axes))
+    text = "\n  <- ".join(plan.why(name, axis)) + "\n"
+    for c in plan.collectives:
+        if c.direction == "forward" and c.module == at and c.tensor != name:
+            text += f"{c.kind} of " + "\n  <- ".join(plan.why(c.tensor, axis)) + "\n"
     note = "" if at == asked or not place else f"{place[0]} was planned for this block too: they are alike\n"
-    return "\n  <- ".join(plan.why(name, next(iter(plan.axes)))) + "\n" + note
+    return text + note
