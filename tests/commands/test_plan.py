@@ -416,6 +416,21 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(rows) == 10
 
 
+def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "amax.toml"
+    recipe.write_text('extends = "tensorwise"\nhelp = "as tensorwise"\nreduce_amax = true\n')
+    run = [LARGE, *TWO[:2], "--float8.recipe", str(recipe), "--training.mixed_precision_param", "bfloat16"]
+    assert main(["plan", *run, "--world", "8", "--diff", "--world", "16"]) == 0
+    rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert not any("none" in row for row in rows)
+    sent = "32 of 78.012 MiB over 4 ranks", "32 of 91.014 MiB over 8 ranks"
+    assert ["all_gather forward layers.0-31, weights", *sent] in rows
+    of_weights = next(row[1:] for row in rows if "maxima of weights" in row[0])  # over two groups, of which one grows
+    assert [re.findall(r"over (\d+) ranks", cell) for cell in of_weights] == [["4", "2"], ["8", "2"]]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -173,7 +173,8 @@ def _facts(planned: PlannedRun) -> dict[str, str]:
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
     for kind, direction, name, _, moves, ranks, times, mib, _ in collective_rows(planned.traffic):
-        facts[f"{kind} {direction} {name}, {moves}, {ranks} ranks"] = f"{times} of {mib} MiB"
+        what, seen = f"{kind} {direction} {name}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
+        facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
     facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
     if planned.sharding is not None:
         for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
