@@ -6,7 +6,6 @@ What depends on the launcher itself uses `torchrun`.
 
 import contextlib
 import functools
-import hashlib
 import json
 import multiprocessing
 import os
@@ -33,7 +32,7 @@ import titanlite.observe.peak_flops
 import titanlite.training.train
 import train
 from tests.forks import LAUNCHER_VARIABLES, fork, forks_beside_threads, print_to
-from titanlite.checkpoint.metadata import read_metadata
+from titanlite.checkpoint.store import digests
 from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code
 from titanlite.observe.metrics import read_metrics
@@ -187,13 +186,8 @@ class Ended:
 
     def content(self, step: int, rng: bool = False) -> dict[str, str]:
         """Hashes of the shards of a checkpoint's weights and moments, or of its random state: equal bit for bit."""
-        folder = self.folder / "checkpoints" / f"step-{step:08d}"
-        hashes = {}
-        for index, place in read_metadata(folder).storage_data.items():
-            if index.fqn.startswith("rng/") == rng:
-                written = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-                hashes[f"{index.fqn} {tuple(index.offset or ())}"] = hashlib.sha256(written).hexdigest()
-        return hashes
+        found = digests(self.folder / "checkpoints" / f"step-{step:08d}")
+        return {name: digest for name, digest in found.items() if name.startswith("rng/") == rng}
 
     def checkpoints(self) -> list[int]:
         """Steps of the complete checkpoints."""

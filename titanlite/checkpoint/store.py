@@ -14,6 +14,7 @@ rank carries the rank in its name.
 # torch's annotations are partial, and it does not list what it exports.
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
 
+import hashlib
 import math
 import shutil
 import socket
@@ -85,6 +86,27 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
     with _dcp_errors(folder, "read"):
         dcp.load(dict[str, Any](wanted), storage_reader=_Reader(folder, metadata), planner=planner)
     return set(wanted)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Hash what a checkpoint holds: equal for equal bits, under one layout.
+
+    Args:
+        folder: a checkpoint.
+
+    Returns:
+        SHA-256 of each stored part of each tensor, by name and offsets.
+
+    Raises:
+        CheckpointError: its description cannot be read.
+    """
+    found: dict[str, str] = {}
+    for index, place in read_metadata(folder).storage_data.items():
+        with open(folder / place.relative_path, "rb") as file:
+            file.seek(place.offset)
+            digest = hashlib.sha256(file.read(place.length)).hexdigest()
+        found[f"{index.fqn} {tuple(index.offset or ())}"] = digest
+    return found
 
 
 def check_seen(folder: Path) -> None:

@@ -16,7 +16,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.exit_code import print_whatever_the_encoding
 from titanlite.redact import redact
 
-_COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export")
+_COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             near = difflib.get_close_matches(name, _COMMANDS, n=1)
             fix = f"did you mean titanlite {near[0]}?" if near else "see titanlite --help"
             raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
-        return importlib.import_module(f"{__name__}.{name}").run(rest)
+        return importlib.import_module(f"{__name__}.{_module(name)}").run(rest)
     except TitanliteError as error:
         sys.stderr.write(redact(f"{error}\n"))
         return 2
@@ -47,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
+def _module(name: str) -> str:
+    return name.replace("-", "_")
+
+
 def _overview() -> str:
     lines = ["usage: titanlite COMMAND [--help] ...", ""]
     for name in _COMMANDS:
-        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        source = Path(__file__).with_name(f"{_module(name)}.py").read_text(encoding="utf-8")
         help_text = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-        lines.append(f"  {name:10}{help_text}")
+        lines.append(f"  {name:15}{help_text}")
     return "\n".join(lines) + "\n"

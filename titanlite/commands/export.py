@@ -1,6 +1,7 @@
 """Write a checkpoint as a folder that Hugging Face's transformers loads: export RUN [--step N] [--out FOLDER]."""
 
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,17 +63,22 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.checkpoint.hugging_face import export
     from titanlite.checkpoint.state import read_state
 
-    print(f"verifying {checkpoint}", flush=True)  # noqa: T201
+    _say(f"verifying {checkpoint}")
     _verify(checkpoint)
     state = read_state(checkpoint, step)["state"]
     sizes = _sizes(checkpoint, state["model"])
     tokenizer = _tokenizer(arguments.tokenizer or config.data.tokenizer, state["tokenizer"])
     dtype = getattr(torch, arguments.dtype or config.training.mixed_precision_param)
-    export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: print(f"  {line}", flush=True))  # noqa: T201
+    export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: _say(f"  {line}"))
     if tokenizer is None:
-        print("  no tokenizer: the run read token files")  # noqa: T201
-    print(out)  # noqa: T201
+        _say("  no tokenizer: the run read token files")
+    _say(str(out))
     return 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _config(folder: RunFolder) -> Config:
