@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def write_texts(folder: Path, *texts: str) -> str:
 
 
 def prepare_here(tmp_path: Path, source: str, vocab_size: int = 256, **data: object) -> TokenShards:
-    return prepare(source, replace(Data(cache_dir=str(tmp_path / "cache")), **data), vocab_size, progress=False)
+    config = replace(Data(source=source, cache_dir=str(tmp_path / "cache")), **data)
+    return prepare(source, config, vocab_size, progress=False)
 
 
 def test_documents_are_separated(tmp_path: Path) -> None:
@@ -99,17 +101,26 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
         prepare_here(tmp_path, source)
 
 
-def test_input_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda file: file.write_text("another"), "whose files changed while they were read"),
+        (lambda file: file.unlink(), r"data.source = .*1\.txt: No such file"),
+    ],
+)
+def test_input_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], said: str
+) -> None:
     from titanlite.data.tokenizer import ByteTokenizer
 
     source, encode = write_texts(tmp_path / "in", "one", "two"), ByteTokenizer.encode_batch
 
     def change_and_encode(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
-        (tmp_path / "in" / "1.txt").write_text("another")
+        change(tmp_path / "in" / "1.txt")
         return encode(self, texts)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", change_and_encode)
-    with pytest.raises(DataError, match="whose files changed while they were read"):
+    with pytest.raises(DataError, match=said):
         prepare_here(tmp_path, source)
 
 

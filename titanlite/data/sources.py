@@ -40,12 +40,19 @@ class Source:
     dataset: tuple[str, str | None, str] | None = None  # path or hub name, config, split
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Path, size [bytes] and modification time [ns] of every file: what tells a changed input."""
-        return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in self.files]
+        """Path, size [bytes] and modification time [ns] of every file: what tells a changed input.
+
+        Raises:
+            DataError: a file is gone.
+        """
+        try:
+            return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in self.files]
+        except OSError as e:
+            raise _unreadable(self, e.filename, e) from e
 
     def n_bytes(self) -> int | None:
         """Bytes to read, or None where that is not known beforehand."""
-        return None if self.kind == "dataset" else sum(f.stat().st_size for f in self.files)
+        return None if self.kind == "dataset" else sum(size for _, size, _ in self.stamps())
 
 
 class Document(NamedTuple):
@@ -153,9 +160,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
                 yield from _text_document(file, tally, skip=source.kind == "python")
             tally.n_bytes = start + file.stat().st_size
         except OSError as e:
-            fix = "make the file readable, or leave it out of the pattern"
-            problem = Problem(source.key, f"{source.name!r}: {file}: {e.strerror or e}", "a file that can be read", fix)
-            raise DataError(describe("data", [problem])) from e
+            raise _unreadable(source, file, e) from e
 
 
 def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
@@ -298,6 +303,12 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             "correct the name, config or split; without a network give a folder, as hf:/data/name, or files",
         )
         raise DataError(describe("data", [problem])) from e
+
+
+def _unreadable(source: Source, file: Path | str, e: OSError) -> DataError:
+    fix = "make the file readable, or leave it out of the pattern"
+    problem = Problem(source.key, f"{source.name!r}: {file}: {e.strerror or e}", "a file that can be read", fix)
+    return DataError(describe("data", [problem]))
 
 
 def _not_utf8(e: UnicodeDecodeError) -> str:
