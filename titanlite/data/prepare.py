@@ -66,7 +66,6 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
                 meta = scan(found, dtype, report)
             else:
                 meta = _tokenize(found, tokenizer, data, dtype, unfinished, report)
-            _check_meta(meta, unfinished, data, vocab_size, key)
             if found.stamps() != stamps:
                 saw = f"{source!r}, whose files changed while they were read"
                 raise DataError(describe("data", [Problem(key, saw, "files that stay as they are", "run again")]))
@@ -80,7 +79,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
         problem = Problem("data.cache_dir", saw, want, "make room, or set data.cache_dir to a folder on a local disk")
         raise DataError(describe("data", [problem])) from e
     shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "")
-    _check_meta(shards.meta, folder, data, vocab_size, key)
+    _check_meta(shards.meta, data, vocab_size, key)
     return shards
 
 
@@ -141,7 +140,7 @@ def _count_if_small(source: Source, data: Data, tokenizer: Tokenizer | None, voc
             return None
         dtype = token_dtype(source, vocab_size)
         if is_small:
-            _check_meta(scan(source, dtype, lambda _: None), Path(), data, vocab_size, source.key)
+            _check_meta(scan(source, dtype, lambda _: None), data, vocab_size, source.key)
         return n_bytes // np.dtype(dtype).itemsize
     if not is_small:
         return None
@@ -164,10 +163,10 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         raise DataError(describe("data", [Problem("model.vocab_size", str(vocab_size), want, fix)]))
 
 
-def _check_meta(meta: Meta, folder: Path, data: Data, vocab_size: int, key: str) -> None:
+def _check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
     """What must hold for this run, though the shards may have been made for one with other limits."""
     Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
-    check_ids(meta, folder, vocab_size, key)
+    check_ids(meta, vocab_size, key)
     if not meta.tokens:
         raise _no_text(meta.source, key)
 

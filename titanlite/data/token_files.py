@@ -38,7 +38,7 @@ def token_dtype(source: Source, vocab_size: int) -> str:
         seen = ", ".join(f"{d} in {f}" for f, d in dtypes.items())
         problem = Problem(source.key, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
         raise DataError(describe("data", [problem]))
-    dtype = rule if not dtypes else next(iter(dtypes.values()))
+    dtype = next(iter(dtypes.values()))
     item = np.dtype(dtype).itemsize
     odd = [(f, n) for f, n, _ in source.stamps() if n % item]
     if odd:
@@ -85,12 +85,11 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
     return Meta(source.name, "", dtype, tuple(shards), digest.hexdigest(), input_bytes=n_bytes)
 
 
-def check_ids(meta: Meta, folder: Path, vocab_size: int, key: str) -> None:
+def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
     """Check that the model has a row for every id.
 
     Args:
         meta: of the corpus.
-        folder: of meta.json.
         vocab_size: of the model.
         key: the config key of the source.
 
@@ -99,7 +98,7 @@ def check_ids(meta: Meta, folder: Path, vocab_size: int, key: str) -> None:
     """
     largest = max(meta.shards, key=lambda s: s.max_id, default=None)
     if largest is not None and largest.max_id >= vocab_size:
-        saw = f"{meta.source!r}: id {largest.max_id} at token {largest.max_at} of {folder / largest.path}"
+        saw = f"{meta.source!r}: id {largest.max_id} at token {largest.max_at} of {largest.path}"
         want = f"ids below model.vocab_size = {vocab_size}, in a file of {meta.dtype}"
         fix = "set model.vocab_size to that of the tokenizer that made the file"
         if meta.dtype == "uint32":
