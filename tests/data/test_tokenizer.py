@@ -11,8 +11,8 @@ from titanlite.errors import DataError
 
 
 def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **extra: Any) -> Path:
-    """A byte-level BPE of a few merges, with truncation and padding on as some published files have them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE of a few merges, with truncation, padding and a first token, as published files have them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -24,6 +24,7 @@ def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **
     tokenizer.train_from_iterator(["hello world hello there"] * 4, trainer)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=4)
+    tokenizer.post_processor = processors.TemplateProcessing(f"{special[0]} $A", None, [(special[0], 0)])
     tokenizer.save(str(path))
     if extra:
         (path.parent / "tokenizer_config.json").write_text(json.dumps(extra))
@@ -37,11 +38,14 @@ def test_bytes() -> None:
     assert [i.tolist() for i in ids] == [[97], [0xC3, 0xA9], []]
 
 
-def test_a_file_is_used_without_truncation_padding_or_special_words(tmp_path: Path) -> None:
+def test_a_file_is_used_without_truncation_padding_or_special_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tokenizers import Tokenizer
 
     path = make_tokenizer(tmp_path / "tokenizer.json")
-    tokenizer, plain = load(str(path)), Tokenizer.from_file(str(path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tokenizer, plain = load("~/tokenizer.json"), Tokenizer.from_file(str(path))
     assert tokenizer.separator_id == plain.token_to_id("<|endoftext|>")
     text = "hello world, this <|endoftext|> is a text of more than four tokens"
     (ids,) = tokenizer.encode_batch([text])
@@ -81,12 +85,18 @@ def test_no_separator_lists_what_was_looked_for(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
     with pytest.raises(DataError, match="has no token '<gone>'"):
         load(str(path))
-    (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match="not a JSON object"):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<unk>"]}')
+    with pytest.raises(DataError, match=r"has no token \['<unk>'\]"):
         load(str(path))
+    for content in ("[]", "{"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(DataError, match="not a JSON object"):
+            load(str(path))
 
 
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
     with pytest.raises(DataError, match=r"data.tokenizer = 'nope.json', and there is no such file"):
         load("nope.json")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
@@ -94,6 +104,12 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         load(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"which is a folder(.|\n)*fix:  data.tokenizer = .*tokenizer\.json"):
         load(str(tmp_path))
+    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
+    with pytest.raises(DataError, match="a token that separates documents"):
+        load(str(tmp_path / "empty.json"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="and there is no such file"):
+        load(str(tmp_path / "empty"))
 
 
 def test_fingerprint_follows_content_and_separator(tmp_path: Path) -> None:

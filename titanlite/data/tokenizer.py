@@ -92,7 +92,7 @@ def load(tokenizer: str) -> Tokenizer:
     if tokenizer == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(tokenizer))
-    if path.is_dir() and (path / "tokenizer.json").is_file():
+    if (path / "tokenizer.json").is_file():
         raise _unusable(tokenizer, "which is a folder", f"data.tokenizer = {str(path / 'tokenizer.json')!r}")
     if not path.is_file():
         raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", "correct the path")
@@ -109,7 +109,7 @@ def _separator(name: str, path: Path, ids: dict[str, int]) -> int:
             raise _unusable(name, f"beside which {config} is not a JSON object: {e}", "correct that file") from e
         eos = eos.get("content") if isinstance(eos, dict) else eos
         if eos is not None:
-            if eos not in ids:
+            if not isinstance(eos, str) or eos not in ids:
                 saw = f"which has no token {eos!r}, though {config} names it as eos_token"
                 raise _unusable(name, saw, "correct eos_token")
             return ids[eos]
