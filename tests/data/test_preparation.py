@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from tests.data.test_tokenizer import make_tokenizer
-from titanlite.config.schema import Config, Data, Validation
+from titanlite.config.schema import Config, Data, Training, Validation
 from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.shards import TokenShards
+from titanlite.data.tokenizer import load
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,26 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert len(ends) == 2
     decode = Tokenizer.from_file(str(path)).decode
     assert [decode(d.tolist()) for d in np.split(ids, ends + 1)[:2]] == texts
+    assert shards.tokenizer == load(str(path)).fingerprint  # checkpoints hold it
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65535, "uint16"), (65536, "uint32")])
+def test_ids_are_as_wide_as_the_vocabulary(tmp_path: Path, largest: int, dtype: str) -> None:
+    from tokenizers import Tokenizer, models
+
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": largest}, unk_token="a")).save(str(path))
+    shards = prepare_here(tmp_path, write_texts(tmp_path / "in", "b"), largest + 1, tokenizer=str(path))
+    assert shards.meta.dtype == dtype
+    assert shards.read(0, 2).tolist() == [largest, 1]
+
+
+def test_what_is_wrong_is_said_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"model.vocab_size = 255\n"):
+        prepare_here(tmp_path, write_texts(tmp_path / "in", "one"), 255)
+    with pytest.raises(DataError, match=r"validation.source = 'nope', which matches no file"):
+        prepare("nope", Data(cache_dir=str(tmp_path / "cache")), 256, progress=False)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_decides_the_content_decides_the_folder(tmp_path: Path) -> None:
@@ -79,7 +100,11 @@ def test_what_decides_the_content_decides_the_folder(tmp_path: Path) -> None:
     assert changed.fingerprint != first.fingerprint
 
 
-def test_a_separator_inside_a_text_is_a_bad_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_characters", [1, 100])
+def test_a_separator_inside_a_text_is_a_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_characters: int
+) -> None:
+    monkeypatch.setattr("titanlite.data.prepare._BATCH_CHARACTERS", batch_characters)
     source = write_texts(tmp_path / "in", "good", "with \0 NUL")
     with pytest.raises(DataError, match=r"1\.txt: holds NUL, which separates documents"):
         prepare_here(tmp_path, source)
@@ -230,6 +255,8 @@ def test_check_inputs_passes_what_can_be_prepared(tmp_path: Path) -> None:
     check_inputs(config(source, str(make_tokenizer(tmp_path / "tokenizer.json"))), 300)
     np.arange(10, dtype="<u2").tofile(tmp_path / "a.bin")
     check_inputs(config(f"{tmp_path}/a.bin", "no tokenizer is needed"), 10)
+    for unchecked in (source, f"{tmp_path}/a.bin"):
+        check_inputs(config(unchecked), None)
 
 
 def test_check_inputs_reports_all_problems_at_once(tmp_path: Path) -> None:
@@ -244,6 +271,31 @@ def test_check_inputs_reports_all_problems_at_once(tmp_path: Path) -> None:
         "fix:  set model.vocab_size = 256",
     ):
         assert part in str(e.value)
+    with pytest.raises(DataError, match=r"1\.txt:1: not UTF-8") as e:
+        check_inputs(config(source, "nope.json"), 128)
+    assert "data.tokenizer = 'nope.json', and there is no such file" in str(e.value)
+
+
+def test_check_inputs_holds_what_is_small_against_a_step(tmp_path: Path) -> None:
+    source, held_out = write_texts(tmp_path / "in", "x" * 96), write_texts(tmp_path / "held_out", "x" * 16)
+    run = replace(config(source, held_out=held_out), training=Training(seq_len=16))
+    check_inputs(run, 256, sequences=6)
+    with pytest.raises(DataError, match=r"data.source = .*, which has 97 tokens\n.*at least 113 tokens: 7 samples"):
+        check_inputs(run, 256, sequences=7)
+    write_texts(tmp_path / "held_out", "x" * 15)
+    with pytest.raises(DataError, match=r"validation.source = .*, which has 16 tokens\n.*at least 17 tokens: 1 sample"):
+        check_inputs(run, 256, sequences=6)
+    write_texts(tmp_path / "held_out", "")
+    with pytest.raises(DataError, match=r"validation.source = .*, which holds no text"):
+        check_inputs(run, 256)
+
+
+def test_check_inputs_leaves_for_later_what_takes_long(tmp_path: Path) -> None:
+    (tmp_path / "large.txt").write_bytes(b"\xff" * 2_000_000)
+    np.full(1_000_000, 300, "<u2").tofile(tmp_path / "large.bin")
+    (tmp_path / "a.parquet").write_text("no parquet")
+    for source in (*(f"{tmp_path}/{name}" for name in ("large.txt", "large.bin", "a.parquet")), f"hf:{tmp_path}"):
+        check_inputs(config(source), 256)
 
 
 def test_check_inputs_reads_small_token_files(tmp_path: Path) -> None:

@@ -180,13 +180,14 @@ def _tokenize(
     source: Source, tokenizer: Tokenizer, data: Data, dtype: str, folder: Path, report: Callable[[int], None]
 ) -> Meta:
     """Write the shards of a text source."""
-    tally, writer, n_documents = Tally(source.name, source.key, data.max_bad_records), ShardWriter(folder, dtype), 0
-    for batch in _encoded(source, tokenizer, data, tally):
-        if batch:
-            writer.write(np.concatenate(batch))
-        n_documents += len(batch)
-        report(tally.n_bytes)
-    shards, fingerprint = writer.close()
+    tally, n_documents = Tally(source.name, source.key, data.max_bad_records), 0
+    with ShardWriter(folder, dtype) as writer:
+        for batch in _encoded(source, tokenizer, data, tally):
+            if batch:
+                writer.write(np.concatenate(batch))
+            n_documents += len(batch)
+            report(tally.n_bytes)
+        shards, fingerprint = writer.close()
     return Meta(
         source=source.name,
         tokenizer=tokenizer.name,

@@ -16,6 +16,7 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ class TokenShards:
 
 
 class ShardWriter:
-    """Writes tokens to shards of equal length.
+    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails.
 
     Args:
         folder: an empty one.
@@ -162,6 +163,15 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._file: Any = None
         self._tokens, self._max_id, self._max_at = 0, -1, 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:  # NFS keeps a file that is open, and its folder with it
+            self._file.close()
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, [N], whose ids fit the dtype."""
