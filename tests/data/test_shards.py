@@ -10,6 +10,8 @@ import pytest
 from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Meta, ShardWriter, TokenShards, sample_count
+from titanlite.data.sources import resolve
+from titanlite.data.token_files import scan
 from titanlite.errors import DataError
 
 
@@ -144,6 +146,7 @@ def test_token_files_are_used_where_they_lie(tmp_path: Path, dtype: str, vocab_s
         (tmp_path / "in" / empty).write_bytes(b"")
     shards = open_files(tmp_path, vocab_size)
     assert np.array_equal(shards.read(0, 500), tokens)
+    assert shards.meta.input_bytes == 500 * np.dtype(dtype).itemsize
     assert [p.name for p in shards.folder.iterdir()] == ["meta.json"]
     assert open_files(tmp_path, vocab_size).folder == shards.folder
 
@@ -161,6 +164,30 @@ def test_folders_of_different_types_are_refused(tmp_path: Path) -> None:
     make_shards(tmp_path / "b", np.arange(100), "uint16")
     with pytest.raises(DataError, match="want: one type of ids"):
         open_files(tmp_path, 1000, source="*/*.bin")
+    make_shards(tmp_path / "b", np.arange(100), "uint32")
+    assert open_files(tmp_path, 1000, source="*/*.bin").tokens == 200
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"dtype": "float32"}'])
+def test_a_meta_json_that_is_somebody_elses_is_left_alone(tmp_path: Path, content: str) -> None:
+    (tmp_path / "in").mkdir()
+    np.arange(100, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
+    (tmp_path / "in" / "meta.json").write_text(content)
+    assert open_files(tmp_path, 100).tokens == 100
+
+
+def test_a_file_is_looked_through_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.token_files._CHUNK_BYTES", 100)
+    ids = np.tile([1, 0], 60)  # as 32-bit ids would look
+    ids[[7, 48]] = 9
+    ids.astype("<u2").tofile(tmp_path / "a.bin")
+    source, done = resolve(f"{tmp_path}/a.bin"), list[int]()
+    (shard,) = scan(source, "uint16", done.append).shards
+    assert (shard.tokens, shard.max_id, shard.max_at) == (120, 9, 7)
+    assert done == [100, 200, 240]
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(DataError, match=r"data.source = .*a\.bin: .*No such file"):
+        scan(source, "uint16", done.append)
 
 
 def test_odd_sizes_are_refused(tmp_path: Path) -> None:
@@ -169,7 +196,9 @@ def test_odd_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.bin has 3 bytes\n.*want: uint16 ids \(2 bytes each\)"):
         open_files(tmp_path, 256)
     (tmp_path / "in" / "a.bin").write_bytes(b"abcdef")
-    with pytest.raises(DataError, match=r"a\.bin has 6 bytes\n.*want: uint32 ids \(4 bytes each\)"):
+    with pytest.raises(
+        DataError, match=r"a\.bin has 6 bytes\n.*want: uint32 ids \(4 bytes each\)(.|\n)*put \{\"dtype\""
+    ):
         open_files(tmp_path, 100_000)
 
 
@@ -193,6 +222,9 @@ def test_ids_of_the_other_width_are_found_out(tmp_path: Path) -> None:
     (tmp_path / "in" / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
     assert open_files(tmp_path, 256).read(98, 2).tolist() == [99, 100]
     (tmp_path / "in" / "meta.json").unlink()
+    for few_or_no_words in (np.arange(1, 20, dtype="<u4"), np.zeros(100, "<u4")):
+        few_or_no_words.tofile(tmp_path / "in" / "a.bin")
+        open_files(tmp_path, 256)
     np.arange(1, 101, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
     with pytest.raises(DataError, match=r"if it holds uint16, put"):
         open_files(tmp_path, 70_000)
