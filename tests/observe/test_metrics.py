@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -54,7 +55,16 @@ def test_rows_are_readable_while_the_run_goes_on(tmp_path):
     file = MetricsFile(tmp_path / "m.jsonl", 0)
     file.write(ROW)
     assert len(read_metrics(tmp_path / "m.jsonl")) == 1
+    file.close()
+
+
+def test_rows_are_on_disk_when_sync_returns(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_size))
+    file = MetricsFile(tmp_path / "m.jsonl", 0)
+    file.write(ROW)
     file.sync()
+    assert synced == [(tmp_path / "m.jsonl").stat().st_size]
     file.close()
 
 
@@ -73,6 +83,8 @@ def test_resume_drops_validations_of_dropped_steps(tmp_path):
         file.write(replace(ROW, step=step))
         file.write(ValidationRow(step, 1000 * step, 3.0))
     file.close()
+    MetricsFile(path, 2, validates_again=True).close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 1, 2]
     MetricsFile(path, 1).close()
     assert [sorted(row) for row in read_metrics(path)] == [sorted(asdict(ROW)), ["step", "tokens", "validation_loss"]]
 

@@ -50,11 +50,13 @@ def test_exactly_the_steps_of_the_window_are_traced(tmp_path, first_step, start_
     assert said == f"profile of 2 steps: {folder / 'rank0.json.gz'}, {folder / 'kernels.txt'}\n"
 
 
-def test_a_run_that_ends_within_the_window_writes_what_there_is(tmp_path):
+@pytest.mark.parametrize(("last_step", "traced"), [(2, 2), (3, 2 + 3)])
+def test_a_run_that_ends_within_the_window_writes_what_there_is(tmp_path, last_step, traced):
     folder = tmp_path / "profile"
-    train(folder, "cpu", 2, 10, 1, 3)
-    assert matmuls(folder) == 2 + 3
-    assert (folder / "kernels.txt").read_text().startswith("2 steps")
+    folder.mkdir()  # of an earlier start
+    train(folder, "cpu", 2, 10, 1, last_step)
+    assert matmuls(folder) == traced
+    assert (folder / "kernels.txt").read_text().startswith(f"{last_step - 1} steps")
 
 
 def test_a_window_that_is_over_is_a_warning(tmp_path):
@@ -63,13 +65,36 @@ def test_a_window_that_is_over_is_a_warning(tmp_path):
         "warning: profiling.start_step = 3 is before step 11, where training begins: no trace; give a step from 11 on\n"
     )
     assert not (tmp_path / "profile").exists()
+    assert train(tmp_path / "profile", "cpu", 3, 2, 11, 15, rank=1) == ""
 
 
-@pytest.mark.parametrize("how", [{"enable": False}, {"rank": 1}, {"fail": True, "steps": 99}])
+@pytest.mark.parametrize("how", [{"enable": False}, {"rank": 1}, {"fail": True, "steps": 99}, {"start_step": 4}])
 def test_nothing_is_written_where_nothing_was_asked_for_or_the_run_failed(tmp_path, how):
     window = {"start_step": 1, "steps": 2, "first_step": 1, "last_step": 3}
     assert train(tmp_path / "profile", "cpu", **{**window, **how}) == ""
     assert not (tmp_path / "profile").exists()
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_failure_is_not_hidden_by_a_trace_that_cannot_be_stopped(tmp_path, monkeypatch):
+    stop = torch.profiler.profile.stop
+
+    def fail(trace):
+        stop(trace)
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(torch.profiler.profile, "stop", fail)
+    train(tmp_path / "profile", "cpu", 1, 9, 1, 3, fail=True)  # expects the failure, and no other
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_know_when_a_trace_begins_and_ends(tmp_path, rank):
+    console = Console(rank, 0, 9, tmp_path, io.StringIO())
+    for first_step, edges in ((1, [None, "begin", None, "end", None]), (4, [None] * 5)):
+        config = Profiling(enable=True, start_step=3, steps=2)
+        profiler = Profiler(config, tmp_path, rank, torch.device("cpu"), first_step, console)
+        assert [profiler.edge(step) for step in range(1, 6)] == edges
+    console.close()
 
 
 @pytest.mark.gpu

@@ -90,14 +90,12 @@ class MetricsFile:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
                 kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            if text.encode() != path.read_bytes():
-                write_durably(path, text)
+            write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
 
     def write(self, row: Row) -> None:
         """Append one row and hand it to the operating system."""
-        self._file.write(json.dumps(json_row(row), allow_nan=False) + "\n")
+        self._file.write(json.dumps(json_row(row)) + "\n")
         self._file.flush()
 
     def sync(self) -> None:

@@ -43,7 +43,6 @@ class Profiler:
         self._in_reach = config.enable and config.start_step >= first_step
         self._on = self._in_reach and rank == 0
         self._trace: profile | None = None
-        self._step = first_step - 1
         if config.enable and rank == 0 and not self._in_reach:
             console.warning(
                 f"profiling.start_step = {config.start_step} is before step {first_step}, where training begins: "

@@ -110,7 +110,7 @@ class Receipt:
 
 def _problem(entry: Entry) -> Problem | None:
     """What is wrong with an entry, in the words of the user's key."""
-    if any(entry.requested is no or entry.requested == no for no in _NOT_REQUESTED):
+    if entry.requested in _NOT_REQUESTED:
         return None
     if entry.count == 0:
         want = "applied somewhere; it was applied nowhere" + _cases((*entry.missed, *entry.skipped))
