@@ -64,9 +64,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tup
 def dense_bf16_flops(name: str) -> float | None:
     """Look up the data sheet's dense bf16 FLOPs per second of a device name; None if it is not known.
 
-    A slice of a GPU (MIG) keeps the name of the whole and is treated as unknown.
+    A slice of a GPU (MIG) keeps the name of the whole, and so does another chip of that name (RTX 4090 Laptop, 4090 D,
+    3090 Ti): these are treated as unknown.
     """
-    if "MIG" in name:
+    if re.search(r"\b(MIG|Laptop|D|Ti)\b", name):
         return None
     return next((flops for pattern, flops in _DENSE_BF16 if re.search(rf"\b(?:{pattern})\b", name)), None)
 
