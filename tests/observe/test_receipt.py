@@ -65,7 +65,8 @@ def test_all_problems_come_at_once_and_long_lists_are_cut():
     receipt = Receipt()
     receipt.add("a.x", "on", 0, count=0)
     receipt.add("a.y", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(20)])
-    with pytest.raises(StrictError, match=r"2 problems(.|\n)*layer 7: why\n +and 12 more"):
+    receipt.add("a.z", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(8)])
+    with pytest.raises(StrictError, match=r"3 problems(.|\n)*layer 7: why\n +and 12 more(.|\n)*layer 7: why\n +fix:"):
         receipt.enforce(True, fail)
 
 
