@@ -59,13 +59,14 @@ def test_it_is_silent_while_there_is_progress_and_during_a_long_first_step(tmp_p
     done, _ = run(
         tmp_path,
         """
+module._LAST_WORDS_S = 1.0
 with Watchdog(30, log, rank=0) as watchdog:
     time.sleep(1.2)  # compilation, longer than the limit of later steps
     watchdog.set_timeout(1.0)
     for step in range(1, 7):
         watchdog.progress(step, "step")
         time.sleep(0.25)
-time.sleep(1.2)  # closed: watches no more
+time.sleep(2.2)  # closed: watches no more, nor does faulthandler's timer
 print("done")
 """,
     )
@@ -89,6 +90,19 @@ with Watchdog(0.5, log, rank=0) as watchdog:
     assert seconds < 10
     assert "Timeout" in done.stderr
     assert "in native_code_that_hangs" in done.stderr
+
+
+def test_a_process_without_standard_error_is_ended_too(tmp_path):
+    done, _ = run(
+        tmp_path,
+        """
+sys.stderr = sys.__stderr__ = None
+with Watchdog(0.3, log, rank=0):
+    all_reduce_that_hangs(10)
+""",
+    )
+    assert done.returncode == 1
+    assert "in all_reduce_that_hangs" in (tmp_path / "rank3.log").read_text()
 
 
 def test_last_words_that_hang_do_not_keep_the_process(tmp_path):
