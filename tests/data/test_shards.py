@@ -179,7 +179,7 @@ def test_a_meta_json_that_is_somebody_elses_is_left_alone(tmp_path: Path, conten
 def test_a_file_is_looked_through_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.data.token_files._CHUNK_BYTES", 100)
     ids = np.tile([1, 0], 60)  # as 32-bit ids would look
-    ids[[7, 48]] = 9
+    ids[[7, 62]] = 9
     ids.astype("<u2").tofile(tmp_path / "a.bin")
     source, done = resolve(f"{tmp_path}/a.bin"), list[int]()
     (shard,) = scan(source, "uint16", done.append).shards
