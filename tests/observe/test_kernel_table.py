@@ -22,6 +22,8 @@ def test_classes_gaps_idle_and_exposed_communication():
         kernel("ncclDevKernel_AllGather", start + 3000, start + 6000, stream=20),  # 2000 of 3000 in the open
         kernel("triton_poi_fused_mul", start + 7000, start + 8000),  # after a gap of 1000
         kernel("flash_fwd_kernel", start + 8500, start + 10_000),  # after a gap of 500
+        kernel("Memcpy", start + 100, start + 300, stream=21, cat="gpu_memcpy"),
+        kernel("Memset", start + 300, start + 400, stream=21, cat="gpu_memset"),
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": start, "dur": 9999, "tid": 1},
         {"ph": "X", "cat": "gpu_user_annotation", "name": "ProfilerStep#1", "ts": start, "dur": 10_000, "tid": 7},
         {"ph": "M", "name": "process_name"},
@@ -44,6 +46,8 @@ def test_classes_gaps_idle_and_exposed_communication():
         "ncclDevKernel_AllGather",
         "flash_fwd_kernel",
         "triton_poi_fused_mul",
+        "Memcpy",
+        "Memset",
     ]
     assert rows[0].split() == ["2.000", "0.5", "40.0%", "matmul", "nvjet_tst_128x256"]
 
@@ -56,7 +60,9 @@ def test_operators_of_a_cpu_count_their_self_time():
         kernel("aten::copy_", 20, 30, cat="cpu_op"),
         kernel("aten::mm", 50, 150, stream=8, cat="cpu_op"),  # backward runs in a thread of its own
     ]
-    table = kernel_table({"traceEvents": events}, steps=1)
+    step = kernel("ProfilerStep#1", 0, 200, cat="user_annotation")
+    table = kernel_table({"traceEvents": [step, *reversed(events)]}, steps=1)
+    assert table.startswith("1 steps, wall time per step 0.150 ms\n")
     assert ms(table, "aten::linear") == 0.010
     assert ms(table, "aten::addmm") == 0.070
     assert ms(table, "aten::mm") == 0.100

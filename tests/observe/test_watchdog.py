@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 HEAD = """
 import ctypes, sys, time
 from pathlib import Path
@@ -92,11 +94,15 @@ with Watchdog(0.5, log, rank=0) as watchdog:
     assert "in native_code_that_hangs" in done.stderr
 
 
-def test_a_process_without_standard_error_is_ended_too(tmp_path):
+@pytest.mark.parametrize(
+    "lost",
+    ["sys.stderr = sys.__stderr__ = None", "import os; ours, theirs = os.pipe(); os.dup2(theirs, 2); os.close(ours)"],
+)
+def test_a_process_without_standard_error_is_ended_too(tmp_path, lost):
     done, _ = run(
         tmp_path,
-        """
-sys.stderr = sys.__stderr__ = None
+        lost
+        + """
 with Watchdog(0.3, log, rank=0):
     all_reduce_that_hangs(10)
 """,
