@@ -28,7 +28,7 @@ def test_classes_gaps_idle_and_exposed_communication():
         {"ph": "X", "cat": "gpu_user_annotation", "name": "ProfilerStep#1", "ts": start, "dur": 10_000, "tid": 7},
         {"ph": "M", "name": "process_name"},
     ]
-    table = kernel_table({"traceEvents": events}, steps=2)
+    table = kernel_table({"traceEvents": events[::-1]}, steps=2)
     assert table.startswith("2 steps, wall time per step 5.000 ms\n")
     assert ms(table, "  matmul") == 2.0
     assert ms(table, "  communication") == 1.5

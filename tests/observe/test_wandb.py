@@ -49,6 +49,7 @@ def train(folder, mode, first, last, end=FINISH, code=0, **env):
         text=True,
         check=False,
         env={**clean, "HOME": str(folder.parent), "PYTHONPATH": str(Path(__file__).parents[2]), **env},
+        cwd=folder.parent,
         timeout=60,
     )
     assert done.returncode == code, done.stderr
@@ -84,6 +85,9 @@ def produced(folder):
 
 def test_offline_for_real_and_again_after_a_resume(tmp_path):
     folder = tmp_path / "run"
+    who = "-c user.name=me -c user.email=me@example.com"
+    for command in ("init", "remote add origin https://remotesecret/x.git", f"{who} commit --allow-empty -m x"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, capture_output=True)
     assert train(folder, "offline", 1, 6, **SECRETS) == ""
     run_id = (folder / "wandb/run_id").read_text().strip()
     assert train(folder, "offline", 4, 7, **SECRETS) == ""  # resumed from step 3
@@ -108,9 +112,11 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
     assert steps == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
 
     for path in produced(folder):
-        for secret in (*SECRETS.values(), "argvsecret"):
+        for secret in (*SECRETS.values(), "argvsecret", "remotesecret"):
             assert secret.encode() not in path.read_bytes(), f"{secret} in {path}"
         assert path.suffix not in (".patch", ".py"), path
+        assert path.name != "requirements.txt"
+        assert path.suffix != ".wandb" or sys.executable.encode() not in path.read_bytes()
 
 
 def test_online_without_a_server_falls_back_to_offline(tmp_path):
@@ -210,8 +216,8 @@ def run_with(tmp_path, monkeypatch, warned):
     def act(change, mode="offline"):
         (tmp_path / "wandb.py").write_text(STAND_IN + change)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        monkeypatch.setitem(module._END_S, mode, 3.0)
-        monkeypatch.setattr(module, "_INIT_TIMEOUT_S", 0.0)
+        monkeypatch.setitem(module._END_S, mode, 2.0)
+        monkeypatch.setattr(module, "_INIT_TIMEOUT_S", 1.0)
         path = tmp_path / "run/metrics.jsonl"
         metrics = MetricsFile(path, 0)
         config = Config(job=Job(name="x"), metrics=Metrics(wandb=mode))
@@ -247,8 +253,17 @@ def test_what_fails_is_one_warning(run_with, change, said):
     assert run_with(change) == [f"wandb: {said}; {LAST}"]
 
 
-def test_nothing_is_said_where_nothing_fails(run_with):
-    assert run_with("") == []
+SIGNALLED = """
+def init(**_):
+    for number in (1, 2, 10, 15):
+        os.kill(os.getpid(), number)
+    return Run()
+"""
+
+
+@pytest.mark.parametrize("change", ["", SIGNALLED], ids=["as it should", "signals that are for training"])
+def test_nothing_is_said_where_nothing_fails(run_with, change):
+    assert run_with(change) == []
 
 
 def test_where_offline_fails_too_nothing_is_said_to_be_recorded(run_with):

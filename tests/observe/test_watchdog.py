@@ -41,7 +41,7 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path):
         tmp_path,
         """
 status = Status(folder / "status.json")
-with Watchdog(60, log, rank=3, on_timeout=status.failed) as watchdog:
+with Watchdog(60, log, rank=3, on_timeout=lambda error: (time.sleep(0.3), status.failed(error))) as watchdog:
     watchdog.progress(7, "step")
     watchdog.set_timeout(0.5)
     all_reduce_that_hangs()
