@@ -39,8 +39,9 @@ def run(rank, local_rank, folder):
     numbers = {"output_sqnr_db": (24.52, 28.5), "input_saturated": (0.0, 0.001), "weight_flushed": (0.25, 0.5)}
     layers = {f"float8_{name}.layers.{n}.w": value[n] for name, value in numbers.items() for n in (0, 1)}
     console.float8(Float8Row(120, 1, layers))
+    log = (folder / f"rank{rank}.log").read_text()  # while the run goes on, which may be killed
     console.close()
-    return stream.getvalue(), (folder / f"rank{rank}.log").read_text()
+    return stream.getvalue(), log
 
 
 def test_plain_output_is_stable(tmp_path):
@@ -98,8 +99,11 @@ def test_the_compiling_first_step_does_not_spoil_the_estimate(tmp_path):
     console = Console(0, 0, 103, tmp_path, stream)
     for step, seconds in ((1, 300.0), (2, 1.0), (3, 1.0)):
         console.step(replace(ROW, step=step, seconds=seconds))
-    console.close()
     assert stream.getvalue().endswith("eta 0:01:40\n")
+    for step in range(4, 64):
+        console.step(replace(ROW, step=step, seconds=4.0 if step < 44 else 2.0))
+    assert stream.getvalue().endswith("eta 0:01:20\n")  # of the last twenty lines
+    console.close()
 
 
 def test_a_secret_in_a_message_is_not_shown(tmp_path, monkeypatch):
@@ -133,6 +137,13 @@ def test_what_nobody_reads_any_more_does_not_end_a_run(tmp_path, kind):
     log = (tmp_path / "rank0.log").read_text()
     assert log.count("warning: the terminal is lost") == 1
     assert log.endswith(" saved\n")
+
+
+def test_the_terminal_is_standard_output(tmp_path, capsys):
+    console = Console(0, 0, 240, tmp_path)
+    console.notice("saved")
+    console.close()
+    assert capsys.readouterr().out == "saved\n"
 
 
 def test_a_process_without_standard_output_has_its_log(tmp_path, monkeypatch):
