@@ -253,6 +253,12 @@ def test_what_fails_is_one_warning(run_with, change, said):
     assert run_with(change) == [f"wandb: {said}; {LAST}"]
 
 
+def test_what_was_taken_before_a_hang_is_said(run_with):
+    (said,) = run_with("Run.finish = hang")
+    taken = "it took 3 of 3 rows, and may not have sent them all"
+    assert re.fullmatch(rf"wandb: cannot finish \(no end within [23] s\); {taken}; {LAST}", said)
+
+
 SIGNALLED = """
 def init(**_):
     for number in (1, 2, 10, 15):
