@@ -144,9 +144,8 @@ class WandbRun:
         if self._failed:
             return
         self._failed = True
-        taken = f"it took {self._taken} of {self._rows} rows" if self._rows else ""
-        taken += ", and may not have sent them all; " if self._taken else "; " if taken else ""
-        self._say(f"cannot {what} ({_brief(why)}); {taken}metrics.jsonl has every row")
+        taken = f"it took {self._taken} of {self._rows} rows{', and may not have sent them all' * (self._taken > 0)}"
+        self._say(f"cannot {what} ({_brief(why)}); {taken}; metrics.jsonl has every row")
 
     def _say(self, text: str) -> None:
         """Warn, unless the disk that the log is on has no room for it."""
