@@ -163,6 +163,7 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
         console = Console(0, 0, 240, tmp_path, stream)
         console.notice("[red]text in brackets is not markup[/red]")
         console.step(ROW)
+        console.step(ROW)
         console.close()
         os.set_blocking(ours, False)
         chunks = []
@@ -179,6 +180,9 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
     assert step_line(ROW, 240, 120) in plain
     assert "\x1b" not in (tmp_path / "rank0.log").read_text()
     assert "\x1b[?25h" in out  # the cursor is shown again
+    before, _ = out.split("\x1b[?25l")  # which one bar hides, when it comes
+    assert "[/red]" in before
+    assert "loss" not in before
 
 
 def test_a_stream_that_has_not_every_character_ends_no_run(tmp_path):

@@ -109,7 +109,6 @@ class Console:
         """Leave the terminal and the log file in order."""
         if self._bar:
             self._draw(self._bar[0].stop)
-            self._bar = None
         self._file.close()
 
     def _whose(self) -> str:
