@@ -4,6 +4,8 @@ import math
 import os
 import pty
 import re
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -162,8 +164,15 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
     with os.fdopen(theirs, "w") as stream:
         console = Console(0, 0, 240, tmp_path, stream)
         console.notice("[red]text in brackets is not markup[/red]")
+        console.notice("x" * 200)
+        others = sys.stdout, sys.stderr, threading.enumerate()
         console.step(ROW)
         console.step(ROW)
+        assert (
+            sys.stdout,
+            sys.stderr,
+            threading.enumerate(),
+        ) == others  # the bar leaves prints alone, and has no thread
         console.close()
         os.set_blocking(ours, False)
         chunks = []
@@ -178,6 +187,7 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
     assert "[red]text in brackets is not markup[/red]" in out
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
     assert step_line(ROW, 240, 120) in plain
+    assert "x" * 200 in plain
     assert "\x1b" not in (tmp_path / "rank0.log").read_text()
     assert "\x1b[?25h" in out  # the cursor is shown again
     before, _ = out.split("\x1b[?25l")  # which one bar hides, when it comes
