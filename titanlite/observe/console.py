@@ -181,7 +181,7 @@ def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
     Returns:
         The line, in ASCII, without a newline.
     """
-    wait = 100 * row.data_wait_seconds / row.seconds if row.seconds > 0 else 0.0
+    wait = 100 * row.data_wait_seconds / row.seconds
     return "  ".join(
         (
             _progress(row.step, total_steps),
