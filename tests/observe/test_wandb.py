@@ -104,6 +104,7 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
         assert '"lr":0.0003' in config["optimizer"].replace(" ", "")
         axes = {r.metric.name or r.metric.glob_name: r.metric.step_metric for r in seen if r.HasField("metric")}
         assert axes["*"] == "tokens"
+        assert [r.exit.exit_code for r in seen if r.WhichOneof("record_type") == "exit"] == [0]
         rows = [items(r.history) for r in seen if r.WhichOneof("record_type") == "history"]
         assert all("tokens" in row for row in rows)
         assert rows[-1]["validation_loss"] == "2.25"
