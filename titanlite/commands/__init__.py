@@ -56,5 +56,5 @@ def _overview() -> str:
     for name in _COMMANDS:
         source = Path(__file__).with_name(f"{_module(name)}.py").read_text(encoding="utf-8")
         help_text = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
-        lines.append(f"  {name:15}{help_text}")
+        lines.append(f"  {name:14}{help_text}")
     return "\n".join(lines) + "\n"

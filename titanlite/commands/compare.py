@@ -1,4 +1,4 @@
-"""`titanlite compare RUN …`: loss curves in one picture, one table of results, and how the configs differ.
+"""`titanlite compare RUN …`: loss curves in one picture, one table of results, how configs differ.
 
 Reads nothing but run folders (`metrics.jsonl`, `config.toml`, `status.json`), so it works on runs that are still going,
 were copied from elsewhere or were made by another version.

@@ -1,4 +1,4 @@
-"""Write a checkpoint as a folder that Hugging Face's transformers loads: export RUN [--step N] [--out FOLDER]."""
+"""Write a checkpoint as a folder that transformers (Hugging Face) loads: export RUN [--step N]."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""List the recipes, or show one: recipes [KIND [NAME]]; or time them: recipes float8 --measure --config FILE.
+"""List recipes, show one, or time them: recipes [KIND [NAME]], recipes float8 --measure --config FILE.
 
 What is shown is what the loader made of the file: defaults filled in, `extends` resolved. So a recipe that extends
 another can be read here without opening both.

@@ -1,4 +1,4 @@
-"""Try whether a run that is stopped goes on as if it had not been: verify-resume FILE [flags] [--world N].
+"""Try whether a run that is stopped goes on bit for bit: verify-resume FILE [flags] [--world N].
 
 Three short runs of the config on this host: one of 2·K steps in one go, and one that is stopped after K and started
 again. Losses, gradient norms, and all tensors of the last checkpoint must be equal bit for bit. What they left is
