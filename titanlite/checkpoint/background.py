@@ -33,7 +33,7 @@ class Background:
         self._checkpoints = checkpoints
         self._group: Any = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=CHECKPOINT_GROUP)
-        on_gpu = torch.accelerator.is_available()
+        on_gpu = torch.cuda.is_available()
         options = StagingOptions(
             use_pinned_memory=on_gpu,
             use_shared_memory=False,
