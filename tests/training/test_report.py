@@ -5,10 +5,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
+import titanlite.training.report as training_report
 from titanlite import recipes
 from titanlite.config.schema import Config, Metrics, Training
 from titanlite.models.llama3 import Llama3
@@ -16,7 +19,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.status import Status
-from titanlite.training.report import Moment, Outcome, Report
+from titanlite.training.report import InFlight, Moment, Outcome, Report
 
 SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD = torch.device("cpu"), 64, 8, 2
@@ -75,3 +78,59 @@ def test_the_last_step_is_logged_and_what_was_not_training_does_not_count(tmp_pa
     first, last = read_metrics(tmp_path / "metrics.jsonl")
     assert first["step"] == 98
     assert (last["step"], last["seconds"], last["data_wait_seconds"]) == (100, 0.5, 0.125)
+
+
+def test_what_is_logged_is_shown_and_a_look_at_no_layer_is_not(tmp_path: Path) -> None:
+    numbers = {f"float8_{what}.w": 0.0 for what in ("output_sqnr_db", "input_saturated", "input_flushed")}
+    with report(tmp_path, log_freq=2, samples_before=0, start=10) as logged:
+        logged.step(outcome(12, 1.0, 0.0))
+        logged.validation(12, 3.5)
+        for layers in ({}, numbers):
+            logged.float8(12, layers)
+    lines = (tmp_path / "rank0.log").read_text().splitlines()
+    shown = [line.partition("12/100  ")[2].split()[0] for line in lines[1:]]  # the first has the peak
+    assert shown == ["loss", "validation", "float8"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [12, 12, 12]
+
+
+class Event:
+    """A CUDA event."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.timed, self.passed, self.ms = enable_timing, False, 0.0
+
+    def record(self) -> None:
+        self.ms = 1000.0
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.timed
+        assert later.timed
+        return later.ms - self.ms
+
+
+def test_a_moment_is_of_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_report, "time", SimpleNamespace(monotonic=iter([5.0, 5.5, 6.0, 8.0]).__next__))
+    earlier, later = Moment(CPU), Moment(CPU)
+    assert later.seconds_since(earlier) == 0.5
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    earlier, later = (Moment(torch.device("cuda")) for _ in range(2))
+    assert isinstance(earlier._event, Event)
+    assert isinstance(later._event, Event)
+    later.wait()
+    assert later._event.passed
+    earlier._event.ms -= 125
+    assert later.seconds_since(earlier) == 0.125
+
+
+def test_results_are_read_when_the_device_is_done() -> None:
+    class Arrival(At):
+        def wait(self) -> None:
+            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0]))
+
+    result = torch.zeros(4)
+    in_flight = InFlight(11, 1e-3, result, 0.25)
+    in_flight._done = done = Arrival(1.0)
+    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, 0.25, done)
