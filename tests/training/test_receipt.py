@@ -21,10 +21,11 @@ from tests.training.launched import Desk, Ended
 from titanlite import recipes
 from titanlite.config.recipe_schema import SaveRule
 from titanlite.config.schema import Config, Training
-from titanlite.errors import StrictError
+from titanlite.data.shards import Meta
+from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.layers import CausalAttention
-from titanlite.observe.receipt import Receipt
+from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from titanlite.training.build import Run
 
@@ -63,6 +64,20 @@ def test_layout_and_dtypes_are_those_of_the_run(everything: Ended) -> None:
         "applied": {"blocks": 0, "graphs": 0},
         "skipped": [],
     }
+
+
+def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk) -> None:
+    flags = ["--model.name=gpt2", "--model.n_kv_heads=4", "--parallelism.tensor_parallel_degree=2"]
+    entry = desk.run("positions", 2, *flags, "--job.stop_after=1").receipt["tensor_parallel"]
+    assert entry["applied"] == {"layers": 10}
+    assert entry["skipped"] == [{"what": "positions", "why": "annotated to be whole on every rank"}]
+
+
+def test_all_bad_records_are_named_if_they_are_few() -> None:
+    receipt, meta = Receipt(), Meta("x", "bytes", "uint16", (), "", n_bad_records=1, bad_records=("x:2: no",))
+    warning = training_receipt.add_data(receipt, "data.source", meta)
+    assert warning == "data.source = x: 1 bad record skipped (data.max_bad_records):\n      x:2: no"
+    assert receipt.entries[0].skipped == (Skipped("x:2: no", "a bad record"),)
 
 
 def test_bad_records_are_counted_and_the_first_ones_named(desk: Desk) -> None:
@@ -179,6 +194,22 @@ def test_a_float8_filter_that_leaves_nothing_ends_every_rank(desk: Desk) -> None
     said = run.output.partition("--- rank 1")[0]
     assert 'float8.recipe = "tensorwise"' in said
     assert "layers.0.attention.wqkv: float8.filter_fqns has 'o'" in said
+    assert len(run.steps) == 1
+
+
+def test_attention_that_turns_out_to_be_recomputed_without_its_inputs_ends_the_run(desk: Desk) -> None:
+    def plant() -> None:
+        apply = build.apply_activation_checkpoint
+
+        def refused(model, save_list):
+            use = apply(model, save_list)
+            use.refused = RecipeError("attention without its q, k and v")
+            return use
+
+        build.apply_activation_checkpoint = refused
+
+    run = desk.run("refused", 1, plant=plant, ends=2)
+    assert "attention without its q, k and v" in run.output
     assert len(run.steps) == 1
 
 

@@ -23,7 +23,7 @@ from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
-from titanlite.parallel.tensor import ParallelLinear
+from titanlite.parallel.tensor import ParallelLinear, is_replicated
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
 
@@ -78,9 +78,9 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     receipt.add("parallelism", requested, layout, count=dist.get_world_size())
     if run.mesh.tp_size > 1:
         layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, Linear | Embedding)]
-        whole = [Skipped(name, "whole on every rank") for name, m in layers if not hasattr(m, "group")]
+        whole = [Skipped(name, "annotated to be whole on every rank") for name, m in layers if is_replicated(m.weight)]
         key, split = "parallelism.tensor_parallel_degree", len(layers) - len(whole)
-        receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": split}, count=split, missed=whole, key=key)
+        receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": split}, count=split, skipped=whole, key=key)
 
     if config.parallelism.async_tensor_parallel:
         _add_async_tensor_parallel(run, receipt)
