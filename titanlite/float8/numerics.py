@@ -42,9 +42,10 @@ class _Look:
             the exact result and of the noise.
     """
 
+    sums: Tensor
+
     def __init__(self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         self.matmul, self.parameter, self.mesh = matmul, parameter, mesh
-        self.sums = torch.zeros(8, dtype=torch.float64)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
