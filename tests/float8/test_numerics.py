@@ -28,6 +28,7 @@ LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2
 LAYOUTS = {
     "one process": (1, []),
     "FSDP 2": (2, []),
+    "HSDP 2 × 2": (4, ["--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "4"]),
     "FSDP 2 × TP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
     "TP 2, async": (
         2,
@@ -45,6 +46,7 @@ def look(run: Run) -> dict[str, float]:
     ("recipe", "layout"),
     [
         ("tensorwise", "one process"),
+        ("tensorwise", "HSDP 2 × 2"),
         ("tensorwise", "FSDP 2 × TP 2"),
         ("rowwise", "TP 2, async"),
         *slow(("tensorwise", "FSDP 2"), ("tensorwise", "TP 2, async"), ("rowwise", "FSDP 2")),

@@ -141,7 +141,10 @@ def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
     assert list(matches) == BALANCED
     # In a micro-step of 2 blocks: attention once each, 2 gathers and 2 scatters, wqkv and w13.
     assert list(matches.values()) == [2, 8, 4]
-    assert list(entry["applied"]["predicted_mib_per_layer"]) == BALANCED
+    # Of 64 tokens, 2 bytes each: 64 wide and 2 statistics of 4 bytes; 2 gathered, 2 scattered, 128 wide; 128 and 256.
+    kib = (64 * 2 + 2 * 4) / 16, 2 * 16 + 2 * 8, 16 + 32
+    of_rules = entry["applied"]["predicted_mib_per_layer"]
+    assert list(of_rules.items()) == [(rule, round(n / 1024, 3)) for rule, n in zip(BALANCED, kib, strict=True)]
     assert entry["skipped"] == []
 
 
