@@ -35,13 +35,28 @@ def test_what_one_rank_cannot_none_does(tmp_path):
             assert agree("op", group, "8×6", f"6×{3 - rank}", None) == "6×3 on rank 0 and 6×2 on rank 1"
             assert agree("op", group, "8×7", "7×3", "no kernel" if rank else None) == "no kernel"
             assert agree("op", group, "8×8", f"8×{rank}", None if rank else NOTHING) == NOTHING
+            assert agree("op", group, "8×9", f"9×{rank}", "strides" if rank else NOTHING) == "strides"  # is a miss
+
+    run_ranks(body, tmp_path)
+
+
+def test_nobody_is_asked_while_a_graph_is_captured(tmp_path, monkeypatch):
+    capturing = iter([True, False])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
+
+    def body() -> None:
+        group, own = dist.group.WORLD.group_name, "no kernel" if dist.get_rank() else None  # type: ignore[union-attr]
+        assert agree("op", group, "8×6", "6×3", own) == own
+        assert agree("op", group, "8×6", "6×3", own) == "no kernel"
 
     run_ranks(body, tmp_path)
 
 
 def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypatch):
     # Strides, biases and the last shard's length differ between ranks, and one that compares alone would wait forever.
-    calls = count()
+    calls, said = count(), []
+    monkeypatch.setattr(lowering._logger, "warning", lambda text, *args: said.append(text % args))
     real = dist.all_gather_object
     monkeypatch.setattr(dist, "all_gather_object", lambda *args, **given: (next(calls), real(*args, **given)))
     monkeypatch.setattr(lowering, "no_peer_access", lambda group: "no GPU")
@@ -68,6 +83,10 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
             out = lowering.matmul_reduce_scatter([left], [right], 0, group, None, none, none, None, False)
             assert torch.equal(out, torch.full((4, 2), 13.0))
         assert next(calls) == 4 + 1 + 2
+        # One rank says of each new call that it is not fused; all of the 4 × 2 + 2 are counted.
+        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+            assert sum(n for row, n in lowered.items() if row.op == op) == 10
+        assert said == ([] if rank else [f"{row.op} of {row.shapes} is not fused: no GPU" for row in lowered])
         unequal = torch.zeros(6, 7 - 2 * rank)
         with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×5 scattered"):
             lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
@@ -86,6 +105,7 @@ def test_a_deadline_holds_for_groups_that_come_later(monkeypatch):
 def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
+    monkeypatch.delattr(lowering, "_logger")  # and nothing is said
 
     def body() -> None:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]

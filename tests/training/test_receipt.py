@@ -5,6 +5,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,6 +113,27 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
     )
     assert training_receipt._attention_backend(cast(Run, run)) == "cudnn_attention, math"
     assert asked == [((2, 4, 96, 32), (2, 2, 96, 32))]  # those with a window have a kernel of their own, on GPUs
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "dtype", "skipped", "refused"),
+    [
+        ("flash_attention", "cuda", "bfloat16", 0, False),
+        ("cudnn_attention, math", "cuda", "bfloat16", 0, True),
+        ("math", "cuda", "float32", 1, False),
+        ("math", "cpu", "float32", 0, False),
+    ],
+)
+def test_attention_without_a_kernel_ends_a_run_on_gpus(
+    backend: str, device: str, dtype: str, skipped: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_receipt, "_attention_backend", lambda run: backend)
+    config = Config(training=Training(mixed_precision_param=dtype))
+    run, receipt = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device(device))), Receipt()
+    training_receipt._add_attention(cast(Run, run), 2, receipt)
+    assert len(receipt.entries[0].skipped) == skipped
+    with pytest.raises(StrictError, match="applied nowhere") if refused else nullcontext():
+        receipt.enforce(True, print)
 
 
 def test_gradients_may_be_reduced_in_the_dtype_of_compute(desk: Desk) -> None:
@@ -223,6 +245,7 @@ def test_compute_in_another_dtype_than_asked_for_ends_the_run(desk: Desk) -> Non
         build.apply_fsdp = lambda model, config, mesh: apply(model, full, mesh)
 
     run = desk.run("dtype", 1, "--training.mixed_precision_param=bfloat16", plant=plant, ends=2)
+    assert "all 4 eligible cases; 1 were missed" in run.output
     assert "training.mixed_precision_param: compute in float32, not in bfloat16" in run.output
 
 
