@@ -78,7 +78,7 @@ def differentiate(
         name: of the operator.
         on_gpus: as it was defined with.
         tensors: its arguments → all tensors among them. What is left out counts as a constant.
-        save: (ctx, arguments, results), results in a list; writes down what backward needs.
+        save: (ctx, arguments, results), results as the operator has them; writes down what backward needs.
         backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
     """
     op = getattr(torch.ops.titanlite, name).default
@@ -93,7 +93,7 @@ def differentiate(
     def run(ctx: Any, keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...], *own: Tensor) -> Any:
         results = below(keys, arguments)
         ctx.needs = ctx.needs_input_grad[2:]
-        save(ctx, arguments, results if type(results) is list else [results])
+        save(ctx, arguments, results)
         return tuple(results) if type(results) is list else results
 
     def back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
