@@ -9,6 +9,7 @@ The learning rate is below that of `configs/debug.toml`: at 2e-3, with batches a
 edge of stability, and layouts that agree to 1e-7 in every gradient are 1e-5 apart by step 18.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.training.short_run import STEPS, Trained, train
+from tests.ranks import run_ranks
+from tests.training.short_run import STEPS, Trained, assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.kernels import collectives, cross_entropy
 from titanlite.training import step as train_step_file
@@ -80,6 +82,34 @@ def test_layout_trains_as_one_process(layout, one_process, tmp_path):
     assert_same_weights(got, one_process)
     assert_same_gradients(got, one_process)
     assert_same_losses(got, one_process)
+
+
+def test_what_a_model_draws_is_of_its_data_parallel_rank_and_in_every_run_the_same(tmp_path):
+    asked = checked(tmp_path, 4, TP_2)
+
+    def body() -> None:
+        own, said = (assemble(asked).mesh.dp_rank, torch.rand(3).tolist()), [None] * 4
+        dist.all_gather_object(said, own)
+        of_data_parallel_rank = dict(said)
+        assert said == [(rank, of_data_parallel_rank[rank]) for rank, _ in said]
+        assert of_data_parallel_rank[0] != of_data_parallel_rank[1]
+        assemble(asked)
+        assert torch.rand(3).tolist() == own[1]
+
+    run_ranks(body, tmp_path, 4)
+
+
+def test_torch_is_told_to_be_deterministic(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    asked = [checked(tmp_path, 1, flags) for flags in ([], ["--training.deterministic"])]
+
+    def body() -> None:
+        for wanted in (False, True):
+            take_steps(assemble(asked[wanted]), 1)
+            assert torch.are_deterministic_algorithms_enabled() == wanted
+            assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
+
+    run_ranks(body, tmp_path, 1)
 
 
 def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path) -> None:
