@@ -50,6 +50,16 @@ def test_one_of_each_kind_and_of_its_kind_the_one_that_keeps_most() -> None:
     ]
 
 
+def test_what_frees_nothing_is_not_proposed_and_kinds_stay_together() -> None:
+    run = checked("--activation_checkpoint.recipe", "none", "--training.local_batch_size", "1", world=1)
+    assert run.save_list is not None
+    limit = peak(run, world=1)  # the list that the run has would fit, and frees nothing
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 1, run.save_list, limit)
+    assert all(override.frees > 0 for override in found)
+    keys = [override.flag.split()[0] for override in found]
+    assert keys == ["--activation_checkpoint.recipe"] * 2 + ["--parallelism.fsdp_reshard_after_forward"]
+
+
 def test_a_batch_that_the_global_batch_cannot_be_made_of_is_not_proposed() -> None:
     """Three sequences a step over three ranks: one at a time on each."""
     run = checked("--training.local_batch_size", "3", "--training.global_batch_size", "12")

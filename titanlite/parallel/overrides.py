@@ -103,7 +103,7 @@ def overrides_that_fit(
             for first in (*_layouts(config, save_list, sequences), *_batches(config, save_list))
             for second in (*_save_lists(first.config, save_list), *_batches(first.config, save_list))
         )
-    kinds = [kind for kind in (lists, layouts, batches) if kind]
+    kinds = lists, layouts, batches
     return sorted(
         [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN],
         key=lambda override: next(i for i, kind in enumerate(kinds) if override in kind),
