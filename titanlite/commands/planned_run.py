@@ -86,7 +86,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
         in_float8 = gathered_in_float8(model)
     repeated, unknown = _repeated(checked, predicted)
     of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, micro_steps)
-    of_tokens += of_loss(each, mesh.tensor_parallel_degree, micro_steps)
+    of_tokens.append(of_loss(each, mesh.tensor_parallel_degree, micro_steps))
     others, notes = _traffic(checked, world, -(-whole_gradients(sharding) // shards))
     notes = (*unknown, *notes)
     return PlannedRun(tokens, micro_steps, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)

@@ -154,18 +154,16 @@ def _scaled_as_a_whole(memory: MemoryModel) -> int:
     return sizes.n_layers * of_block + (layout.is_own(HEAD) and not sizes.tied_embeddings)
 
 
-def of_loss(tokens: int, ranks: int, micro_steps: int) -> list[Traffic]:
-    """The collective of the loss, if its vocabulary is split.
+def of_loss(tokens: int, ranks: int, micro_steps: int) -> Traffic:
+    """The collective of a loss whose vocabulary is split.
 
     Args:
         tokens: M of a micro-step.
-        ranks: tensor-parallel ones.
+        ranks: tensor-parallel ones, two or more.
         micro_steps: of a step.
     """
     shape, moves = (ranks, 2, tokens), "statistics"
-    return [Traffic("all_gather", "forward", "loss", shape, moves, ranks, 8 * ranks * tokens, micro_steps)] * (
-        ranks > 1
-    )
+    return Traffic("all_gather", "forward", "loss", shape, moves, ranks, 8 * ranks * tokens, micro_steps)
 
 
 def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic]:
