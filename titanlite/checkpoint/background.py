@@ -5,18 +5,18 @@ as much as its share of weights and moments. The thread has a process group of i
 threads in one group would meet in any order. A checkpoint is published as any other, so one that is cut off is absent.
 """
 
-# torch's annotations are partial.
-# pyright: reportUnknownMemberType=false
+# torch's annotations are partial, and how a DTensor is laid out is private there.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportArgumentType=false, reportCallIssue=false
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.parallel.process_group import CHECKPOINT_GROUP
@@ -33,14 +33,7 @@ class Background:
         self._checkpoints = checkpoints
         self._group: Any = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=CHECKPOINT_GROUP)
-        on_gpu = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=on_gpu,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=on_gpu,
-        )
-        self._stager = DefaultStager(options)
+        self._copies: dict[str, Tensor] = {}
         self._writing: Future[Path] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -48,8 +41,19 @@ class Background:
 
         The tensors may change as soon as this returns, the state may not.
         """
-        staged = cast(dict[str, Tensor], self._stager.stage(dict(tensors)))
+        staged = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._writing = self._thread.submit(self._checkpoints.save, step, staged, state, self._group)
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Begin to copy a tensor to the host, in the layout that it has."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name not in self._copies:
+            self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copy = self._copies[name].copy_(local, non_blocking=True)
+        # Not from_local, which would move it back to the mesh's device.
+        return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
     @property
     def has_failed(self) -> bool:
