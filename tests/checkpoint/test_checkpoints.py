@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from tests.checkpoint.layouts import check, plain, sharded
 from tests.ranks import run_ranks
+from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.checkpoint.publish import MANIFEST, complete_steps, remove_stale, step_folder, verify
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import CheckpointError, DataError
 
+NO_GPU = not torch.cuda.is_available()
 STATE = {"data": {"epoch": 1, "sample": 640}, "tokens": 10**12, "note": "ü", "lr": 0.1}
 
 
@@ -265,7 +268,7 @@ def test_a_state_that_is_not_json_is_a_bug_with_a_traceback(tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(NO_GPU, reason="no CUDA device")
 def test_cuda_tensors_and_random_state(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0, device="cuda"), "b": torch.ones(7, dtype=torch.bfloat16, device="cuda")}
     run = Checkpoints(tmp_path, keep=1)
@@ -276,6 +279,32 @@ def test_cuda_tensors_and_random_state(tmp_path: Path) -> None:
     restore_rng(target)
     assert torch.equal(torch.rand(3, device="cuda"), expected)
     assert all(torch.equal(target[name], t) for name, t in state.items())
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NO_GPU, reason="no CUDA device")])],
+)
+def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_path: Path, device: str) -> None:
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoints = Checkpoints(tmp_path, keep=0)
+        background = Background(checkpoints)
+        mesh = init_device_mesh(device, (1,))
+        plain = torch.arange(1e6, device=device)
+        state = {"plain": plain, "laid out": DTensor.from_local(plain + 0.5, mesh, [Shard(0)])}
+        for step in (1, 2):  # the second into the memory of the first
+            before = {name: t.clone() for name, t in state.items()}
+            background.save(step, state, {})
+            for t in state.values():
+                t.add_(1)
+            assert background.wait() == step_folder(tmp_path, step)
+            found = {name: torch.zeros_like(t) for name, t in state.items()}
+            checkpoints.load(step, found)
+            assert all(torch.equal(found[name], t) for name, t in before.items())
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("seed", range(4))
