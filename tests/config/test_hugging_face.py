@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.hugging_face import LAYOUTS, check_initial_load_path, config_json, weight_files
+from titanlite.config.hugging_face import LAYOUTS, _dimensions_of, check_initial_load_path, config_json, weight_files
 from titanlite.config.problems import Origin
 from titanlite.config.schema import Checkpoint, Config, Model
 from titanlite.errors import ConfigError
@@ -62,6 +62,83 @@ def test_both_forms_of_two_kinds_of_layers(tmp_path: Path) -> None:
         check(folder(2e6, 1e4), "gemma3", "1B")
     with pytest.raises(ConfigError, match="rope_local_base_freq = 10000"):
         check(folder(1e6, 1e5), "gemma3", "1B")
+
+
+LEFT_OUT = {
+    "llama3-8B": "rope_theta = 500000.0 (it says 10000.0), rms_norm_eps = 1e-05 (it says 1e-06)",
+    "qwen3-0.6B": "rope_theta = 1000000.0 (it says 10000.0), tie_word_embeddings = True (it says False)",
+    "gemma3-1B": "sliding_window = 512 (it says 4096)",
+    "gpt2-124M": "",
+}
+
+
+@pytest.mark.parametrize("size", LEFT_OUT)
+def test_what_a_folder_leaves_out_is_what_transformers_takes(size: str, tmp_path: Path) -> None:
+    name, flavor = size.split("-")
+    keys = {"rope_theta", "rms_norm_eps", "tie_word_embeddings", "sliding_window", "layer_norm_epsilon", "rope_scaling"}
+    folder = make_folder(tmp_path, name, flavor, **dict.fromkeys(keys, ...))
+    said = json.loads((folder / "config.json").read_text())
+    assert not keys & said.keys()
+    if not LEFT_OUT[size]:
+        check(folder, name, flavor)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(folder, name, flavor)
+    for words in LEFT_OUT[size].split(", "):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    layout = LAYOUTS[name]
+    transformers.AutoConfig.for_model(layout.model_type).to_json_file(tmp_path / "config.json", use_diff=False)
+    theirs = _dimensions_of(tmp_path / "config.json")
+    assert {key: theirs.get(key) for key in layout.unsaid} == layout.unsaid
+
+
+@pytest.mark.parametrize(
+    ("size", "key", "value"),
+    [
+        ("llama3-1B", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("qwen3-0.6B", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3-0.6B", "quantization_config", {"quant_method": "fp8"}),
+        ("gemma3-1B", "rope_scaling", {"rope_type": "linear", "factor": 8.0}),
+        ("gemma3-1B", "final_logit_softcapping", 30.0),
+        ("gemma3-1B", "attn_logit_softcapping", 50.0),
+        ("gemma3-1B", "use_bidirectional_attention", True),
+        ("gpt2-124M", "scale_attn_weights", False),
+        ("gpt2-124M", "scale_attn_by_inverse_layer_idx", True),
+    ],
+)
+def test_what_no_dimension_of_ours_says_is_refused(size: str, key: str, value: object, tmp_path: Path) -> None:
+    name, flavor = size.split("-")
+    with pytest.raises(ConfigError, match=rf"of this config's model: {key} = .* \(it says"):
+        check(make_folder(tmp_path, name, flavor, **{key: value}), name, flavor)
+
+
+def test_scaling_under_its_former_key_too(tmp_path: Path) -> None:
+    llama3 = config_json(LAYOUTS["llama3"], load("model", "llama3-8B"), 8192, "bfloat16", 0)["rope_scaling"]
+    check(make_folder(tmp_path, rope_scaling=llama3 | {"type": "llama3"}))
+    scaled = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    for full, local in ((scaled, {}), ({}, scaled)):
+        new = {"full_attention": {"rope_theta": 1e6} | full, "sliding_attention": local | {"rope_theta": 1e4}}
+        with pytest.raises(ConfigError, match=r"rope_scaling = None \(it says \{'rope_type': 'linear'"):
+            check(make_folder(tmp_path, "gemma3", "1B", rope_theta=..., rope_parameters=new), "gemma3", "1B")
+
+
+def test_every_how_many_layers_attend_to_all_is_said_in_either_form(tmp_path: Path) -> None:
+    def folder(**over: object) -> Path:
+        return make_folder(tmp_path, "gemma3", "1B", **over)
+
+    check(folder(sliding_window_pattern=...), "gemma3", "1B")
+    check(folder(layer_types=...), "gemma3", "1B")
+    check(folder(layer_types=..., sliding_window_pattern=...), "gemma3", "1B")  # every sixth, as here
+    with pytest.raises(ConfigError, match=r"sliding_window_pattern = 6 \(it says 3\)"):
+        check(folder(layer_types=..., sliding_window_pattern=3), "gemma3", "1B")
+    with pytest.raises(ConfigError, match=r"layer_types = "):
+        check(folder(layer_types=["full_attention"] * 26), "gemma3", "1B")
 
 
 def test_what_a_folder_does_not_say_is_left_to_its_weights(tmp_path: Path) -> None:

@@ -105,6 +105,39 @@ def _gpt2(sizes: ModelRecipe) -> dict[str, Any]:
     }
 
 
+# What a config.json means that leaves a key out, where no weight's shape tells.
+_UNSAID = {
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "quantization_config": None,
+}
+_LLAMA3_UNSAID = _UNSAID | {"hidden_act": "silu", "mlp_bias": False, "num_attention_heads": 32}
+_QWEN3_UNSAID = _UNSAID | {"hidden_act": "silu", "use_sliding_window": False}
+_GEMMA3_UNSAID = _UNSAID | {
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "use_bidirectional_attention": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+_GPT2_UNSAID = {
+    "n_head": 12,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "quantization_config": None,
+}
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one architecture lies there.
@@ -114,6 +147,7 @@ class Layout:
         model_type: likewise.
         names: from a layer of ours, its weights taken apart, to theirs; what shares a name is joined by rows.
         dimensions: from the model's to its own keys of config.json.
+        unsaid: what a config.json means that leaves keys out. What is not of `dimensions` cannot be otherwise here.
         groups_heads: several query heads may share a key/value head.
         is_transposed: linear layers of blocks have their matrices as [K, N].
         norm_offset: what norms add to their weight.
@@ -123,16 +157,17 @@ class Layout:
     model_type: str
     names: Mapping[str, str]
     dimensions: Callable[[ModelRecipe], dict[str, Any]]
+    unsaid: Mapping[str, Any]
     groups_heads: bool = True
     is_transposed: bool = False
     norm_offset: float = 0.0
 
 
 LAYOUTS = {
-    "llama3": Layout("LlamaForCausalLM", "llama", _ROTARY, _llama3),
-    "qwen3": Layout("Qwen3ForCausalLM", "qwen3", _ROTARY, _qwen3),
-    "gemma3": Layout("Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _gemma3, norm_offset=1.0),
-    "gpt2": Layout("GPT2LMHeadModel", "gpt2", _GPT2, _gpt2, groups_heads=False, is_transposed=True),
+    "llama3": Layout("LlamaForCausalLM", "llama", _ROTARY, _llama3, _LLAMA3_UNSAID),
+    "qwen3": Layout("Qwen3ForCausalLM", "qwen3", _ROTARY, _qwen3, _QWEN3_UNSAID),
+    "gemma3": Layout("Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _gemma3, _GEMMA3_UNSAID, norm_offset=1.0),
+    "gpt2": Layout("GPT2LMHeadModel", "gpt2", _GPT2, _gpt2, _GPT2_UNSAID, groups_heads=False, is_transposed=True),
 }
 
 
@@ -176,10 +211,11 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
         problems.add("model.file", show(config.model.file), want, f"remove it, or {key}")
         problems.raise_all()
     layout, folder = LAYOUTS[config.model.name], Path(path).expanduser()
-    ours = {"model_type": layout.model_type, "vocab_size": sizes.vocab_size, **layout.dimensions(sizes)}
+    ours = {"model_type": layout.model_type, "vocab_size": sizes.vocab_size, **layout.unsaid}
+    ours |= layout.dimensions(sizes)
     ours["tie_word_embeddings"] = sizes.tied_embeddings
     try:
-        theirs, files = _dimensions_of(folder / "config.json"), weight_files(folder)
+        theirs, files = {**layout.unsaid, **_dimensions_of(folder / "config.json")}, weight_files(folder)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
         is_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
@@ -213,16 +249,27 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _dimensions_of(file: Path) -> dict[str, Any]:
-    """What a config.json says: without what is null, and rotary positions as it said them before transformers 5."""
+    """What a config.json says: without what is null, and in one of the forms that transformers has had."""
     said = cast(dict[str, Any], json.loads(file.read_bytes()))
     theirs = {name: value for name, value in said.items() if value is not None}
-    rope = dict(cast(dict[str, Any], theirs.pop("rope_parameters", {})))
-    if "full_attention" in rope:  # one for each kind of layer
-        theirs["rope_theta"] = rope["full_attention"]["rope_theta"]
-        theirs["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
-    elif rope:
-        theirs["rope_theta"] = rope.pop("rope_theta")
-        theirs["rope_scaling"] = rope
-    scaling = cast(dict[str, Any], theirs.get("rope_scaling", {}))
-    theirs["rope_scaling"] = scaling if scaling.get("rope_type", "default") != "default" else None
+    rope = cast(dict[str, Any], theirs.pop("rope_parameters", {}))
+    kinds = [rope]
+    if "full_attention" in rope:  # those of each kind of layer
+        kinds = cast(list[dict[str, Any]], [rope["full_attention"], rope["sliding_attention"]])
+    for key, kind in zip(("rope_theta", "rope_local_base_freq"), kinds, strict=False):
+        if "rope_theta" in kind:
+            theirs[key] = kind["rope_theta"]
+    scalings = map(_scaling, (cast(dict[str, Any], theirs.get("rope_scaling", {})), *kinds))
+    theirs["rope_scaling"] = next(filter(None, scalings), None)
+    if "layer_types" in theirs:
+        theirs.pop("sliding_window_pattern", None)
+    else:
+        theirs.setdefault("sliding_window_pattern", 6)
     return theirs
+
+
+def _scaling(said: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How rotary positions are scaled; None if they are not."""
+    kind = said.get("rope_type", said.get("type", "default"))
+    scaling = {name: value for name, value in said.items() if name not in ("rope_theta", "type")}
+    return None if kind == "default" else {**scaling, "rope_type": kind}
