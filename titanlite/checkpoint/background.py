@@ -10,6 +10,7 @@ threads in one group would meet in any order. A checkpoint is published as any o
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,14 @@ class Background:
 
     Args:
         checkpoints: of the run.
+        timeout_s: how long ranks may wait for one that writes.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self, checkpoints: Checkpoints, timeout_s: float) -> None:
         self._checkpoints = checkpoints
-        self._group: Any = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=CHECKPOINT_GROUP)
+        limit = timedelta(seconds=timeout_s)
+        self._group: Any = dist.new_group(backend="gloo", timeout=limit, group_desc=CHECKPOINT_GROUP)
+        self._thread = ThreadPoolExecutor(1, CHECKPOINT_GROUP)
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[Path] | None = None
 

@@ -127,7 +127,9 @@ class _Writer(dcp.FileSystemWriter):
     """DCP's writer, without the absolute path in `.metadata`, and with the operating system's reason for a failure."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=True, thread_count=1, overwrite=False)
+        # Copying ahead from a GPU waits for all that it has to do, tensors on the host included: beside training,
+        # for a step in every 10 MB. To memory that is not pinned nothing is copied ahead anyway.
+        super().__init__(folder, sync_files=True, thread_count=1, overwrite=False, per_thread_copy_ahead=0)
         self.folder = folder
 
     def storage_meta(self) -> None:
@@ -250,9 +252,11 @@ def _check_same(
 def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
     """Turn DCP's exception, which `except Exception` does not catch, into ours; it is the same on all ranks."""
     try:
+        if dist.is_initialized():  # perhaps in a thread, and filters of warnings are those of all threads
+            yield
+            return
         with warnings.catch_warnings():
-            if not dist.is_initialized():  # one process is meant
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             yield
     except CheckpointException as e:
         ours = [str(cause) for cause, _ in e.failures.values() if isinstance(cause, CheckpointError)]

@@ -157,7 +157,7 @@ def _train(
     stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
-        background = Background(checkpoints)
+        background = Background(checkpoints, config.comm.init_timeout_seconds)
     loop = Loop(run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, data)
     with explained(config, sizes, float8, run.save_list, device):
         if validates_first:

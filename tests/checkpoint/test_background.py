@@ -1,0 +1,55 @@
+"""Beside training: what a thread that writes must not share with it."""
+
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from titanlite.checkpoint import store
+from titanlite.checkpoint.background import Background
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.parallel.process_group import CHECKPOINT_GROUP, limit_collectives
+
+
+def test_the_limit_of_steps_is_not_that_of_writing(tmp_path: Path) -> None:
+    def body() -> None:
+        Background(Checkpoints(tmp_path, keep=0), 7000)
+        limit_collectives(5)
+        limits = {
+            group.group_desc: group._get_backend(torch.device("cpu")).options._timeout
+            for group in dist.distributed_c10d._world.pg_map
+        }
+        assert limits.pop(CHECKPOINT_GROUP) == timedelta(seconds=7000)
+        assert set(limits.values()) == {timedelta(seconds=5)}
+
+    run_ranks(body, tmp_path)
+
+
+def test_filters_of_warnings_are_left_alone(tmp_path: Path) -> None:
+    def body() -> None:
+        filters, save = warnings.filters, store.dcp.save
+
+        def looks(*args: object, **kwargs: object) -> object:
+            assert warnings.filters is filters
+            return save(*args, **kwargs)  # type: ignore[arg-type]
+
+        store.dcp.save = looks  # type: ignore[assignment]
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=0)
+        background = Background(checkpoints, 30)
+        background.save(1, {"a": torch.ones(3)}, {})
+        assert background.wait() == tmp_path / "checkpoints/step-00000001"
+
+    run_ranks(body, tmp_path)
+
+
+def test_writing_does_not_wait_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits() -> None:
+        raise AssertionError("for all that was asked of the GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", waits)
+    store.write(tmp_path, {"a": torch.ones(3)})
