@@ -71,6 +71,9 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     assert hints("--data.tokenizer", str(folder / "tokenizer.json")) == ()
     (tmp_path / "ids.bin").write_bytes(bytes(10_000))
     assert hints("--data.source", str(tmp_path / "ids.bin")) == ()
+    for content, n in (({"model": {"vocab": dict.fromkeys(map(str, range(256)))}}, 0), ({}, 1), ("no tokenizer", 1)):
+        (folder / "tokenizer.json").write_text(json.dumps(content))  # of bytes; and what this run does not need
+        assert len(hints()) == n
     (folder / "tokenizer.json").unlink()
     assert hints() == ()
 

@@ -6,6 +6,7 @@ whether torch has the single operations that a save-list names and, where shapes
 the layers and parameters of an architecture of the user's own (`model.file`).
 """
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs
 from titanlite.data.sources import resolve
-from titanlite.data.tokenizer import ByteTokenizer, load
+from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, describe
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
@@ -123,11 +124,14 @@ def _other_tokenizer(config: Config) -> tuple[str, ...]:
         return ()
     if resolve(config.data.source, "data.source").kind == "tokens" or _resumes(config):
         return ()
-    ours = Path(config.data.tokenizer).expanduser()
-    if config.data.tokenizer == "bytes":
-        is_same = load(str(theirs)).vocab_size == ByteTokenizer.vocab_size
-    else:
-        is_same = ours.read_bytes() == theirs.read_bytes()
+    try:
+        content = theirs.read_bytes()
+        if config.data.tokenizer == "bytes":
+            is_same = len(json.loads(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
+        else:
+            is_same = Path(config.data.tokenizer).expanduser().read_bytes() == content
+    except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
+        is_same = False
     why = f"is not {theirs}, by whose ids the weights of checkpoint.initial_load_path know text"
     return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
 
