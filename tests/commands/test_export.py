@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import titanlite.checkpoint.hugging_face
+import titanlite.checkpoint.publish
+import titanlite.commands.export
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run
 from titanlite.config.recipe_schema import ModelRecipe
@@ -120,6 +123,8 @@ def test_the_tokenizer_of_the_run_goes_along(tmp_path: Path) -> None:
         run([str(made.path), "--out", str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()
     moved = theirs.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"(?s)it is not there, seen from .*fix:  --tokenizer with the path"):
+        run([str(made.path), "--out", str(tmp_path / "other")])
     (moved / "tokenizer_config.json").unlink()
     assert run([str(made.path), "--out", str(tmp_path / "two"), "--tokenizer", str(moved / "tokenizer.json")]) == 0
 
@@ -177,6 +182,65 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: P
     damaged = made.checkpoints / "step-00000010/__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="another SHA-256"):
+        run([str(made.path), "--out", str(tmp_path / "out")])
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_folder_of_the_name_that_is_written_first_stays(tmp_path: Path) -> None:
+    made, _ = make_run(tmp_path)
+    mine = tmp_path / "out.tmp"
+    mine.mkdir()
+    (mine / "file").touch()
+    with pytest.raises(CheckpointError, match=f"want: no {mine}, where an export writes first"):
+        run([str(made.path), "--out", str(tmp_path / "out")])
+    assert (mine / "file").exists()
+    shutil.rmtree(mine)
+    verify = titanlite.commands.export.publish.verify
+
+    def meanwhile(*args: object, **kwargs: object) -> None:
+        mine.mkdir(exist_ok=True)
+        verify(*args, **kwargs)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(titanlite.commands.export.publish, "verify", meanwhile)
+        with pytest.raises(CheckpointError, match=r"File exists: .*out\.tmp"):
+            run([str(made.path), "--out", str(tmp_path / "out")])
+    assert mine.exists()
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    made, _ = make_run(tmp_path)
+    monkeypatch.setattr(titanlite.checkpoint.hugging_face, "save_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run([str(made.path), "--out", str(tmp_path / "out")])
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    made, _ = make_run(tmp_path)
+    monkeypatch.setattr(titanlite.checkpoint.publish, "_sha256", denied)
+    with pytest.raises(CheckpointError, match=r"(?s)Permission denied: .*step-00000010.*want: files that can be read"):
+        run([str(made.path)])
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = titanlite.checkpoint.hugging_face._write_json
+
+    def then_full(path: Path, content: dict[str, object]) -> None:
+        write(path, content)
+        path.with_name("tokenizer.json").symlink_to("/dev/full")
+
+    made, _ = make_run(tmp_path)
+    monkeypatch.setattr(titanlite.checkpoint.hugging_face, "_write_json", then_full)
+    with pytest.raises(CheckpointError, match=r"--out = .* No space left on device"):
         run([str(made.path), "--out", str(tmp_path / "out")])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 

@@ -74,21 +74,24 @@ def export(
     end = tokenizer.separator_id if tokenizer else None
     tmp = out.with_name(f"{out.name}.tmp")
     try:
-        shutil.rmtree(tmp, ignore_errors=True)  # of an earlier attempt that was killed
         tmp.mkdir(parents=True)
-        n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
-        if shutil.disk_usage(tmp).free < 1.01 * n_bytes:
-            raise OSError(f"needs {n_bytes / 2**30:.3g} GiB, {shutil.disk_usage(tmp).free / 2**30:.3g} GiB are free")
-        _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, str(dtype).removeprefix("torch."), end))
-        if tokenizer is not None:
-            _write_tokenizer(tmp, tokenizer, seq_len)
-        _write_weights(tmp, checkpoint, config.model.name, model, dtype, say)
-        tmp.rename(out)
+        try:
+            n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+            free = shutil.disk_usage(tmp).free
+            if free < 1.01 * n_bytes:
+                raise OSError(f"needs {n_bytes / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
+            said = config_json(layout, sizes, seq_len, str(dtype).removeprefix("torch."), end)
+            _write_json(tmp / "config.json", said)
+            if tokenizer is not None:
+                _write_tokenizer(tmp, tokenizer, seq_len)
+            _write_weights(tmp, checkpoint, config.model.name, model, dtype, say)
+            tmp.rename(out)
+        except BaseException:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise
     except (OSError, SafetensorError) as error:
         problem = Problem("--out", f"{out} ({error})", "a folder that can be written, with room", "name another")
         raise CheckpointError(describe("titanlite export", [problem])) from error
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
@@ -231,7 +234,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
         each = {f"<0x{byte:02X}>": byte for byte in range(256)}
         whole = tokenizers.Tokenizer(models.BPE(vocab=each, merges=[], byte_fallback=True))
         whole.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        whole.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_text(whole.to_str(pretty=True), encoding="utf-8")  # save hides OSErrors
     if not (folder / "tokenizer_config.json").exists():
         end = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(tokenizer.separator_id)
         kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": seq_len}

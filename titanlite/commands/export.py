@@ -103,8 +103,12 @@ def _step(root: Path, asked: int | None) -> int:
 def _verify(checkpoint: Path) -> None:
     """Hash the files side by side."""
     shares = os.cpu_count() or 1
-    with ThreadPoolExecutor(shares) as pool:
-        list(pool.map(lambda share: publish.verify(checkpoint, share=share, shares=shares), range(shares)))
+    try:
+        with ThreadPoolExecutor(shares) as pool:
+            list(pool.map(lambda share: publish.verify(checkpoint, share=share, shares=shares), range(shares)))
+    except OSError as error:
+        want, fix = "files that can be read", "export as the user that trained; or --step with another checkpoint"
+        raise CheckpointError(describe(str(checkpoint), [Problem("a file", str(error), want, fix)])) from error
 
 
 def _check(config: Config, out: Path) -> None:
@@ -113,8 +117,11 @@ def _check(config: Config, out: Path) -> None:
         want = "a shipped architecture: what the weights of others are called there is not known"
         fix = "read the checkpoint with torch.distributed.checkpoint (docs/checkpoint.md)"
         problems.append(Problem("model.file", f'"{config.model.file}"', want, fix))
-    if out.exists():
+    if os.path.lexists(out):
         problems.append(Problem("--out", str(out), "a folder that is not there yet", "name another, or delete it"))
+    elif os.path.lexists(tmp := out.with_name(f"{out.name}.tmp")):
+        want = f"no {tmp}, where an export writes first: one goes on or was killed, or it is something else"
+        problems.append(Problem("--out", str(out), want, "name another, or delete what is there"))
     if problems:
         raise CheckpointError(describe("titanlite export", problems))
 
@@ -132,9 +139,11 @@ def _tokenizer(name: str, fingerprint: str) -> Tokenizer | None:
     """The run's tokenizer, or None if it read token files."""
     if not fingerprint:
         return None
-    tokenizer = load(name)
-    if tokenizer.fingerprint != fingerprint:
-        want = "the tokenizer that the run was trained with; this is another, or was changed"
+    is_there = name == "bytes" or Path(name).expanduser().is_file()
+    tokenizer = load(name) if is_there else None
+    if tokenizer is None or tokenizer.fingerprint != fingerprint:
+        saw = "this is another, or was changed" if is_there else f"it is not there, seen from {Path.cwd()}"
+        want = f"the tokenizer that the run was trained with; {saw}"
         fix = "--tokenizer with the path of that tokenizer.json"
         raise CheckpointError(describe("titanlite export", [Problem("data.tokenizer", repr(name), want, fix)]))
     return tokenizer
