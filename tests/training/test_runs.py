@@ -149,7 +149,7 @@ def test_a_run_starts_from_weights_in_hugging_faces_layout(
     assert began.receipt["initial_weights"]["applied"] == {"weights": 21}
     (tmp_path / "out").rename(tmp_path / "moved")  # what goes on does not need it
     went_on = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=2")
-    assert went_on.receipt["initial_weights"]["applied"] == "in the checkpoint of step 1"
+    assert went_on.receipt["initial_weights"]["applied"] == "not looked at: resumed from step 1"
 
 
 def test_other_weights_on_another_rank_end_every_rank(desk: Desk, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
             console.notice(f"starts from the {n} weights of {path}")
         return 0, {"samples": 0}
     if path:
-        run.receipt.add("initial_weights", path, f"in the checkpoint of step {step}", count=1, key=key)
+        run.receipt.add("initial_weights", path, f"not looked at: resumed from step {step}", count=1, key=key)
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 
