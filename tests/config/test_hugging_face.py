@@ -180,6 +180,9 @@ def test_files_of_weights(tmp_path: Path) -> None:
     (folder / "1").touch()
     with pytest.raises(ConfigError, match="want: 2 in it"):
         check(folder)
+    (folder / "model.safetensors").touch()
+    assert weight_files(folder) == [folder / "model.safetensors"]
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ConfigError, match="in Hugging Face's layout"):
         check(folder)

@@ -242,7 +242,7 @@ def weight_files(folder: Path) -> list[Path]:
         ValueError, LookupError, TypeError: their index is damaged.
     """
     index = folder / f"{ONE_FILE}.index.json"
-    if not index.is_file():
+    if (folder / ONE_FILE).is_file() or not index.is_file():  # as transformers chooses if there are both
         return [folder / ONE_FILE]
     named = cast(dict[str, dict[str, str]], json.loads(index.read_bytes()))["weight_map"]
     return [folder / file for file in sorted(set(named.values()))]
