@@ -186,6 +186,9 @@ def test_weights_that_are_not_the_runs_are_listed_and_buffers_of_older_releases_
     loaded("gpt2", folder)
     save_file(weights | {"lm_head.weight": torch.ones(2)}, file)  # tied: the embedding counts
     loaded("gpt2", folder)
+    save_file(weights | {"transformer.wte.weight": weights["transformer.wte.weight"].to(torch.int8)}, file)
+    with pytest.raises(CheckpointError, match=r"in the folder = transformer.wte.weight I8\n.*floating-point numbers"):
+        loaded("gpt2", folder)
     del weights["transformer.ln_f.bias"]
     save_file(weights | {"transformer.more": torch.ones(2), "transformer.wpe.weight": torch.ones(2, 3)}, file)
     with pytest.raises(CheckpointError) as caught:

@@ -146,6 +146,10 @@ def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[st
             for key, weight in their_weights(layout, model, name, torch.empty(parameter.shape, device="meta")).items()
         }
         _check_shapes(folder, shapes, wanted)
+        stored = {key: saved[found[key][0]].get_slice(found[key][1]).get_dtype() for key in wanted}
+        if quantized := [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]:
+            want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
+            raise CheckpointError(describe(str(folder), [Problem("in the folder", few_names(quantized), want, fix)]))
 
         def read(key: str) -> Tensor:
             file, name = found[key]
