@@ -172,7 +172,7 @@ DAMAGE = {
 
 
 # Each of the files is hashed by one of the ranks.
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "state.json"])
+@pytest.mark.parametrize("file", ["__0_00.distcp", ".metadata", "state.json"])
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path, kind: str, file: str) -> None:
     root = tmp_path / "c"

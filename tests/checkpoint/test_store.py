@@ -279,7 +279,7 @@ def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path)
     folder = write(tmp_path, {"a": torch.ones(4)})
     good = (folder / ".metadata").read_bytes()
     (folder.parent / "x").mkdir()
-    shutil.copy(folder / "__0_0.distcp", folder.parent / "x")  # it could be read
+    shutil.copy(folder / "__0_00.distcp", folder.parent / "x")  # it could be read
 
     def rewrite(change) -> None:
         metadata = pickle.loads(good)
@@ -287,7 +287,7 @@ def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
     def elsewhere(metadata) -> None:
-        next(iter(metadata.storage_data.values())).relative_path = "../x/__0_0.distcp"
+        next(iter(metadata.storage_data.values())).relative_path = "../x/__0_00.distcp"
 
     def hole(metadata) -> None:
         metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([3])
@@ -295,7 +295,7 @@ def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path)
     def transformed(metadata) -> None:
         next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
 
-    refused = ((elsewhere, r"a shard in '\.\./x/__0_0"), (hole, "do not make up"), (transformed, "transformed by"))
+    refused = ((elsewhere, r"a shard in '\.\./x/__0_00"), (hole, "do not make up"), (transformed, "transformed by"))
     for change, message in refused:
         rewrite(change)
         with pytest.raises(CheckpointError, match=message):
@@ -305,7 +305,7 @@ def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path)
 def test_shard_files_are_not_unpickled_either(tmp_path: Path) -> None:
     """A payload in place of a tensor: torch.load(weights_only=True) refuses it."""
     folder, marker = write(tmp_path, {"a": torch.ones(4)}), tmp_path / "marker"
-    shard = folder / "__0_0.distcp"
+    shard = folder / "__0_00.distcp"
     evil = io.BytesIO()
     torch.save(Payload(marker), evil)
     content = evil.getvalue()

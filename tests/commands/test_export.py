@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: P
     made.record(to_toml(Config(model=Model(name="qwen3"))))
     with pytest.raises(CheckpointError, match=r"missing in the checkpoint = .*k_norm"):
         run([str(made.path), "--out", str(tmp_path / "out")])
-    damaged = made.checkpoints / "step-00000010/__0_0.distcp"
+    damaged = made.checkpoints / "step-00000010/__0_00.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path), "--out", str(tmp_path / "out")])

@@ -12,7 +12,7 @@ rank carries the rank in its name.
 """
 
 # torch's annotations are partial, and it does not list what it exports.
-# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false
+# pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false, reportPrivateUsage=false
 
 import hashlib
 import math
@@ -20,7 +20,9 @@ import shutil
 import socket
 import warnings
 from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from titanlite.checkpoint import publish
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.publish import Entry, hash_files
@@ -136,8 +141,22 @@ class _Writer(dcp.FileSystemWriter):
         return None
 
     def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write a file in each of several threads. DCP's own would lose what one of them fails of."""
+        parts = list(filter(None, _split_by_size_and_type(publish.THREADS, plan.items)))
+
+        def write_file(k: int) -> list[Any]:
+            return self._write_file(plan, planner, k, parts[k])
+
+        with ThreadPoolExecutor(publish.THREADS) as pool:
+            written = list(pool.map(write_file, range(len(parts))))
+        results: Future[list[Any]] = Future()
+        results.set_result([result for of_file in written for result in of_file])
+        return results
+
+    def _write_file(self, plan: Any, planner: Any, k: int, items: list[Any]) -> list[Any]:
+        prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{k}")  # DCP numbers from 0 behind it
         try:
-            return super().write_data(plan, planner)
+            return super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
         except Exception as e:
             # A full disk surfaces as "unexpected pos" from torch's zip writer; the OSError is what it was handling.
             cause: BaseException | None = e

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -101,11 +100,8 @@ def _step(root: Path, asked: int | None) -> int:
 
 
 def _verify(checkpoint: Path) -> None:
-    """Hash the files side by side."""
-    shares = os.cpu_count() or 1
     try:
-        with ThreadPoolExecutor(shares) as pool:
-            list(pool.map(lambda share: publish.verify(checkpoint, share=share, shares=shares), range(shares)))
+        publish.verify(checkpoint)
     except OSError as error:
         want, fix = "files that can be read", "export as the user that trained; or --step with another checkpoint"
         raise CheckpointError(describe(str(checkpoint), [Problem("a file", str(error), want, fix)])) from error
