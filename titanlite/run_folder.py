@@ -47,6 +47,11 @@ class RunFolder:
         self.profile = self.path / "profile"
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 
+    @classmethod
+    def of(cls, config: Config) -> "RunFolder":
+        """Name the folder of a config's run."""
+        return cls(Path(config.job.dump_folder).expanduser() / config.job.name)
+
     def claim(self, config: Config) -> list[str]:
         """Create the folder or check that it is this run's, and lock it. On one process.
 

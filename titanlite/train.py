@@ -8,7 +8,6 @@ mistake costs a second; in a model file of one's own, before anything is written
 
 import os
 import sys
-from pathlib import Path
 
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.commands.check_with_torch import check_with_torch
@@ -25,7 +24,7 @@ def main() -> None:
 
         choose_device()
     check_with_torch(run)
-    folder, notices = RunFolder(Path(run.config.job.dump_folder).expanduser() / run.config.job.name), [*run.hints]
+    folder, notices = RunFolder.of(run.config), [*run.hints]
     if os.environ.get("RANK", "0") == "0":
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
-from titanlite.checkpoint.store import few_names
+from titanlite.checkpoint.store import require_none
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json, weight_files
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
@@ -46,7 +46,7 @@ def export(
     config: Config,
     sizes: ModelRecipe,
     tokenizer: Tokenizer | None,
-    dtype: torch.dtype,
+    dtype: str,
     say: Callable[[str], None],
 ) -> None:
     """Write the folder.
@@ -57,7 +57,7 @@ def export(
         config: of the run; its model is a shipped architecture.
         sizes: the model's dimensions.
         tokenizer: the run's, or None if it is not known.
-        dtype: of the weights.
+        dtype: of the weights, as "bfloat16".
         say: told what was written.
 
     Raises:
@@ -76,15 +76,14 @@ def export(
     try:
         tmp.mkdir(parents=True)
         try:
-            n_bytes = sum(p.numel() for p in model.parameters()) * dtype.itemsize
+            n_bytes = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
             free = shutil.disk_usage(tmp).free
             if free < 1.01 * n_bytes:
                 raise OSError(f"needs {n_bytes / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
-            said = config_json(layout, sizes, seq_len, str(dtype).removeprefix("torch."), end)
-            _write_json(tmp / "config.json", said)
+            _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end))
             if tokenizer is not None:
                 _write_tokenizer(tmp, tokenizer, seq_len)
-            _write_weights(tmp, checkpoint, config.model.name, model, dtype, say)
+            _write_weights(tmp, checkpoint, config.model.name, model, getattr(torch, dtype), say)
             tmp.rename(out)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -147,9 +146,9 @@ def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[st
         }
         _check_shapes(folder, shapes, wanted)
         stored = {key: saved[found[key][0]].get_slice(found[key][1]).get_dtype() for key in wanted}
-        if quantized := [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]:
-            want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
-            raise CheckpointError(describe(str(folder), [Problem("in the folder", few_names(quantized), want, fix)]))
+        integers = [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
+        want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
+        require_none(folder, [("in the folder", integers, want)], fix)
 
         def read(key: str) -> Tensor:
             file, name = found[key]
@@ -172,16 +171,11 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Ma
     ]
     fix = "choose the model.name, flavor and dimensions of that folder"
     problems = [
-        Problem(where, few_names(names), want, fix)
-        for where, names, want in (
-            ("missing in the folder", list(wanted.keys() - found.keys()), "every weight of this run"),
-            ("only in the folder", list(found.keys() - wanted.keys()), "no weight that this run does not have"),
-            ("different in the folder", differ, "this run's shapes"),
-        )
-        if names
+        ("missing in the folder", list(wanted.keys() - found.keys()), "every weight of this run"),
+        ("only in the folder", list(found.keys() - wanted.keys()), "no weight that this run does not have"),
+        ("different in the folder", differ, "this run's shapes"),
     ]
-    if problems:
-        raise CheckpointError(describe(str(folder), problems))
+    require_none(folder, problems, fix)
 
 
 def _write_weights(

@@ -19,7 +19,7 @@ import math
 import shutil
 import socket
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -255,16 +255,27 @@ def _check_same(
             differ.append(f"{name} {list(s.size)} {s.properties.dtype} (this run: {list(t.shape)} {t.dtype})")
     fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
     problems = [
-        Problem(where, few_names(names), want, fix)
-        for where, names, want in (
-            ("missing in the checkpoint", missing, "every tensor of this run"),
-            ("only in the checkpoint", surplus, "no tensor that this run does not have"),
-            ("different in the checkpoint", differ, "this run's shapes and dtypes"),
-        )
-        if names
+        ("missing in the checkpoint", missing, "every tensor of this run"),
+        ("only in the checkpoint", surplus, "no tensor that this run does not have"),
+        ("different in the checkpoint", differ, "this run's shapes and dtypes"),
     ]
-    if problems:
-        raise CheckpointError(describe(str(folder), problems))
+    require_none(folder, problems, fix)
+
+
+def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], fix: str) -> None:
+    """Raise with every problem that some names have.
+
+    Args:
+        folder: where they are.
+        problems: what is wrong, with which names, and what is wanted.
+        fix: of all.
+
+    Raises:
+        CheckpointError: there are such names.
+    """
+    found = [Problem(where, few_names(names), want, fix) for where, names, want in problems if names]
+    if found:
+        raise CheckpointError(describe(str(folder), found))
 
 
 @contextmanager

@@ -57,8 +57,6 @@ def run(argv: Sequence[str]) -> int:
     out = arguments.out or folder.path / "hugging_face" / checkpoint.name
     _check(config, out)
 
-    import torch
-
     from titanlite.checkpoint.hugging_face import export
     from titanlite.checkpoint.state import read_state
 
@@ -67,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
     state = read_state(checkpoint, step)["state"]
     sizes = _sizes(checkpoint, state["model"])
     tokenizer = _tokenizer(arguments.tokenizer or config.data.tokenizer, state["tokenizer"])
-    dtype = getattr(torch, arguments.dtype or config.training.mixed_precision_param)
+    dtype = arguments.dtype or config.training.mixed_precision_param
     export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: _say(f"  {line}"))
     if tokenizer is None:
         _say("  no tokenizer: the run read token files")

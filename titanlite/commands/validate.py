@@ -138,8 +138,7 @@ def _other_tokenizer(config: Config) -> tuple[str, ...]:
 
 def _resumes(config: Config) -> bool:
     """Whether a start goes on from a checkpoint."""
-    folder = RunFolder(Path(config.job.dump_folder).expanduser() / config.job.name)
-    return config.checkpoint.enable and bool(complete_steps(folder.checkpoints))
+    return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
 
 
 def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:

@@ -183,15 +183,18 @@ def config_json(layout: Layout, sizes: ModelRecipe, seq_len: int, dtype: str, en
     """
     return {
         "architectures": [layout.class_name],
-        "model_type": layout.model_type,
-        "vocab_size": sizes.vocab_size,
-        **layout.dimensions(sizes),
+        **_said(layout, sizes),
         **({} if sizes.max_seq_len else {"max_position_embeddings": seq_len}),
-        "tie_word_embeddings": sizes.tied_embeddings,
         "bos_token_id": end,
         "eos_token_id": end,
         "torch_dtype": dtype,
     }
+
+
+def _said(layout: Layout, sizes: ModelRecipe) -> dict[str, Any]:
+    """What config.json says of the model that is computed."""
+    said = {"model_type": layout.model_type, "vocab_size": sizes.vocab_size, **layout.dimensions(sizes)}
+    return {**said, "tie_word_embeddings": sizes.tied_embeddings}
 
 
 def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) -> None:
@@ -211,9 +214,7 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
         problems.add("model.file", show(config.model.file), want, f"remove it, or {key}")
         problems.raise_all()
     layout, folder = LAYOUTS[config.model.name], Path(path).expanduser()
-    ours = {"model_type": layout.model_type, "vocab_size": sizes.vocab_size, **layout.unsaid}
-    ours |= layout.dimensions(sizes)
-    ours["tie_word_embeddings"] = sizes.tied_embeddings
+    ours = {**layout.unsaid, **_said(layout, sizes)}
     try:
         theirs, files = {**layout.unsaid, **_dimensions_of(folder / "config.json")}, weight_files(folder)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
