@@ -8,8 +8,8 @@ median over repeats, the slowest rank; `cpu` is microseconds of host time per ca
 Float8 operands have scales by row; "rowwise" leaves sums to the tensor cores, "rowwise_in_steps" adds them in float32
 every 128 products.
 
-With --tune, titanlite's operators are timed with every candidate for their tiles, and the best is printed as an entry
-for `titanlite/kernels/device/tiles.toml`.
+With --tune, titanlite's operators are timed with every candidate for their tiles, in bursts long enough for a GPU to
+reach its power limit, as it is in training; the best is printed as an entry for `titanlite/kernels/device/tiles.toml`.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from titanlite.kernels.device.tiles import Tiles
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 LINK = 340e9  # bytes per second and direction that stores to all peers reach
+SUSTAINED_MS = 150  # of matmuls without a pause, after which an H200's clock has come down to what its power allows
 MODELS = {"8b": (4096, 6144, 14336), "70b": (8192, 10240, 28672)}  # model width, wq + wk + wv, ffn width
 
 
@@ -243,7 +244,7 @@ def candidates(case: Case, itemsize: int) -> list[Tiles]:
     k = 128 // itemsize
     found = []
     for n in (256, 128):
-        for group in (4, 8, 16) if case.gathers else (8,):
+        for group in (4, 8, 16):
             for copy_rows in (32, 64) if case.gathers else (32,):
                 found.append(Tiles(n=n, k=k, stages=3 if n == 256 else 4, group=group, copy_rows=copy_rows))
     return found
@@ -300,16 +301,16 @@ def measure(x: Operands, upstream: bool) -> list[float]:
 
 def tune(x: Operands, say: Callable[..., None]) -> None:
     """Print the fastest four candidates, and an entry of the table for the first, or for the plain path."""
-    times = {}
+    times, calls = {}, max(8, int(SUSTAINED_MS / milliseconds(x.matmul, 1)))
     for tiles in candidates(x.case, x.a.dtype.itemsize):
-        times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, 8))
+        times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, calls))
     fastest = sorted((item for item in times.items() if item[1] == item[1]), key=lambda item: item[1])  # no NaN
     for t, ms in fastest[:4]:
         say(f"      {ms:.3f}  m {t.m} n {t.n} k {t.k} stages {t.stages} group {t.group} copy_rows {t.copy_rows}")
     for tiles, ms in fastest[:1]:
         op = "all_gather_matmul" if x.case.gathers else "matmul_reduce_scatter"
         shape = {"itemsize": x.a.dtype.itemsize, "ranks": x.ranks, "M": x.M, "N": x.case.N, "K": x.case.K}
-        say(entry(op, shape, tiles, ms, attempt(lambda: milliseconds(x.sequential, 3, 8))))
+        say(entry(op, shape, tiles, ms, attempt(lambda: milliseconds(x.sequential, 3, calls))))
 
 
 def entry(op: str, shape: dict[str, int], tiles: Tiles, ms: float, plain_ms: float) -> str:

@@ -5,7 +5,7 @@ key, an operand whose numbers do not lie as the kernel reads them, and one that 
 """
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
-from titanlite.kernels.device import block_cast, channel, float8_cast, swiglu
+from titanlite.kernels.device import block_cast, channel, float8_cast, specialised, swiglu, tiles
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
@@ -266,10 +266,24 @@ def test_casts(launches: Launches):
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [(4, SLOWER), (2, None)])
-def test_the_table_may_have_the_plain_path_as_faster(ranks: int, reason: str | None):
+def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyPatch, ranks: int, reason: str | None):
+    table = {("matmul_reduce_scatter", 2, 4, 16384, 8192, 14336): tiles.Tiles(plain=True)}
+    monkeypatch.setattr(tiles, "_table", lambda: table)
+    for stem in (scatter, gather):
+        monkeypatch.setattr(stem, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
     assert scatter.obstacle([left], [right], 0, ranks) == reason
     assert gather.obstacle(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
+
+
+@pytest.mark.parametrize("x_tiles", [1, 15, 16, 40])
+@pytest.mark.parametrize("y_tiles", [1, 6, 28])
+@pytest.mark.parametrize("group", [1, 4, 16])
+def test_tiles_are_drawn_once_each_and_a_group_of_rows_at_a_time(x_tiles: int, y_tiles: int, group: int):
+    drawn = [specialised._tile.fn(n, x_tiles, y_tiles, group) for n in range(x_tiles * y_tiles)]
+    assert sorted(drawn) == [(x, y) for x in range(x_tiles) for y in range(y_tiles)]
+    assert [x // group for x, _ in drawn] == sorted(x // group for x, _ in drawn)
+    assert all(y <= later for (x, y), (other, later) in pairwise(drawn) if x // group == other // group)
 
 
 class Stream:

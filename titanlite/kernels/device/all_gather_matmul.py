@@ -432,9 +432,9 @@ def all_gather_matmul(
                 *peer_blocks(to, shard.dtype, at.columns, copied),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
-                to.ranks, pick.group, bias is not None, of_rows, of_columns, fast_accum or scale is None,
-                o_rows.k_major, BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows),
-                *copied,
+                to.ranks, min(pick.group, at.rows // BM), bias is not None,
+                of_rows, of_columns, fast_accum or scale is None, o_rows.k_major,
+                BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied,
             ),
             num_warps=8,
         )  # fmt: skip

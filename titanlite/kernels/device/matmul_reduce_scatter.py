@@ -287,7 +287,7 @@ def matmul_reduce_scatter(
                 scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
                 to.counters, to.peer_flags, to.epoch,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
-                to.ranks, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
+                to.ranks, pick.group, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
                 pick.m, pick.n, pick.k, stages(pick, a[0].dtype.itemsize),
             ),
             num_warps=8,

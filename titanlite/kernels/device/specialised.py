@@ -339,6 +339,18 @@ def _load(
 
 
 @gluon.jit
+def _tile(drawn, x_tiles, y_tiles, GROUP: gl.constexpr):
+    """The block of rows and that of columns of a tile, by its number.
+
+    GROUP blocks of rows share a pass over the columns, so that the tiles on their way at once read few operands.
+    """
+    width = GROUP * y_tiles
+    first = (drawn // width) * GROUP
+    in_group = min(x_tiles - first, GROUP)
+    return first + (drawn % width) % in_group, (drawn % width) // in_group
+
+
+@gluon.jit
 def _end(tiles, ready, empty, it, STAGES: gl.constexpr):
     """Say that no tile is left."""
     _announce(-1, tiles, empty, it, STAGES)
@@ -372,15 +384,11 @@ def _gather_load(
 ):  # fmt: skip
     units = segments * per_segment
     x_tiles = units * RANKS
-    width = GROUP * y_tiles
     it = 0
     drawn = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
     while drawn < x_tiles * y_tiles:
         following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
-        first = (drawn // width) * GROUP
-        in_group = min(x_tiles - first, GROUP)
-        x = first + (drawn % width) % in_group
-        y = (drawn % width) // in_group
+        x, y = _tile(drawn, x_tiles, y_tiles, GROUP)
         # This rank's own tiles first, then one of each peer in turn, as they arrive.
         theirs = x - units
         source = rank
@@ -683,16 +691,17 @@ def gather_matmul(
 def _push_load(
     a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters, rank, staged_tiles, per_segment, y_tiles, segment,
     steps,
-    RANKS: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    RANKS: gl.constexpr, GROUP: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    x_tiles = staged_tiles * RANKS
     it = 0
     drawn = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
-    while drawn < staged_tiles * RANKS * y_tiles:
+    while drawn < x_tiles * y_tiles:
         following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
-        y = drawn % y_tiles
-        owner = (drawn // y_tiles + rank + 1) % RANKS
-        staged = drawn // (y_tiles * RANKS)
+        x, y = _tile(drawn, x_tiles, y_tiles, GROUP)
+        owner = (x + rank + 1) % RANKS  # all of them in turn, this rank last
+        staged = x // RANKS
         row = (staged // per_segment * RANKS + owner) * segment + staged % per_segment * BM
         _announce((owner * staged_tiles + staged) * y_tiles + y, tiles, empty, it, STAGES)
         it = _load(
@@ -706,7 +715,7 @@ def _push_load(
 def matmul_push(
     a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7, counters, peer_flags, epoch_word,
     slot_rows, staged_rows, segment, N, K, rank,
-    RANKS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
+    RANKS: gl.constexpr, GROUP: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -735,7 +744,7 @@ def matmul_push(
             (_push_load, (
                 a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters,
                 rank, staged_tiles, segment // BM, y_tiles, segment, steps,
-                RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES,
+                RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES,
             )),
         ],
         [1],

@@ -20,7 +20,8 @@ class Tiles:
         k: of the contracted dim, in one step.
         warps: per thread block.
         stages: steps of k on their way at once (not specialised; a specialised kernel has as many as fit).
-        group: blocks of rows that share a pass over all columns, for the cache's sake (all-gather only).
+        group: blocks of rows that share a pass over all columns: the tiles on their way at once read few operands from
+            memory, so that a GPU at its power limit runs faster (not: matmul → reduce-scatter, not specialised).
         copiers: thread blocks that copy first (all-gather, not specialised).
         copy_rows: rows of 128 bytes that one copy takes (all-gather, specialised).
         plain: take none of them: NCCL and cuBLAS one after the other are faster.
@@ -32,7 +33,7 @@ class Tiles:
     k: int = 64
     warps: int = 8
     stages: int = 3
-    group: int = 4
+    group: int = 16
     copiers: int = 48
     copy_rows: int = 32
     plain: bool = False
@@ -64,12 +65,13 @@ def tiles(
     k = 128 // itemsize
     if op == "matmul_reduce_scatter":
         return Tiles(n=128, k=k, stages=4) if N <= 128 or K <= 1024 else Tiles(k=k)
-    # The longer the gather beside the matmul, the larger its copies, and the fewer the operands on their way.
+    # The longer the gather beside the matmul, the larger its copies, the fewer the operands on their way, and the fewer
+    # the rows that are awaited together.
     matmul_s, gather_s = M * N * K * itemsize / MATMUL, (ranks - 1) / ranks * M * K * itemsize / LINK
-    rows = 64 if gather_s > matmul_s / 2 else 32
+    rows, group = (64, 4) if gather_s > matmul_s / 2 else (32, 16)
     if N <= 128:
-        return Tiles(n=128, k=k, stages=4, copy_rows=rows)
-    return Tiles(k=k, copy_rows=rows)
+        return Tiles(n=128, k=k, stages=4, group=group, copy_rows=rows)
+    return Tiles(k=k, group=group, copy_rows=rows)
 
 
 LINK = 340e9
