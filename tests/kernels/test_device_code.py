@@ -329,6 +329,18 @@ def test_orderings(call: str, ranks: int, tmp_path: Path) -> None:
     check_resources(compiled, tmp_path, call in MAY_SPILL)
 
 
+@pytest.mark.parametrize(
+    ("call", "teams"), [(call, 1 + ("float8" in call)) for call in CALLS if call.startswith("specialised")]
+)
+def test_a_buffer_is_filled_again_when_all_teams_have_done_with_it(call: str, teams: int) -> None:
+    ((name, ptx),) = ((n, k.asm["ptx"]) for n, k in kernels(call).items() if n in ("gather_matmul", "matmul_push"))
+    arrivals = [int(n) for n in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[.*\], (\d+);", ptx)]
+    copies = 4 if name == "gather_matmul" else 0
+    stages = (len(arrivals) - copies) // 2
+    assert stages >= 3
+    assert sorted(arrivals) == sorted([1] * (stages + copies) + [teams] * stages)
+
+
 @pytest.mark.parametrize("call", [call for call in CALLS if "in steps" in call])
 def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
     """PTX's assembler waits for each product where it cannot tell whose registers are read, and says so."""
@@ -336,7 +348,7 @@ def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
     ((name, ptx),) = ((n, k.asm["ptx"]) for n, k in kernels(call).items() if n in ("gather_matmul", "matmul_push"))
     parts = re.split(PRODUCED, ptx)  # each but the first begins with how many may be in flight
     before = [part for part, after in pairwise(parts) if after.startswith("1")]
-    assert [part.count("wgmma.commit_group") for part in before] == [2]
+    assert [part.count("wgmma.commit_group") for part in before] == [2, 2]  # of each team
     file = tmp_path / f"{name}.ptx"
     file.write_text(ptx)
     command = [tool, "-v", "-arch=sm_90a", file, "-o", cubin]

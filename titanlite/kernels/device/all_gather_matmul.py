@@ -26,7 +26,7 @@ from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, cdiv, launch
 from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
-from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages
+from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages, teams
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of
 from titanlite.kernels.shapes import Split, split
@@ -408,7 +408,7 @@ def all_gather_matmul(
     launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
     if plan.specialised:
         copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
-        N, BM, BN, BK = plan.out[-1], pick.m, pick.n, pick.k
+        N, BM, BN, BK, by = plan.out[-1], pick.m, pick.n, pick.k, teams(shard.dtype)
         M, box = at.rows * to.ranks, (pick.m, pick.k)
         of_rows = 0 if scale is None else 2 if moves_scale else 1
         of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
@@ -427,16 +427,16 @@ def all_gather_matmul(
             lambda: (
                 blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
                 blocks(o, o_rows.shape, o_rows.stride, (BN, BK) if o_rows.k_major else (BK, BN)),
-                blocks(out, (M, N), N, (BM, PART.value)), bias, scale_whole, o_scale,
+                blocks(out, (M, N), N, (BM // by, PART.value)), bias, scale_whole, o_scale,
                 blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
                 *peer_blocks(to, shard.dtype, at.columns, copied),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
                 to.ranks, min(pick.group, at.rows // BM), bias is not None,
                 of_rows, of_columns, fast_accum or scale is None, o_rows.k_major,
-                BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied,
+                BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied, by,
             ),
-            num_warps=8,
+            num_warps=8 // by,
         )  # fmt: skip
     else:
         g = gathered.view(plan.matrix)

@@ -18,7 +18,7 @@ from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multip
 from titanlite.kernels.device.launch import Blocks, cdiv, launch
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
-from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages
+from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages, teams
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of, product_shape
 from titanlite.kernels.shapes import Split, split
@@ -279,18 +279,19 @@ def matmul_reduce_scatter(
     M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
     if plan.specialised:
         scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
+        by = teams(a[0].dtype)
         launch(
             matmul_push, launched, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
             lambda: (
                 blocks(a[0], a_rows[0].shape, a_rows[0].stride, (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
                 blocks(b[0], b_rows[0].shape, b_rows[0].stride, (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
-                scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m, PART.value)),
+                scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m // by, PART.value)),
                 to.counters, to.peer_flags, to.epoch,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
                 to.ranks, pick.group, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
-                pick.m, pick.n, pick.k, stages(pick, a[0].dtype.itemsize),
+                pick.m, pick.n, pick.k, stages(pick, a[0].dtype.itemsize), by,
             ),
-            num_warps=8,
+            num_warps=8 // by,
         )  # fmt: skip
     else:
         staging: list[Blocks | None] = [None] * MAX_RANKS

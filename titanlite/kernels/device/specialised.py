@@ -1,5 +1,8 @@
 """The matmul inside both collective matmuls, with its warps specialised: one loads, two groups of four multiply.
 
+In float8 the two groups are teams with half of a tile's rows each, and do not wait for each other: one adds its sums
+while the other has the tensor cores. In 16 bits they are one team, which takes less power.
+
 The loading warp draws tiles and runs ahead, over the end of a tile into the next, so that a wait for rows from a peer
 does not stop the tensor cores; a finished tile is stored while they work on the next one. In the all-gather a third
 role, one warp of each thread block, publishes this rank's shard and then pulls the peers' through a small ring in
@@ -34,6 +37,7 @@ from titanlite.kernels.device.tiles import Tiles
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name from Triton 3.7 on, and before
 WORKER_REGISTERS = gl.constexpr(72)
+TEAM_REGISTERS = gl.constexpr(216)
 HEADER = gl.constexpr(COUNTERS_HEADER)
 N_PIECES = gl.constexpr(PIECES)
 OWN_PER_DRAW = gl.constexpr(8)
@@ -141,9 +145,9 @@ def _write_word(buffer, value):
 
 
 @gluon.jit
-def _read_word(buffer):
-    """By a role of eight warps."""
-    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [8], [0])), axis=0)
+def _read_word(buffer, WARPS: gl.constexpr):
+    """By a role of so many warps."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
 
 
 @gluon.jit
@@ -170,7 +174,7 @@ def _store(
     part, p: gl.constexpr, tile, dests, c_buf, first_row, x_blocks, y_tiles,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Start to store part number p of a tile."""
+    """Start to store part number p of a tile, or of a team's rows of it, which begin at `first_row` instead."""
     tma.store_wait(pendings=0)
     c_buf.store(part)
     fence_async_shared()
@@ -184,13 +188,15 @@ def _store(
 
 @gluon.jit
 def _step(
-    acc, use_acc, it, a_bufs, b_bufs, ready,
+    acc, use_acc, it, a_bufs, b_bufs, ready, TEAM: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Start the product of step `it`, when its operands are there."""
+    """Start the product of step `it`, or of a team's rows, when its operands are there."""
     slot = it % STAGES
     mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
     a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
+    if a.shape[0] > acc.shape[0]:
+        a = a.slice(TEAM * acc.shape[0], acc.shape[0], dim=0)
     b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
     return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
 
@@ -229,15 +235,17 @@ def _steps(K, BN: gl.constexpr, BK: gl.constexpr, FAST: gl.constexpr):
 def _scaled(
     acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
     OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    TEAM: gl.constexpr,
 ):  # fmt: skip
-    """A tile times the scales of its operands: 0 none, 1 one number, 2 one for each row, or column."""
+    """A tile, or a team's rows, times the operands' scales: 0 none, 1 one number, 2 one for each row, or column."""
     if OF_ROWS == 1:
         acc = acc * gl.load(row_scale)
     elif OF_ROWS == 2:
         owner = tile // y_tiles // x_blocks
         x = (tile // y_tiles) % x_blocks
         row = (x // per_segment * OWNERS + owner) * segment + x % per_segment * BM
-        rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
+        ROWS: gl.constexpr = acc.shape[0]
+        rows = row + TEAM * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         acc = acc * gl.load(row_scale + rows)[:, None]
     if OF_COLUMNS == 1:
         acc = acc * gl.load(column_scale)
@@ -249,51 +257,61 @@ def _scaled(
 
 @gluon.jit
 def _multiply(
-    dests, bias, row_scale, column_scale, a_bufs, b_bufs, c_buf, tiles, ready, empty,
-    first_row, x_blocks, y_tiles, steps, N, segment, per_segment,
+    given,
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     FAST: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column.
 
+    given: destinations, bias, scales of rows and columns, the buffers and barriers; the first row, how the tiles lie.
+
     OWNERS: among how many the rows of the operand are dealt out, `segment` rows each; a destination is an owner.
+    TEAM: of TEAMS, which compute as many rows of each tile each.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
+    dests, bias, row_scale, column_scale, a_bufs, b_bufs, c_bufs, tiles, ready, empty = given[:10]
+    first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[10:]
+    ROWS: gl.constexpr = BM // TEAMS
+    WARPS: gl.constexpr = 8 // TEAMS
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth]
+    )
     PARTS: gl.constexpr = BN // PART
+    c_buf = c_bufs.index(TEAM)
+    first_row += TEAM * ROWS
     it = 0
     before = -1
-    out = gl.zeros((BM, BN), c_buf.dtype, layout)
+    out = gl.zeros((ROWS, BN), c_buf.dtype, layout)
     mbarrier.wait(ready.index(0), 0)
-    tile = _read_word(tiles.index(0))
+    tile = _read_word(tiles.index(0), WARPS)
     while tile >= 0:
-        acc = gl.zeros((BM, BN), gl.float32, layout)
-        sums = gl.zeros((BM, BN), gl.float32, layout)
+        acc = gl.zeros((ROWS, BN), gl.float32, layout)
+        sums = gl.zeros((ROWS, BN), gl.float32, layout)
         parts = _parts(out)
         for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
-            sums = _step(sums, FAST and k > 0, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+            sums = _step(sums, FAST and k > 0, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
             if before >= 0:
                 _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
             acc, sums = _add(acc, sums, it, empty, k > 0, FAST, STAGES)
             it += 1
         if FAST:
             for _ in range(PARTS, steps):
-                sums = _step(sums, True, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                sums = _step(sums, True, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
                 acc, sums = _add(acc, sums, it, empty, True, FAST, STAGES)
                 it += 1
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
         else:  # one product is added while the tensor cores make the other; more in flight want more registers
-            others = gl.zeros((BM, BN), gl.float32, layout)
+            others = gl.zeros((ROWS, BN), gl.float32, layout)
             for _ in range((steps - PARTS) // 2):
-                first = _step(sums, False, it, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
-                second = _step(others, False, it + 1, a_bufs, b_bufs, ready, A_K_MAJOR, B_K_MAJOR, STAGES)
+                first = _step(sums, False, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
+                second = _step(others, False, it + 1, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
                 acc, sums = _take(acc, first, it, empty, 1, STAGES)
                 acc, others = _take(acc, second, it + 1, empty, 0, STAGES)
                 it += 2
         acc = _scaled(
             acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
-            OF_ROWS, OF_COLUMNS, OWNERS, BM, BN,
+            OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, TEAM,
         )  # fmt: skip
         if BIAS:
             columns = (tile % y_tiles) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
@@ -301,7 +319,7 @@ def _multiply(
         out = acc.to(c_buf.dtype)
         before = tile
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
-        tile = _read_word(tiles.index(it % STAGES))
+        tile = _read_word(tiles.index(it % STAGES), WARPS)
     if before >= 0:
         parts = _parts(out)
         for p in gl.static_range(PARTS):
@@ -358,14 +376,17 @@ def _end(tiles, ready, empty, it, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _leave(counters, used, epoch_word, epoch, peer_flags, rank, SIGNAL: gl.constexpr, RANKS: gl.constexpr):
+def _leave(
+    counters, used, epoch_word, epoch, peer_flags, rank,
+    SIGNAL: gl.constexpr, RANKS: gl.constexpr, TEAMS: gl.constexpr,
+):  # fmt: skip
     """By a kernel's last block: leave the counters as the next operator wants them."""
     _barrier()
     finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == gl.num_programs(0) - 1:
         if SIGNAL:
             _signal(peer_flags, rank, epoch, RANKS)
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [8 // TEAMS], [0])
         for start in range(0, used, 256):
             at = start + gl.arange(0, 256, layout=layout)
             gl.store(counters + at, gl.zeros([256], gl.int32, layout), mask=at < used)
@@ -377,11 +398,12 @@ def _leave(counters, used, epoch_word, epoch, peer_flags, rank, SIGNAL: gl.const
 
 @gluon.jit
 def _gather_load(
-    s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
-    rank, segments, per_segment, y_tiles, segment, steps, count,
+    given,
     RANKS: gl.constexpr, GROUP: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure = given[:12]
+    rank, segments, per_segment, y_tiles, segment, steps, count = given[12:]
     units = segments * per_segment
     x_tiles = units * RANKS
     it = 0
@@ -601,15 +623,15 @@ def _copies(
 
 @gluon.jit
 def _gather_copy(
-    shard_desc, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure,
-    slot_row, rank, rows, segment, col_blocks,
-    RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
+    given, RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr
 ):  # fmt: skip
     """Publish and pull.
 
     Of the thread blocks that run, every second one, the first included, publishes all there is before it waits for a
     peer: no rank then waits for one that waits for it.
     """
+    shard_desc, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure = given[:11]
+    slot_row, rank, rows, segment, col_blocks = given[11:]
     ticket = gl.atomic_add(counters, 1, sem="relaxed", scope="gpu")
     i = gl.to_tensor(0)
     if ticket % 2 == 0:
@@ -632,7 +654,7 @@ def gather_matmul(
     RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr,
     FAST: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    CM: gl.constexpr, CN: gl.constexpr,
+    CM: gl.constexpr, CN: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """As `all_gather_matmul._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
 
@@ -644,7 +666,7 @@ def gather_matmul(
     epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
     b_bufs = gl.allocate_shared_memory(o_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], o_desc.layout)
-    c_buf = gl.allocate_shared_memory(c_desc.dtype, [BM, PART], c_desc.layout)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [TEAMS, BM // TEAMS, PART], c_desc.layout)
     ring = gl.allocate_shared_memory(w_desc.dtype, [4, CM, CN], w_desc.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -652,7 +674,7 @@ def gather_matmul(
     bars = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=TEAMS)
     for i in gl.static_range(4):
         mbarrier.init(bars.index(i), count=1)
     col_blocks = gl.cdiv(K, CN)
@@ -660,28 +682,33 @@ def gather_matmul(
     per_segment = segment // BM
     y_tiles = gl.cdiv(N, BN)
     steps = _steps(K, BN, BK, FAST)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                (c_desc,), bias, scale, other_scale, a_bufs, b_bufs, c_buf, tiles, ready, empty,
-                0, RANKS * (rows // BM), y_tiles, steps, N, segment, per_segment,
-                BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES,
-            )),
-            (_gather_load, (
-                s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
-                rank, segments, per_segment, y_tiles, segment, steps, (BM // CM) * col_blocks,
-                RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES,
-            )),
-            (_gather_copy, (
-                shard_desc, _those_of(p0, p1, p2, p3, p4, p5, p6, p7, RANKS), w_desc, ring, bars,
-                counters, flags, peer_flags, epoch, deadline, failure,
-                (epoch & 1) * slot_rows, rank, rows, segment, col_blocks, RANKS, BM, CM, CN,
-            )),
-        ],
-        [1, 1],
-        [WORKER_REGISTERS, WORKER_REGISTERS],
+    multiply = (
+        (c_desc,), bias, scale, other_scale, a_bufs, b_bufs, c_bufs, tiles, ready, empty,
+        0, RANKS * (rows // BM), y_tiles, steps, N, segment, per_segment,
     )  # fmt: skip
-    _leave(counters, HEADER + RANKS * (rows // BM), epoch_word, epoch, peer_flags, rank, False, RANKS)
+    load = (
+        s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
+        rank, segments, per_segment, y_tiles, segment, steps, (BM // CM) * col_blocks,
+    )  # fmt: skip
+    copy = (
+        shard_desc, _those_of(p0, p1, p2, p3, p4, p5, p6, p7, RANKS), w_desc, ring, bars,
+        counters, flags, peer_flags, epoch, deadline, failure,
+        (epoch & 1) * slot_rows, rank, rows, segment, col_blocks,
+    )  # fmt: skip
+    if TEAMS == 1:
+        gl.warp_specialize([
+            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
+            (_gather_load, (load, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
+            (_gather_copy, (copy, RANKS, BM, CM, CN)),
+        ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
+            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (_gather_load, (load, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
+            (_gather_copy, (copy, RANKS, BM, CM, CN)),
+        ], [4, 1, 1], [TEAM_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    _leave(counters, HEADER + RANKS * (rows // BM), epoch_word, epoch, peer_flags, rank, False, RANKS, TEAMS)
 
 
 # --- matmul → reduce-scatter -------------------------------------------------------------------------------------
@@ -689,11 +716,12 @@ def gather_matmul(
 
 @gluon.jit
 def _push_load(
-    a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters, rank, staged_tiles, per_segment, y_tiles, segment,
-    steps,
+    given,
     RANKS: gl.constexpr, GROUP: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters = given[:8]
+    rank, staged_tiles, per_segment, y_tiles, segment, steps = given[8:]
     x_tiles = staged_tiles * RANKS
     it = 0
     drawn = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
@@ -717,40 +745,49 @@ def matmul_push(
     slot_rows, staged_rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
     """As `matmul_reduce_scatter._matmul_push`, for one product scattered along rows in whole tiles."""
     epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], b_desc.layout)
-    c_buf = gl.allocate_shared_memory(d0.dtype, [BM, PART], d0.layout)
+    c_bufs = gl.allocate_shared_memory(d0.dtype, [TEAMS, BM // TEAMS, PART], d0.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=TEAMS)
     staged_tiles = staged_rows // BM
     y_tiles = gl.cdiv(N, BN)
     steps = _steps(K, BN, BK, FAST)
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, scale, other_scale,
-                a_bufs, b_bufs, c_buf, tiles, ready, empty,
-                (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N, segment, segment // BM,
-                False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES,
-            )),
-            (_push_load, (
-                a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters,
-                rank, staged_tiles, segment // BM, y_tiles, segment, steps,
-                RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES,
-            )),
-        ],
-        [1],
-        [WORKER_REGISTERS],
+    multiply = (
+        _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, scale, other_scale,
+        a_bufs, b_bufs, c_bufs, tiles, ready, empty,
+        (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N, segment, segment // BM,
     )  # fmt: skip
-    _leave(counters, HEADER, epoch_word, epoch, peer_flags, rank, True, RANKS)
+    load = (
+        a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters,
+        rank, staged_tiles, segment // BM, y_tiles, segment, steps,
+    )  # fmt: skip
+    if TEAMS == 1:
+        gl.warp_specialize([
+            (_multiply, (
+                multiply, False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0,
+            )),
+            (_push_load, (load, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+        ], [1], [WORKER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_multiply, (
+                multiply, False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0,
+            )),
+            (_multiply, (
+                multiply, False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1,
+            )),
+            (_push_load, (load, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+        ], [4, 1], [TEAM_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    _leave(counters, HEADER, epoch_word, epoch, peer_flags, rank, True, RANKS, TEAMS)
 
 
 # --- host --------------------------------------------------------------------------------------------------------
@@ -769,6 +806,11 @@ _DTYPES = {
 @cache
 def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
+
+
+def teams(dtype: torch.dtype) -> int:
+    """How many teams multiply operands of a dtype (docs/performance.md, "Collective matmuls", has both of both)."""
+    return 2 if dtype.itemsize == 1 else 1
 
 
 def stages(pick: Tiles, itemsize: int, ring: int = 0) -> int:
