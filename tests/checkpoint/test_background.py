@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.ranks import run_ranks
 from titanlite.checkpoint import store
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.errors import ConfigError
 from titanlite.parallel.process_group import CHECKPOINT_GROUP, limit_collectives
 
 
 def test_the_limit_of_steps_is_not_that_of_writing(tmp_path: Path) -> None:
     def body() -> None:
-        Background(Checkpoints(tmp_path, keep=0), 7000)
+        Background(Checkpoints(tmp_path, keep=0), 7000, {})
         limit_collectives(5)
         limits = {
             group.group_desc: group._get_backend(torch.device("cpu")).options._timeout
@@ -39,9 +41,30 @@ def test_filters_of_warnings_are_left_alone(tmp_path: Path) -> None:
 
         store.dcp.save = looks  # type: ignore[assignment]
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=0)
-        background = Background(checkpoints, 30)
-        background.save(1, {"a": torch.ones(3)}, {})
+        tensors = {"a": torch.ones(3)}
+        background = Background(checkpoints, 30, tensors)
+        background.save(1, tensors, {})
         assert background.wait() == tmp_path / "checkpoints/step-00000001"
+
+    run_ranks(body, tmp_path)
+
+
+def test_too_little_memory_is_an_error_of_the_start_on_all_ranks(tmp_path: Path) -> None:
+    def body() -> None:
+        take = torch.empty_like
+
+        def lacks(tensor: Tensor, **options: object) -> Tensor:
+            if dist.get_rank() == 1 and tensor.numel() == 1 << 20:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nand more")
+            return take(tensor, **options)  # type: ignore[call-overload]
+
+        torch.empty_like = lacks  # type: ignore[assignment]
+        with pytest.raises(ConfigError) as error:
+            Background(Checkpoints(tmp_path, keep=0), 30, {"a": torch.ones(3), "b": torch.ones(1 << 20)})
+        said = str(error.value)
+        assert said.startswith("rank 1: 1 problem\n  checkpoint.async_mode = ")
+        assert "can't allocate memory)" in said
+        assert "want: 0.0 GiB" in said
 
     run_ranks(body, tmp_path)
 

@@ -1,8 +1,9 @@
 """Write checkpoints in a thread while training goes on: training waits for a copy of the tensors, not for the disk.
 
-The copies are on the host, pinned where there is a GPU, and their memory is kept for the next checkpoint: on each rank
-as much as its share of weights and moments. The thread has a process group of its own over gloo, for collectives of two
-threads in one group would meet in any order. A checkpoint is published as any other, so one that is cut off is absent.
+The copies are on the host, pinned where there is a GPU, in memory that is taken at the start, so that a run for which
+there is none ends there and not at its first checkpoint: on each rank as much as its share of weights and moments. The
+thread has a process group of its own over gloo, for collectives of two threads in one group would meet in any order. A
+checkpoint is published as any other, so one that is cut off is absent.
 """
 
 # torch's annotations are partial, and how a DTensor is laid out is private there.
@@ -19,7 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.errors import ConfigError, Problem, describe
 from titanlite.parallel.process_group import CHECKPOINT_GROUP
 
 
@@ -29,15 +32,20 @@ class Background:
     Args:
         checkpoints: of the run.
         timeout_s: how long ranks may wait for one that writes.
+        tensors: as each save will have them.
+
+    Raises:
+        ConfigError: on all ranks, if the host's memory is not enough for the copies.
     """
 
-    def __init__(self, checkpoints: Checkpoints, timeout_s: float) -> None:
+    def __init__(self, checkpoints: Checkpoints, timeout_s: float, tensors: Mapping[str, Tensor]) -> None:
         self._checkpoints = checkpoints
         limit = timedelta(seconds=timeout_s)
         self._group: Any = dist.new_group(backend="gloo", timeout=limit, group_desc=CHECKPOINT_GROUP)
         self._thread = ThreadPoolExecutor(1, CHECKPOINT_GROUP)
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[Path] | None = None
+        on_all_ranks(lambda: self._take_memory(tensors))
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Copy the tensors and begin to write them; call `wait` before. Arguments as for `Checkpoints.save`.
@@ -49,12 +57,21 @@ class Background:
             torch.cuda.synchronize()
         self._writing = self._thread.submit(self._checkpoints.save, step, staged, state, self._group)
 
+    def _take_memory(self, tensors: Mapping[str, Tensor]) -> None:
+        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        try:
+            for name, part in local.items():
+                self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+        except RuntimeError as e:
+            gib = sum(part.nbytes for part in local.values()) / 2**30
+            want = f"{gib:.1f} GiB of the host's memory for this rank's copies of weights and moments"
+            fix = 'more hosts, or checkpoint.async_mode = "disabled"'
+            saw = f'"async", and there is too little memory ({str(e).splitlines()[0]})'
+            raise ConfigError(describe(f"rank {rank()}", [Problem("checkpoint.async_mode", saw, want, fix)])) from e
+
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host, in the layout that it has."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if name not in self._copies:
-            self._copies[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        copy = self._copies[name].copy_(local, non_blocking=True)
+        copy = self._copies[name].copy_(_local(tensor), non_blocking=True)
         # Not from_local, which would move it back to the mesh's device.
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
@@ -80,3 +97,7 @@ class Background:
         """
         writing, self._writing = self._writing, None
         return writing.result() if writing else None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

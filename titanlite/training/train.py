@@ -32,7 +32,7 @@ from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
 from titanlite.training.out_of_memory import explained
 from titanlite.training.receipt import add_data
 from titanlite.training.report import Report
-from titanlite.training.state import restore
+from titanlite.training.state import restore, tensors_of
 from titanlite.training.stop import StopSignals
 
 
@@ -157,7 +157,7 @@ def _train(
     stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
-        background = Background(checkpoints, config.comm.init_timeout_seconds)
+        background = Background(checkpoints, config.comm.init_timeout_seconds, tensors_of(run))
     loop = Loop(run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, data)
     with explained(config, sizes, float8, run.save_list, device):
         if validates_first:
