@@ -1,5 +1,6 @@
 """Code of one's own in backward that reads numbers off a rank's part of a tensor is refused, by its line."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.sharding.layers import plan_layers
 
 SIZES = recipes.load("model", "llama3-debug")
+D = SIZES.dim  # 256
 F = SIZES.ffn_dim  # 768
 TOKENS, RANKS = 128, 2
 
@@ -122,6 +124,20 @@ def of_rows_of_another_length(g: Tensor, x: Tensor) -> Tensor:
     return g.view(-1, 2 * F).softmax(-1).view(g.shape)
 
 
+def turned(g: Tensor, x: Tensor) -> Tensor:
+    return g.reshape(-1).view(g.shape[1], -1).T.reshape(g.shape)
+
+
+def with_other_tokens(g: Tensor, x: Tensor) -> Tensor:
+    halves = g.view(-1, 2, g.shape[1]).transpose(0, 1).reshape(g.shape)
+    return g * 2 + halves
+
+
+def with_other_heads(g: Tensor, x: Tensor) -> Tensor:
+    halves = g.view(g.shape[0], 2, -1).transpose(0, 1).reshape(g.shape)
+    return g * 2 + halves
+
+
 def scaled_in_place(g: Tensor, x: Tensor) -> Tensor:
     h = g.clone()
     return h.div_(h.norm())
@@ -210,6 +226,11 @@ def _gated(x: Tensor) -> Tensor:
         (of_products, ["aten.mm.default of [128, 128] and [128, 384], which are P, S(1), gives"]),
         (of_rows_in_a_view, ["vector_norm.default of [64, 768], which are no part, gives [64, 1] on one"]),
         (of_rows_of_another_length, ["aten._softmax.default of [32, 1536], which are no part, gives"]),
+        (
+            turned,
+            ["in Doubled.backward = a gradient [128, 384] on one of 2 ranks", "a part of [128, 768], the gradient in"],
+        ),
+        (with_other_heads, ["= aten.transpose.int of [128, 2, 192], which are no part, gives"]),
         (scaled_in_place, ["return h.div_(h.norm()) = aten.linalg_vector_norm.default"]),
     ],
 )
@@ -226,6 +247,25 @@ def test_what_differs_on_a_rank_is_refused_by_its_line(
 )
 def test_what_a_part_has_as_well_is_not(of_gradient: Callable[[Tensor, Tensor], Tensor], monkeypatch: Any) -> None:
     assert refused(of_gradient, monkeypatch) == ""
+
+
+@pytest.mark.parametrize(
+    ("of_gradient", "words"),
+    [
+        (normed, ""),
+        (turned, "= a gradient [64, 256] on one of 2 ranks"),
+        (with_other_tokens, "aten.add.Tensor of [64, 256] and [64, 256], which are S(0), no part, gives"),
+        (with_other_heads, "aten.add.Tensor of [64, 256] and [64, 256], which are S(0), no part, gives"),
+    ],
+)
+def test_where_tokens_are_split(of_gradient: Callable[[Tensor, Tensor], Tensor], words: str, monkeypatch: Any) -> None:
+    def forward(self: RMSNorm, x: Tensor) -> Tensor:
+        return Doubled.apply(rms_norm(x, self.weight, self.eps))
+
+    monkeypatch.setattr(RMSNorm, "forward", forward)
+    monkeypatch.setattr(Doubled, "of_gradient", staticmethod(of_gradient), raising=False)
+    message = refused_with(lambda x: x, monkeypatch)
+    assert words in message if words else message == "", message
 
 
 class Base(torch.autograd.Function):
@@ -304,14 +344,52 @@ class Rounded(torch.autograd.Function):
         return Normed.of_weight(g)
 
 
+def as_it_is(g: Tensor) -> Tensor:
+    return g
+
+
+def rescaled(g: Tensor) -> Tensor:
+    return (0.5 * g.float() + g / 3).mul_(2).to(g.dtype)
+
+
+def of_norm_one(g: Tensor) -> Tensor:
+    return g / g.norm()
+
+
+def clipped(g: Tensor) -> Tensor:
+    return g.view(-1, 2).clamp(-1, 1).view(-1)
+
+
+def plus_one(g: Tensor) -> Tensor:
+    return g + 1
+
+
+def zero(g: Tensor) -> Tensor:
+    return torch.zeros(D, device=g.device)
+
+
+def filled(g: Tensor) -> Tensor:
+    return zero(g).add_(0.1)
+
+
+def one(g: Tensor) -> Tensor:
+    return torch.ones(D, device=g.device)
+
+
 @pytest.mark.parametrize(
     ("of_weight", "words"),
     [
-        (lambda g: g, ""),
-        (lambda g: (0.5 * g.float() + g / 3).mul_(2).to(g.dtype), ""),
-        (lambda g: g / g.norm(), "aten.linalg_vector_norm.default of [192], which are P, gives [] on one of 2 ranks"),
-        (lambda g: g.view(-1, 2).clamp(-1, 1).view(-1), "aten.clamp.default of [96, 2], which are P, gives [96, 2] on"),
-        (lambda g: g + 1, "aten.add.Tensor of [192], which are P, gives [192] on one of 2 ranks"),
+        (as_it_is, ""),
+        (rescaled, ""),
+        (zero, ""),
+        (of_norm_one, "aten.linalg_vector_norm.default of [256], which are P, gives [] on one of 2 ranks"),
+        (clipped, "aten.clamp.default of [128, 2], which are P, gives [128, 2] on"),
+        (plus_one, "aten.add.Tensor of [256], which are P, gives [256] on one of 2 ranks"),
+        (
+            filled,
+            "zero(g).add_(0.1) = a gradient [256] that each of 2 ranks gives whole, and that is added up over them",
+        ),
+        (one, "in one: return torch.ones(D, device=g.device) = a gradient [256] that each of 2 ranks gives whole"),
     ],
 )
 @pytest.mark.parametrize("is_rounded", [False, True])
@@ -324,4 +402,38 @@ def test_a_sum_over_tokens_may_be_scaled_until_it_is_added_up(
     monkeypatch.setattr(Normed, "of_weight", staticmethod(of_weight), raising=False)
     monkeypatch.setattr(RMSNorm, "forward", forward)
     message = refused_with(lambda x: x, monkeypatch)
-    assert words in message if words else message == ""
+    assert words in message if words else message == "", message
+
+
+class Decayed(torch.autograd.Function):
+    """A tensor, and with its gradient one of a weight that is of the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return g, ctx.saved_tensors[0]
+
+
+def test_a_weight_as_its_own_gradient_is_refused_by_the_line_of_its_function(monkeypatch: Any) -> None:
+    def forward(self: RMSNorm, x: Tensor) -> Tensor:
+        return Decayed.apply(rms_norm(x, self.weight, self.eps), self.weight)
+
+    monkeypatch.setattr(RMSNorm, "forward", forward)
+    line = inspect.getsourcelines(Decayed.backward)[1]
+    message = refused_with(lambda x: x, monkeypatch)
+    assert f"line {line}  in Decayed.backward = a gradient [256] that each of 2 ranks gives whole" in message
+    assert "fix:  leave to the optimizer what is of weights alone, as weight decay; or tensor_parallel" in message
+
+
+def test_a_hook_that_gives_a_weight_as_a_gradient_is_refused(monkeypatch: Any) -> None:
+    def forward(self: RMSNorm, x: Tensor) -> Tensor:
+        weight = self.weight * 1
+        weight.register_hook(lambda g: self.weight.detach())
+        return rms_norm(x, weight, self.eps)
+
+    monkeypatch.setattr(RMSNorm, "forward", forward)
+    assert "= a gradient [256] that each of 2 ranks gives whole" in refused_with(lambda x: x, monkeypatch)

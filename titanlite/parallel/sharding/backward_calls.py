@@ -1,4 +1,4 @@
-"""What a user's own code calls in backward: each operator with its arguments, and the line.
+"""What a user's own code calls in backward: each operator with its arguments, and the line; and the gradients it gives.
 
 Backward is run on the meta device, whole or as on a rank. An operator is the user's if a frame of the user's is on the
 stack that calls it: whatever class or hook it stands in, and what it calls of torch.
@@ -6,13 +6,14 @@ stack that calls it: whatever class or hook it stands in, and what it calls of t
 
 import linecache
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.graph import Node, _engine_run_backward
 from torch.compiler import set_stance
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,8 @@ _REARRANGE = {
     *(aten.as_strided, aten.empty_strided, aten.new_empty_strided),
 }
 """Not compared: reshape, contiguous and einsum take others of these where a rank has one head; strides are sizes."""
+
+_HOOK = "a hook of a gradient"
 
 
 class Call(NamedTuple):
@@ -51,8 +54,22 @@ class Call(NamedTuple):
     line: int | None
 
 
+class Given(NamedTuple):
+    """A gradient that a user's code gives.
+
+    Attributes:
+        tensor: the gradient.
+        where: the function that computes it, and the line; or that gives it, where it was not computed in backward.
+        line: its number, if it is of the model's file.
+    """
+
+    tensor: Tensor
+    where: str
+    line: int | None
+
+
 class Recorded(TorchDispatchMode):
-    """Takes down the operators of backward that a user's Python code calls.
+    """Takes down the operators of backward that a user's Python code calls, and the gradients that it gives.
 
     Args:
         file: the model's.
@@ -60,17 +77,19 @@ class Recorded(TorchDispatchMode):
     Attributes:
         calls: so far.
         gradients: what torch's own operators gave.
+        given: gradients that the user's code gave, in order.
     """
 
     def __init__(self, file: str) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.gradients: set[Tensor] = set()
+        self.given: list[Given] = []
         self._file = file
         self._rearranged: dict[Tensor, Call] = {}
 
     def rearranged(self, x: Tensor) -> list[Call]:
-        """Give what a tensor was made by, of its root, if that has only been rearranged."""
+        """Give what a tensor was made by, of its root, if a user's code has only rearranged that."""
         call = self._rearranged.get(x)
         return [*self.rearranged(call.given[0][0]), call] if call else []
 
@@ -79,14 +98,22 @@ class Recorded(TorchDispatchMode):
         calls = self.rearranged(x)
         return calls[0].given[0][0] if calls else x
 
+    def give(self, gradients: Sequence[Tensor | None], where: str, line: int | None = None) -> None:
+        """Take down gradients that the engine has, each once, but those that operators of torch gave it."""
+        for x in gradients:
+            if x is not None and x not in self.gradients and all(x is not known.tensor for known in self.given):
+                root = self.root(x)
+                call = next((c for c in reversed(self.calls) if any(y is root for y in tensors_of(c.result))), None)
+                self.given.append(Given(x, *((call.where, call.line) if call else (where, line))))
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.overloadpacket in _REARRANGE:
+        if not (frames := _own_frames()):
+            self.gradients |= set(tensors_of(result))
+        elif func.overloadpacket in _REARRANGE:
             if tensors_of(args):
                 self._rearranged[result] = Call(func, {}, (args, kwargs), result, "", None)
-        elif not (frames := _own_frames()):
-            self.gradients |= {self.root(x) for x in tensors_of(result)}
         else:
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -116,12 +143,38 @@ def backward_of(model: nn.Module, tokens: int, file: str, want: str, fix: str) -
     try:
         with set_stance("force_eager"):
             logits = model(torch.empty(tokens, dtype=torch.long, device="meta"))
-            given = (torch.ones_like(logits),), False, False, tuple(trained)
-            with Recorded(file) as ran, Constants():  # which `torch.autograd.grad` would hide from what it calls
-                _engine_run_backward((logits,), *given, allow_unreachable=True, accumulate_grad=False)
+            ran = Recorded(file)
+            for node in _nodes(logits.grad_fn):
+                _watch(node, ran, file)
+            with ran, Constants():  # which `torch.autograd.grad` would hide from what it calls
+                given = (torch.ones_like(logits),), False, False, tuple(trained)
+                gradients = _engine_run_backward((logits,), *given, allow_unreachable=True, accumulate_grad=False)
+                ran.give(gradients, _HOOK)
     except Exception as error:
         raise ShardingError(describe(file, [mistake(error, file, want, fix)])) from error
     return ran
+
+
+def _nodes(last: Node | None) -> Iterator[Node]:
+    """What backward will run through."""
+    left, seen = [last], {None, last}
+    while left:
+        node = left.pop()
+        if node is not None:
+            yield node
+            others = {following for following, _ in node.next_functions} - seen
+            seen |= others
+            left += others
+
+
+def _watch(node: Node, ran: Recorded, file: str) -> None:
+    """Take down what a step of backward is given, which hooks may have made, and what a function of Python gives."""
+    node.register_prehook(lambda gradients: ran.give(gradients, _HOOK))
+    if isinstance(node, BackwardCFunction):
+        function: Any = node._forward_cls  # type: ignore[attr-defined]
+        code = (function.backward if function.vjp is Function.vjp else function.vjp).__code__
+        line = code.co_firstlineno if code.co_filename == file else None
+        node.register_hook(lambda gradients, _: ran.give(gradients, f"in {code.co_qualname}", line))
 
 
 def _own_frames() -> list[FrameType]:

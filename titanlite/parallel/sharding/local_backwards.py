@@ -11,7 +11,8 @@ The same call on a part may still give no part of what it gives of the whole: un
 by the norm of its own features. How a tensor is split is seen by its shapes in both places; what is computed of it must
 follow a rule of its operator, as in forward (`rules.py`). A sum over what is split is a partial sum, and so is the
 gradient of what every rank has whole. The trainer adds those up behind all of backward, so until then they may be
-scaled or added to each other, and nothing else.
+scaled or added to each other, and nothing else. And whatever such code gives as the gradient of something whole must be
+one, or zero: what a rank makes of weights alone, as `0.01 * w`, would be added once for each rank.
 """
 
 import copy
@@ -27,12 +28,15 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.parallel.sharding.backward_calls import Call, Recorded, backward_of, tensors_of
+from titanlite.parallel.sharding.backward_calls import Call, Given, Recorded, backward_of, tensors_of
 from titanlite.parallel.sharding.local_sizes import FIX, on_a_rank
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, LayerPlan, show
 from titanlite.parallel.sharding.rules import rules_of
 
 aten = torch.ops.aten
+_ANY = 0
+"""Runs of a tensor that a rank may have in any: it is whole, or the same everywhere, as zeros."""
+_ZEROS = {aten.zeros, aten.zeros_like, aten.new_zeros}
 _SCALES = {"mul", "div", "neg", "_to_copy", "detach", "sum", "expand"}
 _ADDS = {"add", "sub"}
 """Operators, in place or not, that give of partial sums partial sums."""
@@ -66,6 +70,11 @@ def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, La
             problems.setdefault((found.line, found.where), found)
         if call is None or own is None or call.operator != own.operator:
             break
+    else:
+        for given, own_given in zip_longest(one.given, here.given):
+            found = parts.given(given, own_given)
+            if found is not None:
+                problems.setdefault((found.line, found.where), found)
     if problems:
         raise ShardingError(describe(file, list(problems.values())))
 
@@ -97,12 +106,25 @@ class _Parts:
     def __init__(self, one: Recorded, here: Recorded, ranks: int) -> None:
         self._one, self._here, self._ranks = one, here, ranks
         self._partial: set[Tensor] = set()
+        self._zeros: set[int] = set()
+        self._runs: dict[Tensor, int] = {}
 
     def problem(self, call: Call, own: Call) -> Problem | None:
         """What an operator gives on a rank, if that is no part of what it gives in one process."""
-        given, results = self._placements(call.given, own.given), self._placements(call.result, own.result)
+        writes = call.operator._schema.is_mutable
+        if writes:
+            self._zeros -= {_memory(x) for x in tensors_of(call.given)[:1]}
+        elif call.operator.overloadpacket in _ZEROS:
+            self._zeros |= {_memory(x) for x in tensors_of(call.result)}
+        placed = self._placements(call.given, own.given)
+        given, results = [p for p, _ in placed], [p for p, _ in self._placements(call.result, own.result)]
         if all(p == REPLICATE for p in (*given, *results)):
             return None
+        runs = {n for _, n in placed if n != _ANY}
+        if len(runs) > 1 or (writes and placed[0][1] not in runs):  # elements of other tokens or features would meet
+            given = [None if n > 1 else p for p, n in placed]
+        if not writes:
+            self._runs |= dict.fromkeys(tensors_of(call.result), max(runs, default=_ANY))
         if call.operator == aten.expand.default and given == [REPLICATE]:  # a scalar, say, to as much as a rank has
             return None
         outputs = _of_partial_sums(call.operator, given) if PARTIAL in given else _of_parts(call, given, self._ranks)
@@ -118,27 +140,49 @@ class _Parts:
         fix = "change that line: compute over dims that are not split, as a head's width; or tensor_parallel_degree = 1"
         return Problem(own.where, saw, want, fix, own.line)
 
-    def _placements(self, whole: object, part: object) -> list[Placement | None]:
-        """Of each tensor; None for one that is no part."""
+    def given(self, one: Given | None, here: Given | None) -> Problem | None:
+        """A gradient on a rank, if that is no part of what it is in one process, or would be added once per rank."""
+        place = here or one
+        assert place is not None  # noqa: S101  # one of both is there
+        placed, runs = self._placement(one.tensor, here.tensor) if one and here else (None, _ANY)
+        is_zero = one is not None and _memory(one.tensor) in self._zeros
+        if placed == PARTIAL or is_zero or (isinstance(placed, Shard) and runs in (_ANY, 1)):
+            return None
+        shapes = [str(list(each.tensor.shape)) if each else "nothing" for each in (here, one)]
+        if placed == REPLICATE:
+            saw = f"a gradient {shapes[0]} that each of {self._ranks} ranks gives whole, and that is added up over them"
+            want = "a sum over what a rank has of the incoming gradient, as (g * x).sum(0): each rank adds its part"
+            fix = "leave to the optimizer what is of weights alone, as weight decay; or tensor_parallel_degree = 1"
+        else:
+            saw = f"a gradient {shapes[0]} on one of {self._ranks} ranks"
+            want, fix = f"a part of {shapes[1]}, the gradient in one process", FIX
+        return Problem(place.where, saw, want, fix, place.line)
+
+    def _placements(self, whole: object, part: object) -> list[tuple[Placement | None, int]]:
+        """Of each tensor."""
         return [
-            self._placement(x, y) if x is not None and y is not None else None
+            self._placement(x, y) if x is not None and y is not None else (None, _ANY)
             for x, y in zip_longest(tensors_of(whole), tensors_of(part))
         ]
 
-    def _placement(self, whole: Tensor, part: Tensor) -> Placement | None:
+    def _placement(self, whole: Tensor, part: Tensor) -> tuple[Placement | None, int]:
+        """None for a tensor that is no part; and in how many equal runs a rank has the split dim, `_ANY` if it is alike
+        everywhere or not split."""
         root = self._one.root(whole)
         placed = _by_shape(whole, part, self._ranks)
         if placed == REPLICATE:
-            return PARTIAL if root in self._partial or root in self._one.gradients else REPLICATE
-        dims = {_by_shape(root, self._here.root(part), self._ranks)}
+            return PARTIAL if root in self._partial or root in self._one.gradients else REPLICATE, _ANY
+        split, runs = _by_shape(root, self._here.root(part), self._ranks), self._runs.get(root, 1)
         for call in self._one.rearranged(whole):  # a view may be of halves of two rows
-            dims = {
-                Shard(after)
-                for before in dims
-                if isinstance(before, Shard)
-                for after in _moved(call, before.dim, self._ranks)
-            }
-        return placed if placed in dims else None
+            moved = _moved(call, split.dim, max(runs, 1), self._ranks) if isinstance(split, Shard) else None
+            if moved is None:
+                return None, _ANY
+            split, runs = Shard(moved[0]), runs and moved[1]
+        return (placed, runs) if placed == split else (None, _ANY)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _by_shape(whole: Tensor, part: Tensor, ranks: int) -> Placement | None:
@@ -150,26 +194,24 @@ def _by_shape(whole: Tensor, part: Tensor, ranks: int) -> Placement | None:
     return Shard(split[0]) if whole.shape[split[0]] == part.shape[split[0]] * ranks else None
 
 
-def _moved(call: Call, dim: int, ranks: int) -> list[int]:
-    """Which dims may be split of a tensor that is rearranged: those with a factor in common with the split dim.
+def _moved(call: Call, dim: int, runs: int, ranks: int) -> tuple[int, int] | None:
+    """Which dim is split of a tensor that is rearranged, and in how many runs a rank has it.
 
-    Unlike in forward the parts need not be contiguous: in [M, H, E] → [M·H, E] a rank has some of each token's rows.
+    Unlike in forward the parts need not be contiguous: in [M, H, E] → [M·H, E] a rank has some of each token's rows, M
+    runs of H / ranks. It has the elements whose index, in a row-major order, is its number when divided by `step`,
+    modulo the ranks; a view leaves that order as it is.
     """
     if call.operator.overloadpacket == aten.permute:
-        return [after for after, d in enumerate(call.given[0][1]) if d % call.result.ndim == dim]
+        return next((after, runs) for after, d in enumerate(call.given[0][1]) if d % call.result.ndim == dim)
     if call.operator.overloadpacket == aten.as_strided:
-        return []
-    found: list[int] = []
+        return None
     before, after = call.given[0][0].shape, call.result.shape
-    for d, size in enumerate(after):
-        inner = prod(before[dim + 1 :]), prod(after[d + 1 :])
-        low, outer = max(inner), (inner[0] * before[dim], inner[1] * size)
-        high = min(outer)
-        if high > low and not any(
-            (high // low % ranks, high % low, *(low % n for n in inner), *(n % high for n in outer))
-        ):
-            found.append(d)
-    return found
+    step = prod(before[dim:]) // (runs * ranks)
+    for d in range(len(after)):
+        inner, outer = prod(after[d + 1 :]), prod(after[d:])
+        if step % inner == 0 and outer % (step * ranks) == 0:
+            return d, outer // (step * ranks)
+    return None
 
 
 def _of_parts(call: Call, given: list[Placement | None], ranks: int) -> list[Placement]:
