@@ -60,6 +60,7 @@ BATCH = Gather("batch", "2 S K", 1, ("K N", "K P"), dtype=BF16, bias=True)
 RIGHT = Gather("right", "K N", 0, ("M K",), "right", dtype=BF16)
 FLOAT8 = Gather("float8", "2 S K", 1, ("K N",), dtype=E4M3, scale_of="row", other_scale_of="row")
 SUM = Scatter("sum", "M", ("K", "P"), 0, dtype=BF16)
+PUSHED = Scatter("whole-tiles", "T", ("K",), 0, dtype=BF16)
 COLUMNS = Scatter("columns", "2 S", ("K",), 2, dtype=BF16, bias=True)
 FLOAT8_SUM = Scatter("float8-sum", "2 S", ("K",), 1, dtype=E4M3, left_scale_of="row", right_scale_of="row")
 SEVERAL: list[Case] = [ROWS, SUM, BATCH, RIGHT, COLUMNS, FLOAT8, FLOAT8_SUM]
@@ -195,33 +196,47 @@ def some_have_met_before(device: str, mine: list[Ranks]) -> list[str]:
     return [text for group in mine for text in check_case(ROWS, device, group)]
 
 
-def nccl_gets_through(device: str, group: Ranks) -> list[str]:
-    """NCCL gathers while an operator waits for the last rank, which comes when that is done: rule 1 of the kernels.
+def others_get_through(device: str, group: Ranks) -> list[str]:
+    """A kernel on another stream ends while an operator waits for a rank that comes later: rule 1 of the kernels.
 
-    A host that waits for NCCL before it goes on would otherwise never come, as one that frees memory does.
+    Where each rank has a GPU it is NCCL's gather: a host that waits for that before it goes on, as one does that frees
+    memory, would otherwise never come. Where ranks share a GPU, its blocks are as large as NCCL's at least.
     """
+    from tests.kernels.large_blocks import launch_large_blocks
+
     process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type]
     late, problems = group.me == len(group.ranks) - 1, []
     small = torch.ones(1 << 22, device=device)  # as much as one of FSDP's gathers
     large = small.new_empty(len(group.ranks) << 22)
-    side, done = torch.cuda.Stream(), torch.cuda.Event()
-    for case in (ROWS, TILES, SUM):
+    side = torch.cuda.Stream()
+
+    def other() -> None:
+        if "nccl" in dist.get_backend_config(process_group):
+            dist.all_gather_into_tensor(large, small, group=process_group)
+        else:
+            launch_large_blocks(small)
+
+    def meet() -> None:
+        dist.all_gather_object([None] * len(group.ranks), None, group=process_group)
+
+    for case in (ROWS, TILES, SUM, PUSHED):
         given, call, wanted = prepared(case, device, group, 0)
         call(given)  # kernels are compiled, and NCCL connects
-        dist.all_gather_into_tensor(large, small, group=process_group)
+        other()
         torch.cuda.synchronize()
-        dist.barrier(process_group)
-        torch.cuda.synchronize()
+        meet()
         got = None if late else call(given)
         time.sleep(0.5)  # for the others' kernels to be where they wait
+        done = torch.cuda.Event()
         with torch.cuda.stream(side):
-            dist.all_gather_into_tensor(large, small, group=process_group)
+            other()
             done.record()
         end = time.monotonic() + 10
-        while late and not done.query() and time.monotonic() < end:
+        while not done.query() and time.monotonic() < end:
             time.sleep(1e-3)
-        if late and not done.query():
-            problems.append(f"{case.id}: NCCL did not gather in 10 s while the other ranks waited in the operator")
+        if not done.query():
+            problems.append(f"{case.id}: another kernel did not end in 10 s while the operator waited for a rank")
+        meet()
         got = call(given) if got is None else got
         torch.cuda.synchronize()
         problems += differences(case.id, got, wanted)
@@ -313,7 +328,7 @@ EXTRA = {
     "operators out of step": out_of_step,
     "two streams": two_streams,
     "CUDA graph": captured,
-    "NCCL gets through": nccl_gets_through,
+    "others get through": others_get_through,
     "network of spoilt buffers": network_of_spoilt_buffers,
     "network out of step": network_out_of_step,
 }
@@ -321,9 +336,7 @@ EXTRA = {
 
 def names(world: int, device: str) -> list[str]:
     """All checks, in the order in which they run."""
-    left_out = [] if device == "cuda" else ["CUDA graph"]
-    if device != "cuda" or world > torch.cuda.device_count():
-        left_out.append("NCCL gets through")
+    left_out = [] if device == "cuda" else ["CUDA graph", "others get through"]
     extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
     return [*extra, "groups take turns", "some have met before", *cases]

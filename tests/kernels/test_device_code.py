@@ -201,16 +201,9 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
         # At the end, when the other warps have come.
         STORE_WORD: (Before(ADD_ACQ_REL, (BARRIER, JOIN), ALL_WRITTEN), After(ADD_ACQ_REL, BARRIER, STORE)),
     },
-    "matmul_push": {"": _PUSHED, PRODUCT: _MULTIPLYING},
-    "_matmul_push": {"": _PUSHED},
-    "_reduce": {
-        "": (
-            # Each thread has seen some flags, and all wait for each other.
-            Before(STAGED, (BARRIER, SEE_SYS)),
-            *_awaited(SEE_SYS, BARRIER),
-            Never(NON_COHERENT),  # peers write while this kernel runs
-        )
-    },
+    "matmul_push": {"": (*_PUSHED, *_TOLD, *_awaited(SEE_SYS, BARRIER)), PRODUCT: _MULTIPLYING},
+    "_matmul_push": {"": (*_PUSHED, *_TOLD, *_awaited(SEE_SYS, BARRIER))},
+    "_reduce": {"": (Has(STAGED), Never(SEE_SYS))},  # what has come is there when it begins
 }
 
 
@@ -464,6 +457,11 @@ DOCTORED = {
         "without a fence": lambda p: without(p, FENCE_SYS),
         "fence behind the signal": lambda p: moved(p, FENCE_SYS, SIGNAL, 0),
         "signal before the count": lambda p: moved(p, SIGNAL, ALL_WRITTEN),
+        "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
+        "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
+        "a wait for the own GPU": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.acquire.gpu"),
+        "wait before the signal": lambda p: moved(p, SEE_SYS, ADD_ACQ_REL),
+        "without a deadline": lambda p: without(p, CLOCK, -1),
         "tile stored without a proxy fence": lambda p: without_before(p, PROXY_SHARED, TMA_STORE),
     }),
     "_matmul_push": ("rows", {
@@ -472,15 +470,14 @@ DOCTORED = {
         "without the barrier behind": lambda p: without_behind(p, BARRIER, ADD_ACQ_REL),
         "without a fence": lambda p: without(p, FENCE_SYS),
         "fence behind the signal": lambda p: moved(p, FENCE_SYS, SIGNAL),
-    }),
-    "_reduce": ("rows", {
         "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
         "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
         "a wait for the own GPU": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.acquire.gpu"),
-        "without a barrier": lambda p: without_before(p, BARRIER, STAGED),
-        "a part before the wait": lambda p: moved(p, STAGED, CLOCK, 0),
+        "wait before the signal": lambda p: moved(p, SEE_SYS, ADD_ACQ_REL),
         "without a deadline": lambda p: without(p, CLOCK, -1),
-        "a load of its own cache": lambda p: replaced(p, r"ld\.global\.L1", "ld.global.nc.L1"),
+    }),
+    "_reduce": ("rows", {
+        "with a wait": lambda p: replaced(p, r"ld\.global\.L1::evict_first", "ld.acquire.sys.global", 0),
     }),
 }  # fmt: skip
 

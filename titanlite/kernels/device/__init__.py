@@ -6,8 +6,7 @@ where there is a CUDA device.
 The rules that keep a step from hanging:
 
 1. No kernel that can fill a GPU waits for what another GPU's host has yet to launch: it starts behind a thread block
-   that has met all ranks (`protocol.meet`, or the last block of `_publish`). `_reduce`, which waits by itself, leaves
-   half of each multiprocessor's registers or more, but kernels with larger blocks (NCCL's) may start behind it only.
+   that has met all ranks (`protocol.meet`, or the last block of `_publish` and of the kernels that push).
 2. Any number of resident thread blocks makes progress: who copies and who computes is decided by tickets that running
    blocks draw, never by a block's number.
 3. All ranks of a group issue the same operators in the same order, and where they share several groups, those of all of

@@ -1,8 +1,8 @@
 """Matmul → reduce-scatter in two launches: push tiles to their owners while multiplying, then add.
 
 `_matmul_push` is a persistent matmul whose tiles go to the staging slot of the rank that owns them, through TMA stores
-that drain while the next tile is computed; owners take turns, so that all links are busy. It waits for nobody, and its
-last block signals the peers. `_reduce` waits for them and adds what all ranks have pushed here.
+that drain while the next tile is computed; owners take turns, so that all links are busy. Its last block signals the
+peers and waits for theirs. `_reduce` adds what all ranks have pushed here.
 """
 
 import math
@@ -70,7 +70,7 @@ def _scaled(
 def _matmul_push(
     a0, b0, a1, b1, a2, b2, d0, d1, d2, d3, d4, d5, d6, d7,
     ls0, rs0, ls1, rs1, ls2, rs2, like,
-    peer_slots, slot_bytes, counters, peer_flags, epoch_word,
+    peer_slots, slot_bytes, counters, flags, peer_flags, epoch_word, deadline, failure,
     M, N, K0, K1, K2, segment, size, outer, staged_rows, staged_cols, slot_rows,
     rank, RANKS: tl.constexpr, LANES: tl.constexpr, BY_COLS: tl.constexpr, PAIRS: tl.constexpr,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, L_SCALE: tl.constexpr, R_SCALE: tl.constexpr,
@@ -167,27 +167,23 @@ def _matmul_push(
     finished = tl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == tl.num_programs(0) - 1:
         signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+        wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
         tl.store(counters + 2, 0)
         tl.store(epoch_word, epoch + 1)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit
 def _reduce(
-    slots, slot_bytes, flags, epoch_word, deadline, failure, out, bias, n, own_segment, segment, staged, bias_cols,
-    rank, RANKS: tl.constexpr, LANES: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    slots, slot_bytes, epoch_word, out, bias, n, own_segment, segment, staged, bias_cols,
+    RANKS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the ranks, and add what they have pushed, in float32 and in rank order.
-
-    Few threads do it, so that a kernel of NCCL finds room beside those that wait.
+    """Add what all ranks have pushed, in float32 and in rank order.
 
     n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
     groups of `segment` elements of which `own_segment` count. WIDE: all parts together have more elements than 32 bits
     count; otherwise 64 would cost registers.
     """
-    epoch = tl.load(epoch_word) - 1
-    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, 1)
-    parity = epoch & 1
+    parity = (tl.load(epoch_word) - 1) & 1
     parts = (slots + parity.to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))
     part = tl.cast(staged, tl.int64) if WIDE else staged
     for start in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
@@ -286,7 +282,7 @@ def matmul_reduce_scatter(
                 blocks(a[0], a_rows[0].shape, a_rows[0].stride, (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
                 blocks(b[0], b_rows[0].shape, b_rows[0].stride, (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
                 scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m // by, PART.value)),
-                to.counters, to.peer_flags, to.epoch,
+                to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
                 to.ranks, pick.group, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
                 pick.m, pick.n, pick.k, stages(pick, a[0].dtype.itemsize), by,
@@ -312,7 +308,8 @@ def matmul_reduce_scatter(
         launch(
             _matmul_push, launched, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales, out),
             lambda: (
-                *pairs, *staging, *scales, out, to.peer_slots, slot_bytes, to.counters, to.peer_flags, to.epoch,
+                *pairs, *staging, *scales, out, to.peer_slots, slot_bytes,
+                to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
                 to.rank, to.ranks, plan.lanes, plan.by_cols, len(lefts), a_k_major, b_k_major,
                 *kinds, plan.tma_store, pick.m, pick.n, pick.k, fast_accum,
@@ -322,10 +319,9 @@ def matmul_reduce_scatter(
     launch(
         _reduce, launched, 2 * multiprocessors(to.device), (out, bias),
         lambda: (
-            to.slots, slot_bytes, to.flags, to.epoch, to.deadline, to.failure, out, bias,
+            to.slots, slot_bytes, to.epoch, out, bias,
             plan.n, plan.own_segment, plan.padded_segment, plan.staged, plan.out[-1],
-            to.rank, to.ranks, plan.lanes, not whole.even, to.ranks * plan.staged >= 2**31, bias is not None,
-            REDUCE_BLOCK,
+            to.ranks, not whole.even, to.ranks * plan.staged >= 2**31, bias is not None, REDUCE_BLOCK,
         ),
         num_warps=8,
     )  # fmt: skip

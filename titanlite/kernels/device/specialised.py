@@ -116,6 +116,22 @@ def _signal(peer_flags, word, epoch, RANKS: gl.constexpr):
 
 
 @gluon.jit
+def _wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: gl.constexpr, TEAMS: gl.constexpr):
+    """As `protocol.wait_for_peers`, by the warps of the first team."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [8 // TEAMS], [0]))
+    peer = gl.where(lane < RANKS, lane, rank)
+    limit = gl.load(deadline)
+    start = _nanoseconds()
+    behind = _load_acquire_sys(flags + peer) - (epoch + 1)
+    while gl.min(behind, axis=0) < 0:  # a difference, so that the count may wrap
+        waited = _nanoseconds() - start
+        if waited > limit:
+            _fail(failure, epoch, gl.max(gl.where(behind < 0, peer, 0), axis=0), waited, 1)
+        behind = _load_acquire_sys(flags + peer) - (epoch + 1)
+    _barrier()
+
+
+@gluon.jit
 def _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS: gl.constexpr):
     """The first RANKS of them; the others are None."""
     found = (d0, d1)
@@ -377,15 +393,16 @@ def _end(tiles, ready, empty, it, STAGES: gl.constexpr):
 
 @gluon.jit
 def _leave(
-    counters, used, epoch_word, epoch, peer_flags, rank,
-    SIGNAL: gl.constexpr, RANKS: gl.constexpr, TEAMS: gl.constexpr,
+    counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank,
+    MEET: gl.constexpr, RANKS: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """By a kernel's last block: leave the counters as the next operator wants them."""
+    """By a kernel's last block: leave the counters as the next operator wants them. MEET: all ranks before."""
     _barrier()
     finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == gl.num_programs(0) - 1:
-        if SIGNAL:
+        if MEET:
             _signal(peer_flags, rank, epoch, RANKS)
+            _wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, TEAMS)
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [8 // TEAMS], [0])
         for start in range(0, used, 256):
             at = start + gl.arange(0, 256, layout=layout)
@@ -708,7 +725,8 @@ def gather_matmul(
             (_gather_load, (load, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
             (_gather_copy, (copy, RANKS, BM, CM, CN)),
         ], [4, 1, 1], [TEAM_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
-    _leave(counters, HEADER + RANKS * (rows // BM), epoch_word, epoch, peer_flags, rank, False, RANKS, TEAMS)
+    used = HEADER + RANKS * (rows // BM)
+    _leave(counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, False, RANKS, TEAMS)
 
 
 # --- matmul → reduce-scatter -------------------------------------------------------------------------------------
@@ -741,7 +759,8 @@ def _push_load(
 
 @gluon.jit(do_not_specialize=["rank"])
 def matmul_push(
-    a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7, counters, peer_flags, epoch_word,
+    a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7,
+    counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, staged_rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
@@ -787,7 +806,7 @@ def matmul_push(
             )),
             (_push_load, (load, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [4, 1], [TEAM_REGISTERS, WORKER_REGISTERS])  # fmt: skip
-    _leave(counters, HEADER, epoch_word, epoch, peer_flags, rank, True, RANKS, TEAMS)
+    _leave(counters, HEADER, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, True, RANKS, TEAMS)
 
 
 # --- host --------------------------------------------------------------------------------------------------------
