@@ -90,7 +90,7 @@ def test_it_is_imported_on_the_gpu_of_its_process(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
     with (tmp_path / "mine.py").open("a") as file:
         file.write('\nraise RuntimeError(f"imported on GPU {torch.cuda.current_device()}")\n')

@@ -47,7 +47,7 @@ def test_a_part_of_what_a_launcher_says_is_refused(monkeypatch: pytest.MonkeyPat
 def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", lambda settings: None)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match=r"--nproc-per-node = 8\n.*want: at most 4, (.|\n)*fix:  --nproc-per-node 4"):

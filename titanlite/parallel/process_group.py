@@ -43,7 +43,7 @@ def choose_device() -> torch.device:
     if torch.cuda.is_available():
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             # Segments that grow instead of fixed ones: FSDP's buffers of many sizes would leave gaps of gigabytes.
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if device.index >= torch.cuda.device_count():
             gpus, asked = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", str(device.index + 1))
