@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._ops import HigherOrderOperator
+from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import recipes
@@ -242,6 +243,45 @@ def test_attention_that_is_not_seen_before_it_runs_is_recomputed_and_reported(co
     ops, use, _ = backward_ops(save_list(ATTENTION, matmul("wo")), compiled)
     assert ops == dict.fromkeys(["wqkv", "attention", "w13"], LAYERS)
     assert 'rules[0].op = "attention"' in str(use.refused)
+
+
+class Dropping(Llama3):
+    """With dropout behind the products of each block."""
+
+    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+        super().__init__(sizes, seq_len)
+        for block in self.layers:
+            for layer in (block.attention.wo, block.feed_forward.w2):
+                layer.register_forward_hook(lambda module, inputs, output: dropout(output, 0.5))
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", ["everything", "attention", "every matmul"])
+def test_random_numbers_are_drawn_again_alike(case, compiled):
+    torch.manual_seed(0)
+    _, _, truth = backward_ops(NONE, compiled, model_type=Dropping)
+    torch.manual_seed(0)
+    _, use, gradients = backward_ops(CASES[case][0], compiled, model_type=Dropping)
+    assert use.refused is None
+    assert all(torch.equal(got, kept) for got, kept in zip(gradients, truth, strict=True))
+
+
+class DroppingOnceMore(Dropping):
+    """With a second kind of dropout, of another name."""
+
+    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+        super().__init__(sizes, seq_len)
+        for block in self.layers:
+            block.attention_norm.register_forward_hook(lambda module, x, y: torch.native_dropout(y, 0.5, True)[0])
+
+
+def test_random_numbers_of_which_some_are_kept_are_refused():
+    """Recomputation would draw those of the others from where forward drew what is kept."""
+    kept = SaveRule("aten.native_dropout.default", "save")
+    _, use, _ = backward_ops(save_list(kept), compiled=False, model_type=DroppingOnceMore)
+    assert 'put first a rule with op = "aten.native_dropout.default", action = "recompute"' in str(use.refused)
+    _, use, _ = backward_ops(save_list(), compiled=False, model_type=DroppingOnceMore)
+    assert use.refused is None
 
 
 @pytest.mark.parametrize(

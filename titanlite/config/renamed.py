@@ -52,7 +52,7 @@ _REPLACEMENT: dict[str, str] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "write a save-list whose rules name modules",
     "activation_checkpoint.memory_budget": 'use activation_checkpoint.recipe = "auto" with budget_gib (in GiB)',
     "activation_checkpoint.early_stop": "remove it; recomputation always stops early",
-    "activation_checkpoint.preserve_rng_state": "remove it; nothing recomputed is random",
+    "activation_checkpoint.preserve_rng_state": "remove it; what is drawn again is the same",
     "float8.recipe_name": "use float8.recipe",
     "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe says it (fsdp_all_gather)",
     "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; it comes with fsdp_all_gather of the float8 recipe",

@@ -24,6 +24,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
+from titanlite.parallel.random_numbers import draws
 from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, add_unknown_layers, is_whole
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
@@ -106,7 +107,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
             _check_attention(BlockRules(save_list, rules, layers), block)
             # Also where nothing is kept: torch 2.11 keeps what an autograd function makes if only its call is marked.
             contexts = partial(_contexts, save_list, kind, layers, use)
-            options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+            options = {"use_reentrant": False, "context_fn": contexts}
             kinds[key] = kind, _checkpointed(type(block), options)
         kind, checkpointed = kinds[key]
         kind.blocks += 1
@@ -148,6 +149,7 @@ def _policy(
     """Decide for one operation at a time. Forward and recomputation count separately, so that they agree."""
     passes = {is_recompute: BlockRules(save_list, kind.rules, matmuls) for is_recompute in (False, True)}
     began: list[bool] = []
+    drew: dict[str, str] = {}  # by action, an operation that drew random numbers
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -156,6 +158,10 @@ def _policy(
         except RecipeError as error:  # not raised here: the compiler would wrap it
             use.refused = error
             return actions["recompute"]
+        if draws(func, args, kwargs):
+            drew[decision.action] = str(func)
+            if len(drew) > 1:
+                use.refused = _draws_of_two_kinds(save_list, drew)
         if not ctx.is_recompute:
             kind.passes += not began
             began[:] = [True]
@@ -163,6 +169,15 @@ def _policy(
         return actions[decision.action]
 
     return decide
+
+
+def _draws_of_two_kinds(save_list: SaveList, drew: dict[str, str]) -> RecipeError:
+    """The error for random numbers that recomputation would draw from another place than forward did."""
+    problems = Problems(save_list.origin)
+    want = f"kept too, or neither: both draw random numbers, and {drew['save']}, which is kept, draws none again"
+    fix = f'put first a rule with op = "{drew["save"]}", action = "recompute"'
+    problems.add(drew["recompute"], "recomputed", want, fix)
+    return RecipeError(problems.message())
 
 
 def check_names(save_list: SaveList, layers: Sequence[str]) -> None:

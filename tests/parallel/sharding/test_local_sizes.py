@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from titanlite import recipes
 from titanlite.errors import ShardingError
@@ -133,6 +134,35 @@ def test_what_differs_on_a_rank_is_refused_by_its_line(inside: Inside, words: li
     assert message.startswith(f"{__file__}: 1 problem\n  line ")
     assert "fix:  take sizes from the model's dimensions, as self.width = sizes.ffn_dim in __init__" in message
     assert all(word in message for word in words), message
+
+
+def dropped(h: Tensor, _: FeedForward) -> Tensor:
+    return dropout(h, 0.1)
+
+
+def noisy(h: Tensor, _: FeedForward) -> Tensor:
+    return h + torch.randn_like(h)
+
+
+@pytest.mark.parametrize("inside", [dropped, noisy])
+def test_random_numbers_for_a_part_are_refused(inside: Inside) -> None:
+    message = refused([inside])
+    assert message.startswith(f"{__file__}: 1 problem\n  line ")
+    assert " draws the same numbers for all parts on one of 2 ranks\n" in message
+    assert "fix:  no dropout or other random numbers for what is split; or tensor_parallel_degree = 1" in message
+
+
+def of_no_chance(h: Tensor, mlp: FeedForward) -> Tensor:
+    return dropout(dropout(h, 0.0), 0.1, not mlp.training)
+
+
+def as_a_whole(h: Tensor, _: FeedForward) -> Tensor:
+    return h * torch.rand((), device=h.device)
+
+
+@pytest.mark.parametrize("inside", [of_no_chance, as_a_whole])
+def test_random_numbers_that_are_none_or_of_the_whole(inside: Inside) -> None:
+    assert not refused([inside])
 
 
 def test_a_layer_that_is_given_another_tensor() -> None:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.models.mistakes import mistake
+from titanlite.parallel.random_numbers import draws
 from titanlite.parallel.sharding.graph import Graph, export, kind_of, line_of, modules_of, tensor_inputs, values
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, local_shape
 
@@ -38,6 +39,8 @@ FIX = (
     "take sizes from the model's dimensions, as self.width = sizes.ffn_dim in __init__, not from a tensor's shape or "
     "len(); or tensor_parallel_degree = 1"
 )
+
+_FIX_DRAWS = "no dropout or other random numbers for what is split; or tensor_parallel_degree = 1"
 
 
 def check_local_sizes(
@@ -98,6 +101,9 @@ def _problems(
             if shapes != planned:
                 gives, want = (", ".join(str(list(shape)) for shape in each) for each in (shapes, planned))
                 found = _Difference(f"{own.target} gives {gives}", f"{want}, the planned part", True)
+            elif draws(node.target, node.args, node.kwargs) and not placements[0].is_replicate():
+                want = "others for each part"
+                found = _Difference(f"{own.target} draws the same numbers for all parts", want, False, _FIX_DRAWS)
         if found:
             problem = _problem(file, [n for n in (own, line) if n], found, ranks)
             problems.setdefault((problem.line, problem.where), problem)
@@ -118,11 +124,13 @@ class _Difference(NamedTuple):
         here: on a rank.
         one: in one process.
         is_last: whether later operators differ for this reason alone.
+        fix: what to change.
     """
 
     here: str
     one: str
     is_last: bool
+    fix: str = FIX
 
 
 class _Operators:
@@ -186,7 +194,7 @@ def _problem(file: str, nodes: list[Node], difference: _Difference, ranks: int) 
     where = re.sub(r"\b\d+\b", "*", (modules_of(node) or ["the model"])[-1])
     where, number = (f"{where}: {line.code}", line.number) if line else (where, None)
     saw, want = f"{difference.here} on one of {ranks} ranks", f"{difference.one}, as in one process"
-    return Problem(where, saw, want, FIX, number)
+    return Problem(where, saw, want, difference.fix, number)
 
 
 @contextlib.contextmanager

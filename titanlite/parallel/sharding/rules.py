@@ -22,6 +22,7 @@ from torch.fx import Node
 
 import titanlite.kernels.window_attention  # noqa: F401  # its operator has a rule
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.parallel.random_numbers import arguments
 from titanlite.parallel.sharding import oracle
 from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value, values
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE
@@ -136,7 +137,7 @@ def _rules(node: Node, size: int) -> list[Rule]:
         raise _refusal(node, "an operator with a sharding rule", "write it with operators of torch")
     found: Iterable[Rule]
     if target in _OWN:
-        found = _OWN[target](inputs, outputs[0], _arguments(node), size)
+        found = _OWN[target](inputs, outputs[0], arguments(target, node.args, node.kwargs), size)
     elif target in _FACTORIES:
         found = [Rule((), Shard(d)) for d in range(outputs[0].ndim)]
     elif target in _ELEMENTWISE or torch.Tag.pointwise in target.tags:
@@ -325,13 +326,6 @@ def is_weight_of(node: Node, position: int) -> bool:
         position: among its tensor inputs.
     """
     return (node.target in MATMULS and position == 1) or (node.target is aten.embedding.default and position == 0)
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: a.default_value if a.has_default_value() else None for a in schema}
-    return given | dict(zip(given, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _tensors(argument: Any) -> Any:
