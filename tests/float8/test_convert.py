@@ -121,6 +121,28 @@ def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeyp
     assert isinstance(model.output.matmul.function, BlockScaledFloat8) == by_blocks
 
 
+def test_the_receipt_says_of_each_layer_what_became_of_it():
+    with torch.device("meta"):
+        model = Llama3(dataclasses.replace(SIZES, tied_embeddings=True), 16)
+    config = dataclasses.replace(Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)))
+    mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: 1))
+    receipt = Receipt()
+    build._float8(model, config, recipes.load("float8", "rowwise"), mesh, 32, receipt)  # type: ignore[arg-type]
+    gathered, joined = "weight gathered in float8", "one function with the rest of its feed-forward"
+    assert receipt.entries[0].applied == {
+        "layers": 4,
+        "lowering": "definition",
+        "feed-forwards in float8 throughout": 1,
+        "each": {
+            "layers.0.attention.wqkv": f"definition, {gathered}",
+            "layers.0.feed_forward.w13": f"definition, {joined}, {gathered}",
+            "layers.0.feed_forward.w2": f"definition, {joined}, {gathered}",
+            "output": "definition",
+        },
+        "fsdp_all_gather": "float8; high_precision of output, whose weight the embedding has too",
+    }
+
+
 @pytest.mark.parametrize(("name", "is_error"), [("rowwise", True), ("mxfp8", False)])
 def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     """What promised tensor cores and has none ends a strict run; what promised none is said."""
@@ -133,7 +155,8 @@ def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     (said,) = build._float8(model, config, recipe, mesh, 32, receipt)  # type: ignore[arg-type]
     assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')
     assert receipt.entries[0].applied["lowering"] in said
-    assert receipt.entries[0].applied["fsdp_all_gather"].startswith("high_precision")
+    gathered = "high_precision: emulated products take no weights in float8" if is_error else "high_precision"
+    assert receipt.entries[0].applied["fsdp_all_gather"] == gathered
     assert receipt.entries[0].applied["each"] == dict.fromkeys(ALL, "emulated")
     if is_error:
         with pytest.raises(StrictError, match=r"applied nowhere\n.*layers\.0\.attention\.wqkv: emulated: slower than"):
