@@ -120,6 +120,7 @@ def test_which_step_is_resumed(tmp_path: Path) -> None:
         run.choose(25)
     with pytest.raises(CheckpointError) as e:
         run.choose(10)
+    assert "the newest, 30: " in str(e.value)
     assert "abandoned branch (20, 30)" in str(e.value)
     assert "move the newer ones away" in str(e.value)
     assert "another job.name and copy step-00000010" in str(e.value)

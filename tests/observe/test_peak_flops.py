@@ -1,5 +1,6 @@
 import mmap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,6 +119,19 @@ def test_memory_of_a_cpu_process_is_its_resident_size():
     assert present_after - present == pytest.approx(0.25, abs=0.05)
     assert peak_after >= max(peak, present_after)
     ballast.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel's own figures are Linux's")
+def test_memory_of_a_cpu_process_is_what_the_kernel_says():
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    said = [int(status[name].split()[0]) / 2**20 for name in ("VmHWM", "VmRSS")]  # in kB
+    assert memory_gib(torch.device("cpu")) == pytest.approx(said, rel=0.02)
+
+
+def test_memory_of_a_gpu_is_what_its_allocator_has_had(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2 * 2**30)
+    assert memory_gib(torch.device("cuda")) == (3.0, 2.0)
 
 
 @pytest.mark.gpu
