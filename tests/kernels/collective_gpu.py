@@ -407,6 +407,9 @@ def run(
         tell: called with each result as soon as it is there.
     """
     end, todo = time.monotonic() + timeout_s, [name for name in names(world, device) if only in name]
+    if not todo:
+        name = names(world, device)[0]
+        raise ValueError(f"no check of {world} ranks on {device} has {only!r} in its name; one is called {name!r}")
     # Sets of ranks that share the checks and the devices: most of a check's time is compilation.
     workers = min(8, max(1, (os.cpu_count() or 1) // world))
     with ThreadPoolExecutor(workers) as pool:

@@ -20,3 +20,8 @@ def test_over_gloo():
     results = run(2, "cpu", only="out of step", timeout_s=60)
     names = ["operators out of step all-2", "network out of step all-2"]
     assert [(result.name, result.problems) for result in results] == [(name, []) for name in names]
+
+
+def test_only_must_match():
+    with pytest.raises(ValueError, match="no check of 2 ranks on cpu has 'out of stap' in its name"):
+        run(2, "cpu", only="out of stap")
