@@ -77,6 +77,7 @@ def test_gradients_of_replicated_parameters_are_summed(tmp_path):
         group = Group(dist.group.WORLD.group_name, 2, rank)
         with CountCollectives() as seen:
             reduce_replicated_gradients(list(model.parameters()), group)
+            reduce_replicated_gradients([p for p in model.parameters() if not is_replicated(p)], group)  # of none
         assert seen.counts == {"allreduce_": 1}
         for name, parameter in model.named_parameters():
             expected = 3.0 if name.endswith("norm.weight") else rank + 1.0

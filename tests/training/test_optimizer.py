@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
-from tests.training.short_run import assemble, batches_of, checked
+from tests.training.short_run import assemble, batches_of, checked, take_steps
 from titanlite.config.schema import Optimizer, Parallelism
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.tensor import is_replicated
 from titanlite.training.optimizer import AdamW
 from titanlite.training.schedule import learning_rate
 from titanlite.training.step import train_step
@@ -179,10 +180,29 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
 
 def test_a_missing_gradient_is_an_error(tmp_path):
     def body(make: Callable[..., AdamW]) -> None:
-        with pytest.raises(RuntimeError, match=r"a\.weight has no gradient"):
+        with pytest.raises(
+            StepError, match=r"model: 3 problems\n  a\.weight = no gradient after backward\n +want: a gradient for"
+        ):
             make().gradients()
 
     alone(body, tmp_path)
+
+
+def test_a_step_without_a_gradient_changes_nothing(tmp_path):
+    asked = checked(tmp_path, 2, ["--parallelism.tensor_parallel_degree", "2"])
+
+    def body() -> None:
+        run = assemble(asked)
+        whole = [p for p in run.parameters if is_replicated(p)]
+        before = [p.detach().clone() for p in run.optimizer.locals.values()]
+        assert whole
+        for parameter in whole:  # as if a backward of the model's own had returned None for all of them
+            parameter.requires_grad_(False)
+        with pytest.raises(StepError, match=rf"model: {len(whole)} problems\n.*norm\.weight = no gradient"):
+            take_steps(run, 1)
+        assert all(map(torch.equal, before, run.optimizer.locals.values()))
+
+    run_ranks(body, tmp_path)
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])

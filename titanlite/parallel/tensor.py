@@ -226,9 +226,9 @@ def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | N
         parameters: all parameters of the model, with gradients.
         group: the tensor-parallel ranks, or None.
     """
-    if group is None:
-        return
     grads = [p.grad.to_local() for p in parameters if is_replicated(p) and isinstance(p.grad, DTensor)]
+    if group is None or not grads:
+        return
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=dist.distributed_c10d._resolve_process_group(group.name))  # type: ignore[arg-type]
     torch._foreach_copy_([g.view(-1) for g in grads], list(flat.split([g.numel() for g in grads])))

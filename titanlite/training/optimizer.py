@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer
 from titanlite.config.weight_decay import without_decay
+from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.parallel.mesh import Mesh
@@ -58,13 +59,17 @@ class AdamW:
         self.owned = [n for n in names if n not in set(self.shared)]
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's shard of each gradient, float32."""
-        out = {}
-        for name, p in self.parameters.items():
-            if p.grad is None:
-                raise RuntimeError(f"{name} has no gradient after backward")
-            out[name] = local_data(p.grad)
-        return out
+        """This rank's shard of each gradient, float32: the memory that backward filled.
+
+        Raises:
+            StepError: some parameter has none.
+        """
+        if without := [name for name, p in self.parameters.items() if p.grad is None]:
+            want = "a gradient for every parameter"
+            fix = "take out of the model what forward does not use; return zeros, not None, in a backward of your own"
+            problems = [Problem(name, "no gradient after backward", want, fix) for name in without]
+            raise StepError(describe("model", problems))
+        return {name: local_data(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def norm(self, grads: dict[str, Tensor]) -> Tensor:
         """Global L2 norm of all gradients.

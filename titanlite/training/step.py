@@ -46,8 +46,8 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
         part.backward()
         loss += part.detach()
 
-    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     gradients = run.optimizer.gradients()
+    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norm = run.optimizer.norm(gradients)
     totals = torch.stack((loss / run.mesh.tp_size, torch.full_like(loss, float(stop_requested))))
     dist.all_reduce(totals)
