@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.."
 python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py dev)
 # Fewer page faults: ranks allocate the same few megabytes in every step (a twentieth of their time).
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+# Or each of some hundred processes would compile all of titanlite for itself.
+unset PYTHONDONTWRITEBYTECODE
 # A test has up to four processes, and most wait for each other; the tests of one file may share what one has made. xdist
 # would take the files with most tests first, and have long ones of few tests left for the end, when one worker is idle.
 exec "$python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,11 +1,18 @@
+import functools
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
+from tests.forks import fork
 from tests.needs import slow
+from tests.training.launched import Job, train_rank
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands import main, verify_resume
 from titanlite.config.toml_file import shipped_folder
@@ -24,8 +31,21 @@ def flags(folder: Path) -> list[str]:
     return [f"--{key}={value}" for key, value in small.items()]
 
 
+def forked(command: list[str], **_: object) -> CompletedProcess[str]:
+    """What `python -m titanlite.train` does, without a new interpreter for each run."""
+    assert command[:3] == [sys.executable, "-m", "titanlite.train"]
+    argv = command[3:]
+    with tempfile.NamedTemporaryFile("r") as log:
+        job = Job([fork(functools.partial(train_rank, 0, 1, 0, argv, lambda: None), Path(log.name))], [Path(log.name)])
+        return CompletedProcess(command, job.wait()[0], log.read())
+
+
 @pytest.mark.parametrize("world", ["1", *slow("2")])
-def test_the_debug_run_resumes(world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_debug_run_resumes(
+    world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if world == "1":
+        monkeypatch.setattr(subprocess, "run", forked)
     assert main(["verify-resume", DEBUG, *flags(tmp_path), "--steps", "1", "--world", world]) == 0
     out, err = capfd.readouterr()
     assert out.splitlines()[-1] == "equal bit for bit: losses, gradient norms and all tensors after step 2", err

@@ -119,7 +119,8 @@ def test_shipped_lists_with_scales_by_block(name, float8, mode):
 def test_shipped_lists_under_tensor_parallelism(float8, fused):
     with ranks_that_move_nothing(2):
         for name in LISTS:
-            for mode in MODES if not fused or name in FEW else ["eager"]:
+            # Compiled, what is fused differs from what is not by the same products and casts in every precision.
+            for mode in MODES if not fused or (name in FEW and float8 == "rowwise") else ["eager"]:
                 chosen = recipes.load("activation_checkpoint", name)
                 check((name, mode), *measured(chosen, mode, float8, fused=fused))
 

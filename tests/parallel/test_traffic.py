@@ -103,9 +103,9 @@ def reshard(when: str) -> tuple[str, ...]:
         (2, ()),
         (2, (*in_float8("tensorwise"), *reshard("always"))),
         (4, (*HSDP, *in_float8("tensorwise"))),
-        (2, (*TP, *in_float8("rowwise"), *keeping("full"))),
         (4, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("balanced_tight"))),
         *slow(
+            (2, (*TP, *in_float8("rowwise"), *keeping("full"))),
             (2, (*reshard("always"), *BF16)),
             (2, in_float8("rowwise")),
             (2, (*HSDP, "--training.global_batch_size", "4")),

@@ -145,7 +145,7 @@ class Desk:
 
     def _fork(self, world: int, argv: list[str], plant: Callable[[], object]) -> Job:
         logs, port = [self.folder / f"{time.monotonic_ns()}-rank{rank}.log" for rank in range(world)], free_port()
-        ranks = [functools.partial(_train, rank, world, port, argv, plant) for rank in range(world)]
+        ranks = [functools.partial(train_rank, rank, world, port, argv, plant) for rank in range(world)]
         return Job([fork(body, log) for body, log in zip(ranks, logs, strict=True)], logs)
 
 
@@ -268,7 +268,7 @@ def _launch(argv: list[str], log: Path) -> None:
     torch.distributed.run.main(argv)
 
 
-def _train(rank: int, world: int, port: int, argv: list[str], plant: Callable[[], object]) -> int:
+def train_rank(rank: int, world: int, port: int, argv: list[str], plant: Callable[[], object]) -> int:
     """`python train.py`, as torchrun starts it where there are several ranks."""
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)

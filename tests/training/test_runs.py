@@ -19,6 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.data.test_tokenizer import make_tokenizer
+from tests.needs import slow
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
 from titanlite.checkpoint import hugging_face, store
 from titanlite.commands.export import run as export
@@ -61,6 +62,7 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert "resumed from step 10" in rest.output
 
 
+@pytest.mark.parametrize("undisturbed", ["FSDP 2", "float8", *slow("1", "TP 2")], indirect=True)
 def test_checkpoints_written_in_the_background_are_those_that_training_waits_for(
     desk: Desk, undisturbed: tuple[str, Ended]
 ) -> None:
@@ -134,6 +136,7 @@ def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: 
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
 
+@pytest.mark.parametrize("undisturbed", ["TP 2", "float8", *slow("1", "FSDP 2")], indirect=True)
 def test_a_run_starts_from_weights_in_hugging_faces_layout(
     desk: Desk, undisturbed: tuple[str, Ended], tmp_path: Path
 ) -> None:
