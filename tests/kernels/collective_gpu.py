@@ -243,6 +243,27 @@ def others_get_through(device: str, group: Ranks) -> list[str]:
     return problems
 
 
+def counted_far(device: str, group: Ranks) -> list[str]:
+    """Operators whose number is not above that of the last one that had a piece, as the 32 bits of both are read."""
+    from titanlite.kernels.device import channel
+
+    problems: list[str] = []
+    for number in (2**31 - 3, 1000 - 2**31):  # about to wrap, and a while after
+        calls = [prepared(case, device, group, r) for r in range(3) for case in (TILES, PUSHED, ROWS, SUM)]
+        to = channel.channel(group.name)
+        spoil(device, group)  # and all ranks meet
+        to.epoch.fill_(number)
+        to.flags[: to.ranks].fill_(number)
+        spoil(device, group)
+        outs = []
+        for turn, (given, call, _) in enumerate(calls):
+            delay(device, group, turn)
+            outs.append(call(given))
+        for turn, (got, of) in enumerate(zip(outs, calls, strict=True)):
+            problems += differences(f"from {number}, call {turn}", got, of.wanted)
+    return problems
+
+
 LAYERS, MICRO_BATCHES = 3, 2
 
 
@@ -329,6 +350,7 @@ EXTRA = {
     "two streams": two_streams,
     "CUDA graph": captured,
     "others get through": others_get_through,
+    "counted far": counted_far,
     "network of spoilt buffers": network_of_spoilt_buffers,
     "network out of step": network_out_of_step,
 }
@@ -336,7 +358,7 @@ EXTRA = {
 
 def names(world: int, device: str) -> list[str]:
     """All checks, in the order in which they run."""
-    left_out = [] if device == "cuda" else ["CUDA graph", "others get through"]
+    left_out = [] if device == "cuda" else ["CUDA graph", "others get through", "counted far"]
     extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
     return [*extra, "groups take turns", "some have met before", *cases]

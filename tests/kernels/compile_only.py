@@ -59,20 +59,18 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
 def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKernel]]:
     """Inside, calls of the device functions compile, as on rank 1; the dict fills with the kernels by name."""
     compiled: dict[str, triton.compiler.CompiledKernel] = {}
-    launch, driver = JITFunction.__getitem__, triton.runtime.driver
+    warmup, known, driver = JITFunction.warmup, launch_module._Launcher, triton.runtime.driver
     stems = (all_gather_matmul, matmul_reduce_scatter)
     before = [(stem.channel, stem.multiprocessors) for stem in stems]
 
-    def compile_instead(self, grid):
-        def call(*args, **kwargs):
-            compiled[self.fn.__name__] = kernel = self.warmup(*args, grid=grid, **kwargs)
-            return kernel
+    def remembered(self, *args, grid, **kwargs):
+        compiled[self.fn.__name__] = kernel = warmup(self, *args, grid=grid, **kwargs)
+        return kernel
 
-        return call
-
-    JITFunction.__getitem__ = compile_instead
+    JITFunction.warmup = remembered
+    launch_module._Launcher = lambda *_: SimpleNamespace(launch=lambda *_: None)  # nothing is loaded
     driver.set_active(_Driver())
-    launch_module._compiled.clear()
+    launch_module._known.clear()
     for stem in stems:
         stem._plans.clear()
     channel = fake_channel(1, ranks)
@@ -81,8 +79,8 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
     try:
         yield compiled
     finally:
-        launch_module._compiled.clear()
-        JITFunction.__getitem__ = launch
+        launch_module._known.clear()
+        JITFunction.warmup, launch_module._Launcher = warmup, known
         driver._active = None  # found anew at the next use
         for stem, (channel_of, multiprocessors) in zip(stems, before, strict=True):
             stem.channel, stem.multiprocessors = channel_of, multiprocessors

@@ -1,5 +1,7 @@
 """The collective matmuls on all GPUs of this machine, and on eight ranks; and the program that tests them, on none."""
 
+import random
+
 import pytest
 import torch
 
@@ -25,3 +27,18 @@ def test_over_gloo():
 def test_only_must_match():
     with pytest.raises(ValueError, match="no check of 2 ranks on cpu has 'out of stap' in its name"):
         run(2, "cpu", only="out of stap")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_piece_is_there_when_this_operator_has_published_it(ranks):
+    """Not where its word is of an operator long ago, however far the count has come since."""
+    from tests.kernels.published_pieces import published
+    from titanlite.kernels.device.specialised import N_PIECES
+
+    choose, n = random.Random(ranks), ranks * N_PIECES.value
+    for number in (0, 5, 2**31 - 2, 2**31 - 1, -(2**31), 1000 - 2**31, -2):
+        now = (number + 1 + 2**31) % 2**32 - 2**31
+        words = [choose.choice((now, number, 7 - 2**31, 3, 0)) for _ in range(n)]
+        wanted = {piece for piece, word in enumerate(words) if word == now}
+        assert published(words, number, ranks) == wanted, number

@@ -4,7 +4,7 @@ A launch passes addresses to the kernel that it knows by a key. Three things wou
 key, an operand whose numbers do not lie as the kernel reads them, and one that TMA cannot begin at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 
 import pytest
@@ -40,6 +40,8 @@ from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
 from titanlite.kernels.products import NOTHING, SLOWER
 
+LOADED_FIRST = ["load", "load", "run", "run"]  # rule 4 of the kernels
+
 
 class Launches:
     """Stands where kernels are launched, and remembers which kernel Triton would have found for each key."""
@@ -47,13 +49,18 @@ class Launches:
     def __init__(self) -> None:
         self.by_key: dict[object, str] = {}
         self.arguments: list[dict[str, object]] = []
+        self.order: list[str] = []
         self.join(1, 4)
 
     def join(self, rank: int, ranks: int, capacity: int = 16 << 20) -> None:
         """From now on as this rank of a group of so many."""
         self.channel = fake_channel(rank, ranks, capacity)
 
-    def launch(self, kernel, key, blocks, tensors, arguments, **options) -> None:
+    def launch(self, *kernel, **options) -> None:
+        self.ready(*kernel, **options)()
+
+    def ready(self, kernel, key, blocks, tensors, arguments, **options) -> Callable[[], None]:
+        self.order.append("load")
         *_, bind = kernel.device_caches[0]
         arguments = arguments()
         fixed = [x for x in (*vars(self.channel).values(), *self.channel.peers) if isinstance(x, Tensor)]
@@ -83,13 +90,20 @@ class Launches:
             itemsize = named["a0"].base.dtype.itemsize  # type: ignore[attr-defined]
             assert not turned or named["segment"] * itemsize % 16 == named["size"] * itemsize % 16 == 0  # type: ignore[operator]
         self.arguments.append(named)
+        return lambda: self.order.append("run")
+
+    def forget(self) -> None:
+        self.arguments.clear()  # two gigabytes in all cases
+        self.order.clear()
 
 
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
-    for module in (gather, scatter, block_cast, float8_cast, swiglu):
+    for module in (block_cast, float8_cast, swiglu):
         monkeypatch.setattr(module, "launch", found.launch)
+    for module in (gather, scatter):
+        monkeypatch.setattr(module, "ready", found.ready)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
         monkeypatch.setattr(stem, "multiprocessors", lambda device: 132)
@@ -151,10 +165,12 @@ def test_cases(ranks: int, launches: Launches):
         for case in gathers("cuda"):
             if case.others:
                 call_gather(case, rank, ranks)
-                launches.arguments.clear()  # two gigabytes of all cases
+                assert launches.order in ([], LOADED_FIRST), case.id
+                launches.forget()
         for case in scatters("cuda"):
             call_scatter(case, rank, ranks)
-            launches.arguments.clear()
+            assert launches.order in ([], LOADED_FIRST), case.id
+            launches.forget()
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     general = {"meet", "_publish", "_gather_matmul", "_matmul_push", "_reduce"}
     assert kernels == general | {"gather_matmul", "matmul_push"}

@@ -12,6 +12,7 @@ The rules that keep a step from hanging:
 3. All ranks of a group issue the same operators in the same order, and where they share several groups, those of all of
    them; a process's operators run one after the other. Whether one is fused depends on shapes, dtypes and the group
    alone, and ranks compare shapes and dtypes that are new to them before they share memory.
-4. What an operator allocates is allocated before its first launch, so that nothing blocks between its kernels.
+4. What an operator allocates is allocated before its first launch, and its kernels are loaded (`launch.ready`), so that
+   nothing blocks between them: both may wait for all that this GPU runs.
 5. Every wait has a deadline, after which the kernel says who did not come and stops.
 """

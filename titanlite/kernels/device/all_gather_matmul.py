@@ -23,7 +23,7 @@ from torch import Tensor
 from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
 from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
-from titanlite.kernels.device.launch import Blocks, cdiv, launch
+from titanlite.kernels.device.launch import Blocks, cdiv, ready
 from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages, teams
@@ -412,7 +412,7 @@ def all_gather_matmul(
         M, box = at.rows * to.ranks, (pick.m, pick.k)
         of_rows = 0 if scale is None else 2 if moves_scale else 1
         of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
-        launch(
+        first = ready(
             meet, launched, 1, (scale, scale_whole),
             lambda: (
                 *((scale, scale_whole) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
@@ -422,7 +422,7 @@ def all_gather_matmul(
             ),
             num_warps=4 if moves_scale else 1,
         )  # fmt: skip
-        launch(
+        second = ready(
             gather_matmul, launched, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
             lambda: (
                 blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
@@ -449,7 +449,7 @@ def all_gather_matmul(
         flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
         copy_words = min(1024, triton.next_power_of_2(words))
         by_row = moves_scale or scale_of == "row"
-        launch(
+        first = ready(
             _publish, launched, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
             lambda: (
                 words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
@@ -460,7 +460,7 @@ def all_gather_matmul(
             ),
             num_warps=min(8, max(1, plan.block // 64)),
         )  # fmt: skip
-        launch(
+        second = ready(
             _gather_matmul, launched, multiprocessors(to.device),
             (g, o, flat_out, out, g_words, scale_whole, scale, o_scale, bias),
             lambda: (
@@ -479,6 +479,8 @@ def all_gather_matmul(
             ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
+    first()
+    second()
 
     if not at.whole.even:
         gathered = gathered[:, :size].contiguous().view(*shape[:dim], size, *shape[dim + 1 :])

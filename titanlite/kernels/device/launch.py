@@ -9,6 +9,7 @@ descriptors: in a training step the same addresses come back.
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,8 +54,8 @@ class Blocks(NamedTuple):
         return GluonDescriptor(self.memory, list(self.shape), strides, list(self.box), self.layout)
 
 
-class _Known:
-    """A kernel that has been launched before, and how to launch it with other tensors."""
+class _Launcher:
+    """A kernel that is loaded, and how to launch it with other tensors."""
 
     def __init__(self, compiled: CompiledKernel, arguments: Sequence[Any], tensors: Sequence[Tensor | None]) -> None:
         # Triton wraps the launcher of a kernel with descriptors in a function that encodes them at each launch.
@@ -106,7 +107,43 @@ class _Known:
         self.run(*blocks, 1, self.current_stream(self.device), self.function, self.metadata, None, None, None, *passed)
 
 
-_compiled: dict[tuple[int, Hashable, Hashable, Hashable], CompiledKernel | _Known] = {}
+_known: dict[tuple[int, Hashable, Hashable, Hashable], _Launcher] = {}
+
+
+def ready(
+    kernel: JITFunction,
+    key: Hashable,
+    blocks: int | tuple[int, int],
+    tensors: Sequence[Tensor | None],
+    arguments: Callable[[], Sequence[Any]],
+    **options: int,
+) -> Callable[[], None]:
+    """Compile and load a kernel, unless it was before, and return what runs it on the current stream.
+
+    An operator of several kernels has all of them ready before it runs the first. To load one takes until all that the
+    GPU runs has ended (an H200, CUDA 13: 1.7 s beside a kernel of 1.7 s on another stream). If peers waited for a
+    kernel meanwhile that is yet to be loaded, and this GPU ran a collective for which their GPUs, full of such waiting,
+    have no room, nobody would go on. A process has one device.
+
+    Args:
+        kernel: of Triton or Gluon.
+        key: equal keys mean equal arguments but for the addresses of `tensors`; their alignment is looked at here.
+        blocks: thread blocks, along one dim or two.
+        tensors: those among the arguments that lie elsewhere at each call.
+        arguments: gives all of the kernel's parameters, in order; called once for each key.
+        options: `num_warps`, `num_stages`; equal for equal keys.
+    """
+    grid = blocks if isinstance(blocks, tuple) else (blocks, 1)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    ids = [id(tensor) for tensor in tensors]
+    same = tuple([ids.index(i) for i in ids])  # one tensor in two places is another launch than two tensors
+    name = id(kernel), key, same, tuple([address % 16 for address in addresses])
+    known = _known.get(name)
+    if known is None:
+        passed = arguments()
+        first = [a.descriptor() if type(a) is Blocks else a for a in passed]
+        known = _known[name] = _Launcher(kernel.warmup(*first, grid=grid, **options), passed, tensors)
+    return partial(known.launch, grid, tensors, addresses)
 
 
 def launch(
@@ -117,27 +154,5 @@ def launch(
     arguments: Callable[[], Sequence[Any]],
     **options: int,
 ) -> None:
-    """Run a kernel on the current stream. A process has one device.
-
-    Args:
-        kernel: of Triton or Gluon.
-        key: equal keys mean equal arguments but for the addresses of `tensors`; their alignment is looked at here.
-        blocks: thread blocks, along one dim or two.
-        tensors: those among the arguments that lie elsewhere at each call.
-        arguments: gives all of the kernel's parameters, in order; called at the first two launches.
-        options: `num_warps`, `num_stages`; equal for equal keys.
-    """
-    grid = blocks if isinstance(blocks, tuple) else (blocks, 1)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    ids = [id(tensor) for tensor in tensors]
-    same = tuple([ids.index(i) for i in ids])  # one tensor in two places is another launch than two tensors
-    name = id(kernel), key, same, tuple([address % 16 for address in addresses])
-    known = _compiled.get(name)
-    if type(known) is _Known:
-        known.launch(grid, tensors, addresses)
-    elif known is None:
-        first = [a.descriptor() if type(a) is Blocks else a for a in arguments()]
-        _compiled[name] = kernel[grid](*first, **options)
-    else:
-        made = _compiled[name] = _Known(known, arguments(), tensors)
-        made.launch(grid, tensors, addresses)
+    """Run a kernel on the current stream. Arguments as of `ready`."""
+    ready(kernel, key, blocks, tensors, arguments, **options)()

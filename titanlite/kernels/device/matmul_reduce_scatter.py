@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
-from titanlite.kernels.device.launch import Blocks, cdiv, launch
+from titanlite.kernels.device.launch import Blocks, cdiv, ready
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages, teams
@@ -276,7 +276,7 @@ def matmul_reduce_scatter(
     if plan.specialised:
         scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
         by = teams(a[0].dtype)
-        launch(
+        push = ready(
             matmul_push, launched, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
             lambda: (
                 blocks(a[0], a_rows[0].shape, a_rows[0].stride, (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
@@ -305,7 +305,7 @@ def matmul_reduce_scatter(
                 pairs.append(Blocks(x, rows.shape, rows.stride, (n, pick.k) if rows.k_major else (pick.k, n)))
             Ks.append(lefts[at].shape[-1])
             scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
-        launch(
+        push = ready(
             _matmul_push, launched, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales, out),
             lambda: (
                 *pairs, *staging, *scales, out, to.peer_slots, slot_bytes,
@@ -316,7 +316,7 @@ def matmul_reduce_scatter(
             ),
             num_warps=pick.warps, num_stages=pick.stages,
         )  # fmt: skip
-    launch(
+    reduce = ready(
         _reduce, launched, 2 * multiprocessors(to.device), (out, bias),
         lambda: (
             to.slots, slot_bytes, to.epoch, out, bias,
@@ -325,6 +325,8 @@ def matmul_reduce_scatter(
         ),
         num_warps=8,
     )  # fmt: skip
+    push()
+    reduce()
     return out
 
 

@@ -79,13 +79,17 @@ def _wait_for_count(counter, count, epoch, deadline, failure):
 
 @gluon.jit
 def _pieces(flags, epoch, RANKS: gl.constexpr):
-    """Bits of the pieces that are published: number `source · N_PIECES + piece`."""
+    """Bits of the pieces that are published: number `source · N_PIECES + piece`.
+
+    A word is written by operators alone that have its piece, so it may lie behind by any number of them. It is never
+    ahead: a peer is at its next operator when all have come to that, behind this one.
+    """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     known = gl.to_tensor(0).to(gl.int64)
     for first in gl.static_range(0, RANKS * N_PIECES, 32):
         inside = first + lane < RANKS * N_PIECES
         seen = _load_acquire_sys(flags + RANKS + first + gl.where(inside, lane, 0))
-        there = inside & (seen - (epoch + 1) >= 0)  # a difference, so that the count may wrap
+        there = inside & (seen == epoch + 1)
         bits = gl.sum(gl.where(there, gl.full([32], 1, gl.int32, lane.type.layout) << lane, 0), axis=0)
         known |= (bits.to(gl.int64) & 0xFFFFFFFF) << first
     return known

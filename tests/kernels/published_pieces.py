@@ -1,0 +1,27 @@
+"""What the copying warps of the specialised gather take for published, read on a GPU."""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from titanlite.kernels.device.specialised import _pieces
+
+
+@gluon.jit
+def _read(flags, number, out, RANKS: gl.constexpr):
+    gl.store(out, _pieces(flags, gl.load(number), RANKS))
+
+
+def published(words: list[int], number: int, ranks: int) -> set[int]:
+    """Numbers of the pieces that are there for operator `number`, of the words that peers have stored.
+
+    Args:
+        words: one for each piece of each rank.
+        number: of the operator, as 32 bits hold it.
+        ranks: of the group.
+    """
+    flags = torch.tensor([0] * ranks + words, dtype=torch.int32, device="cuda")
+    out = torch.zeros(1, dtype=torch.int64, device="cuda")
+    _read[(1,)](flags, torch.tensor(number, dtype=torch.int32, device="cuda"), out, ranks, num_warps=1)
+    bits = int(out) % 2**64
+    return {piece for piece in range(len(words)) if bits >> piece & 1}
