@@ -88,7 +88,7 @@ def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
 def test_other_files_and_mixtures_are_refused(tmp_path: Path) -> None:
     for name in ("a.txt", "b.bin", "c.csv"):
         (tmp_path / name).write_bytes(b"ab")
-    with pytest.raises(DataError, match=r"1 files of another kind, first .*c\.csv"):
+    with pytest.raises(DataError, match=r"1 of another kind, first .*c\.csv"):
         resolve(f"{tmp_path}/*")
     with pytest.raises(DataError, match="want: token files or text, not both"):
         resolve(str(tmp_path))

@@ -5,6 +5,7 @@ Launches are turned into compilations, and a channel of ordinary CPU memory stan
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -59,7 +60,8 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
 def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKernel]]:
     """Inside, calls of the device functions compile, as on rank 1; the dict fills with the kernels by name."""
     compiled: dict[str, triton.compiler.CompiledKernel] = {}
-    warmup, known, driver = JITFunction.warmup, launch_module._Launcher, triton.runtime.driver
+    warmup, launcher, driver = JITFunction.warmup, launch_module._Launcher, triton.runtime.driver
+    run = JITFunction.__getitem__
     stems = (all_gather_matmul, matmul_reduce_scatter)
     before = [(stem.channel, stem.multiprocessors) for stem in stems]
 
@@ -68,6 +70,7 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
         return kernel
 
     JITFunction.warmup = remembered
+    JITFunction.__getitem__ = lambda self, grid: partial(self.warmup, grid=grid)
     launch_module._Launcher = lambda *_: SimpleNamespace(launch=lambda *_: None)  # nothing is loaded
     driver.set_active(_Driver())
     launch_module._known.clear()
@@ -80,7 +83,8 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
         yield compiled
     finally:
         launch_module._known.clear()
-        JITFunction.warmup, launch_module._Launcher = warmup, known
+        JITFunction.warmup, launch_module._Launcher = warmup, launcher
+        JITFunction.__getitem__ = run
         driver._active = None  # found anew at the next use
         for stem, (channel_of, multiprocessors) in zip(stems, before, strict=True):
             stem.channel, stem.multiprocessors = channel_of, multiprocessors

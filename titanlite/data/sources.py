@@ -123,7 +123,7 @@ def resolve(source: str, key: str = "data.source") -> Source:
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))
     unknown = [f for f in files if f.suffix not in SUFFIXES]
     if unknown:
-        saw = f"{source!r}, which matches {len(unknown)} files of another kind, first {unknown[0]}"
+        saw = f"{source!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
         fix = f"narrow the pattern, as in {str(unknown[0].parent / '*.txt')!r}, or rename the files"
         raise DataError(describe("data", [Problem(key, saw, "files named " + ", ".join(SUFFIXES), fix)]))
     tokens = [f for f in files if f.suffix == ".bin"]

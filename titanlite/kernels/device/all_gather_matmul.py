@@ -572,7 +572,7 @@ def _plan(
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
     tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store
-    specialised = specialised and dtype.itemsize == 2
+    specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
     specialised = specialised and pick.n // PART.value <= cdiv(at.K, pick.k)  # stored in parts, one a step
     own = at.whole.length(to.rank)
     length = own * at.whole.inner * itemsize // 8
