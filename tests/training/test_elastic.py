@@ -93,6 +93,7 @@ def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path
         assert said.count("\n[rank 1] planted on rank 1") == 1
 
 
+@pytest.mark.slow  # tests/test_messages.py has a mistake that is found earlier, and one of rank 0 alone
 def test_a_mistake_is_said_once_whatever_the_number_of_ranks(desk: Desk, tmp_path: Path) -> None:
     recipe, log = tmp_path / "unmatched.toml", tmp_path / "log"
     recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.tril.default"\naction = "save"\n')
