@@ -65,15 +65,16 @@ class Product(NamedTuple):
 def seen(monkeypatch) -> list[Product]:
     """All products, of this process and of those forked from it; exact in float64."""
     found: list[Product] = []
-    multiply = products._scaled
+    multiply = products.scaled_product
 
-    def note(left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, dtype: torch.dtype, fast: bool):
+    def note(left: Tensor, right: Tensor, a: Tensor | None, b: Tensor | None, dtype: torch.dtype, fast: bool):
+        left_unit, right_unit = (torch.ones(()) if unit is None else unit for unit in (a, b))
         found.append(Product(*(t.clone() for t in (left, right, left_unit, right_unit))))  # FSDP frees its weights
         if dtype != torch.float64:
             return multiply(left, right, left_unit, right_unit, dtype, fast)
         return left.double() @ right.double() * left_unit.double().reshape(-1, 1) * right_unit.double().reshape(1, -1)
 
-    monkeypatch.setattr(products, "_scaled", note)
+    monkeypatch.setattr(products, "scaled_product", note)
     return found
 
 

@@ -107,11 +107,9 @@ def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe
     if isinstance(x, Tensor) or (isinstance(grad, Cast) and grad.bits.shape[1] > x.bits.shape[1]):
         assert isinstance(grad, Cast)  # noqa: S101
         again = _cast_again(x, grad.unit, recipe.input.grad_weight, recipe.input.dtype, pow2)
-        kept, one = turn(grad.bits), grad.unit.new_ones(())
-        return scaled_matmul(kept, again.bits.t(), one, _columns(again.unit), dtype, fast)
+        return scaled_matmul(turn(grad.bits), again.bits.t(), None, _columns(again.unit), dtype, fast)
     again = _cast_again(grad, x.unit, recipe.grad_output.grad_weight, recipe.grad_output.dtype, pow2)
-    kept, one = turn(x.bits), x.unit.new_ones(())
-    return scaled_matmul(again.bits, kept.t(), again.unit, one, dtype, fast)
+    return scaled_matmul(again.bits, turn(x.bits).t(), again.unit, None, dtype, fast)
 
 
 def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2: bool) -> Cast:

@@ -1,5 +1,6 @@
 """The products inside the collective matmuls: shapes, scales and what a plain matmul does with them."""
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -64,7 +65,7 @@ def product(
     left = left.flatten(0, -2)
     if left_scale is not None and right_scale is not None:
         wide = torch.float32 if bias is not None else dtype
-        out = _scaled(left, right, left_scale, right_scale, wide, fast_accum)
+        out = scaled_product(left, right, left_scale, right_scale, wide, fast_accum)
         return unviewed(out if bias is None else (out + bias).to(dtype), shape)
     if bias is not None and bias.dtype == dtype == left.dtype:
         return unviewed(torch.addmm(bias, left, right), shape)
@@ -75,21 +76,49 @@ def product(
     return unviewed((wide if bias is None else wide + bias).to(dtype), shape)
 
 
-def _scaled(
-    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool
+def scaled_product(
+    left: Tensor, right: Tensor, left_scale: Tensor | None, right_scale: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """A float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture."""
+    """A float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture.
+
+    Args:
+        left: [M, K].
+        right: [K, N].
+        left_scale: [] or one number for each row, float32; None for one.
+        right_scale: [] or one number for each column, float32; None for one.
+        dtype: of the result.
+        fast: as `fast_accum` of `product`.
+    """
     M, N = left.shape[0], right.shape[1]
-    left_scale, right_scale = left_scale.reshape(-1, 1), right_scale.reshape(1, -1)
     if not left.is_cuda:
-        return (left.float() * left_scale @ (right.float() * right_scale)).to(dtype)
+        left = left.float() if left_scale is None else left.float() * left_scale.reshape(-1, 1)
+        right = right.float() if right_scale is None else right.float() * right_scale.reshape(1, -1)
+        return (left @ right).to(dtype)
     left, right = left.contiguous(), right if right.stride(0) == 1 else right.t().contiguous().t()
-    if left_scale.numel() == right_scale.numel() == 1:
-        scales = left_scale.view(()), right_scale.view(())
-        return torch._scaled_mm(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
-    if dtype == torch.bfloat16:
-        left_scale, right_scale = left_scale.expand(M, 1).contiguous(), right_scale.expand(1, N).contiguous()
-        return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
-    one = left_scale.new_ones(())  # cuBLAS scales rows of a bfloat16 result only
-    wide = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
-    return (wide * left_scale * right_scale).to(dtype)
+    of_all = (left_scale is None or left_scale.numel() == 1) and (right_scale is None or right_scale.numel() == 1)
+    if not of_all and dtype != torch.bfloat16:  # cuBLAS scales rows of a bfloat16 result only
+        one = _ones((), left.device)
+        wide = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        for scale, shape in ((left_scale, (-1, 1)), (right_scale, (1, -1))):
+            wide = wide if scale is None else wide * scale.reshape(shape)
+        return wide.to(dtype)
+    left_scale = _scale(left_scale, () if of_all else (M, 1), left.device)
+    right_scale = _scale(right_scale, () if of_all else (1, N), left.device)
+    return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _scale(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """As cuBLAS takes it."""
+    if scale is None:
+        return _ones(shape, device)
+    if scale.shape != shape:
+        scale = scale.reshape(shape) if shape == () or scale.numel() > 1 else scale.reshape(()).expand(shape)
+    return scale.contiguous()
+
+
+@functools.cache
+def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once for all streams: to fill it anew for each product takes its host as long as the product."""
+    ones = torch.ones(shape, dtype=torch.float32, device=device)
+    torch.cuda.current_stream(device).synchronize()
+    return ones

@@ -8,20 +8,24 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import mm_flop, register_flop_formula
 
-from titanlite.kernels import lowering
-from titanlite.kernels.products import product
+from titanlite.kernels import lowering, products
 
 
 def scaled_matmul(
-    left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, out_dtype: torch.dtype, fast_accum: bool
+    left: Tensor,
+    right: Tensor,
+    left_unit: Tensor | None,
+    right_unit: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
 ) -> Tensor:
     """`(left · left_unit) @ (right · right_unit)`, accumulated in float32 and rounded once.
 
     Args:
         left: [M, K] float8, rows contiguous.
         right: [K, N] float8, columns contiguous.
-        left_unit: [M, 1] or [] float32: the value of one unit of each row, or of all.
-        right_unit: [1, N] or [] float32.
+        left_unit: [M, 1] or [] float32: the value of one unit of each row, or of all; None if it is one.
+        right_unit: [1, N] or [] float32, or None.
         out_dtype: of the result.
         fast_accum: sums may be left to tensor cores, which keep about 14 bits.
 
@@ -32,9 +36,14 @@ def scaled_matmul(
 
 
 def _multiply(
-    left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, out_dtype: torch.dtype, fast_accum: bool
+    left: Tensor,
+    right: Tensor,
+    left_unit: Tensor | None,
+    right_unit: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
 ) -> Tensor:
-    return product(left, right, None, left_unit, right_unit, out_dtype, fast_accum)
+    return products.scaled_product(left, right, left_unit, right_unit, out_dtype, fast_accum)
 
 
 lowering.define("scaled_matmul", _multiply, _multiply)
