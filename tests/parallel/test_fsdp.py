@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Parallelism, Training
+from titanlite.float8.weight import local_data
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
 from titanlite.parallel.fsdp import apply_fsdp
@@ -22,14 +23,14 @@ SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_s
 S = 8
 
 
-def sharded(reshard: str, tied: bool) -> Llama3:
+def sharded(reshard: str, tied: bool, in_place: bool = False) -> Llama3:
     config = Config(
         training=Training(seq_len=S, mixed_precision_param="float32"),
         parallelism=Parallelism(fsdp_reshard_after_forward=reshard),  # type: ignore[arg-type]
     )
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
-    apply_fsdp(model, config, build_mesh(config.parallelism, torch.device("cpu")))
+    apply_fsdp(model, config, build_mesh(config.parallelism, torch.device("cpu")), in_place)
     model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
@@ -114,3 +115,36 @@ def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
     run_ranks(body, tmp_path, world)
     on_gpus = next(x for x in torch._C._dispatch_dump("fsdp::chunk_cat").splitlines() if x.startswith("CUDA:"))
     assert "titanlite/parallel/fsdp.py" in on_gpus
+
+
+def test_gradients_in_place_are_those_that_were_put_together(tmp_path):
+    def body() -> None:
+        put_together: list[Tensor] = []
+        kernel = fsdp._chunk_cat
+
+        def note(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+            kernel(tensors, dim, num_chunks, out)
+            put_together.append(out)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is another already
+            operators = torch.library.Library("fsdp", "IMPL")
+            operators.impl("chunk_cat", note, "CPU", allow_override=True)
+        gradients = []
+        for in_place in (False, True):
+            model = sharded("default", tied=False, in_place=in_place)
+            for _ in range(2):  # as in training: the second step's are others
+                model.zero_grad(set_to_none=True)
+                put_together.clear()
+                model(torch.arange(S)).square().sum().backward()
+            local = {name: local_data(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+            gradients.append({name: grad.clone() for name, grad in local.items()})
+            theirs = {grad.untyped_storage().data_ptr() for grad in local.values()}
+            mine = {out.untyped_storage().data_ptr() for out in put_together}
+            assert len(mine) == len(units(model))
+            assert (mine == theirs) if in_place else not mine & theirs
+        copied, kept = gradients
+        assert all(grad.abs().sum() > 0 for grad in copied.values())
+        assert all(torch.equal(kept[name], grad) for name, grad in copied.items())
+
+    run_ranks(body, tmp_path, 1)

@@ -78,6 +78,8 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
         return Forecast(save_list, notes=(f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}",))
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
+    if peak.gradients_in_place:
+        notes.append("no gradients of blocks at the peak: they take the place of activations as those go")
     if not peak.logits and memory.logits >= GIB / 10:
         gib = f"{memory.logits / GIB:,.1f} GiB"
         notes.append(f"the peak is not where the logits are, which take {gib} and are gone when blocks run backward")

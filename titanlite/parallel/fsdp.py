@@ -5,6 +5,7 @@ targets before backward.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.parallel.mesh import Mesh
 
 
-def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
+def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, in_place: bool = False) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
         config: `training.mixed_precision_*` and `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
+        in_place: leave gradients where they are put together; of a single data-parallel rank, whose gradients are
+            float32 and of one micro-step.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
@@ -45,6 +48,31 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
             module.set_force_sum_reduction_for_comms(True)
             if mesh.dp_size > 1:  # a single rank divides by its count of one anyway, without a pass over the gradient
                 module.set_gradient_divide_factor(1.0)
+            elif in_place:
+                module.set_custom_reduce_scatter(_OneRank())  # type: ignore[arg-type]
+
+
+class _OneRank:
+    """The sum over one rank: the memory of what FSDP has put together, which it would copy otherwise.
+
+    No kernel of the stream that reduces touches it then, so that it is the compute stream's alone, which allocates it,
+    and takes for the next layers' gradients what the last ones' activations leave.
+    """
+
+    def __init__(self) -> None:
+        self._input: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input, fills it, and asks for the sum."""
+        if self._input is None:
+            self._input = torch.empty(*size, dtype=dtype, device=device)
+            return self._input
+        the_sum, self._input = self._input, None
+        return the_sum
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Not called: FSDP knows that there is nobody to reduce with."""
+        raise AssertionError("a reduce-scatter over one rank")
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:

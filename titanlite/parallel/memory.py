@@ -11,6 +11,9 @@ reduced gradients on another, so the peak is the sum of three peaks, whenever th
     gathering   two units of weights, one on its way and one that is being copied out, and a shard
     reducing    the gradients, all of them: they are there when the first activations are not yet free
 
+A rank that has nobody to reduce with leaves its gradients in compute, if the activations are enough to make room for
+them as they go (`MemoryModel.peak`): at the worst moment there are none but the head's.
+
 Nothing here needs torch. Held against measured runs in `tests/parallel/test_memory.py`.
 """
 
@@ -53,7 +56,7 @@ class Memory:
 
     Attributes:
         parameters: float32 masters, this rank's shard.
-        gradients: float32, of the same shard.
+        gradients: float32, of the same shard; 0 if they take the place of activations.
         optimizer: both moments.
         gathered_weights: whole weights in the compute dtype, at the worst moment.
         communication: FSDP's buffers on their way to and from other ranks.
@@ -73,6 +76,11 @@ class Memory:
     logits: int
     working_set: int
     slack: int
+
+    @property
+    def gradients_in_place(self) -> bool:
+        """Whether gradients are to stay where they are put together, and take the place of activations."""
+        return self.gradients == 0
 
     @property
     def total(self) -> int:
@@ -99,6 +107,7 @@ class MemoryModel:
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
             positions with the one and the final norm with the other; `parameters` all of them.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
+        alone: whether a step's gradients are put together once, with none of other ranks to be added to.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
         reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
@@ -115,6 +124,7 @@ class MemoryModel:
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
+        self.alone = data_ranks == self.micro_steps == 1 and self.reduced == 4
         reshard = mesh.fsdp_reshard_after_forward
         self.ends_freed = reshard == "always"
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
@@ -158,7 +168,8 @@ class MemoryModel:
         stays = (n * block + (0 if self.sizes.tied_embeddings else e * self.embedding)) if self.blocks_stay else 0
         # The moments of backward that may be the worst, as (gathered weights, communication, activations, logits,
         # the rest).
-        moments = [(stays + head, 0, held, *self._loss())]
+        in_head = (stays + head, 0, held, *self._loss())
+        moments: list[tuple[int, int, int, int, int]] = []
         rows = self._in_block()
         left = held
         for priced in reversed(blocks):
@@ -170,10 +181,17 @@ class MemoryModel:
             again = max(0, self._whole_block - priced.held)
             moments.append((weights, after_head[1], left, 0, again + rows))
             left -= priced.held
-        gathered, buffers, activations, logits, working_set = max(moments, key=sum)
+        # Of a rank alone the head's gradient stays, which is in communication here, and the blocks' follow. They leave
+        # holes: those of eight blocks of 8B that kept nothing 3.7 GiB, half of what they had themselves (one H200,
+        # rowwise, 2026-11-24). As much again must be free for them. After the blocks comes the embedding.
+        moments.append((stays, 4 * self.head, 0, 0, (4 + 2 * e) * self.embedding))
+        worst = max([in_head, *moments[:-1]], key=sum)
+        with_gradients = (sum(moment) + 2 * 4 * n * self.block for n, moment in enumerate(moments))
+        in_place = self.alone and all(size <= sum(worst) for size in with_gradients)
+        gathered, buffers, activations, logits, working_set = worst
         return Memory(
             parameters=4 * shard,
-            gradients=4 * shard,
+            gradients=0 if in_place else 4 * shard,
             optimizer=2 * self.moment * shard,
             gathered_weights=gathered,
             communication=buffers + self._gathering() + self._reducing(),

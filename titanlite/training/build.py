@@ -118,7 +118,8 @@ def build(
     save_list_use = apply_activation_checkpoint(model, save_list)
     if config.compile.enable:
         apply_compile(model)
-    apply_fsdp(model, config, mesh)
+    predicted = _peak(memory, save_list)
+    apply_fsdp(model, config, mesh, predicted is not None and predicted.gradients_in_place)
 
     model.to_empty(device=device)
     model.fill_buffers()
@@ -133,7 +134,6 @@ def build(
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)
-    predicted = _peak(memory, save_list)
     return Run(
         config=config,
         sizes=sizes,
