@@ -66,6 +66,28 @@ def test_who_is_ended_while_telling_torchrun_leaves_no_half_of_a_file(
     assert not told.exists()
 
 
+@pytest.mark.parametrize(("error", "code"), [(DataError, 2), (RuntimeError, 1)])
+def test_where_torchrun_cannot_be_told_the_end_is_the_same(
+    error: type[Exception],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its folder is in /tmp, where what is old is deleted."""
+    gone = tmp_path / "gone" / "error.json"
+    for name, value in {"HF_TOKEN": "hf_abcdefgh", "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(gone)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(titanlite.exit_code, "_RANK_0_SPEAKS_S", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+
+    def fails() -> None:
+        raise error("hf_abcdefgh is refused")
+
+    assert exit_code(fails) == code
+    assert capsys.readouterr().err.endswith("*** is refused\n")
+
+
 HANGS = "import threading; threading.Thread(target=threading.Event().wait).start()"
 
 

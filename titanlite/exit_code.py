@@ -87,6 +87,7 @@ def _record(error: Exception) -> None:
     """Tell torchrun, early enough to be dated before the failures that follow from this one.
 
     It may end this process meanwhile, because of another rank, and reads the file then: half of one would end it, too.
+    Where there is no room for the file, or a cleaner of old files has taken its folder, what follows on stderr must do.
     """
     told = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if told is None:
@@ -95,10 +96,11 @@ def _record(error: Exception) -> None:
 
     beside = Path(f"{told}.tmp")
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(beside)
-    get_error_handler().record_exception(error)
-    os.environ["TORCHELASTIC_ERROR_FILE"] = told
-    write_durably(Path(told), json.dumps(json.loads(beside.read_text(), object_hook=_redacted)))  # in place of both
-    time.sleep(_TORCHRUN_CLOCK_S)
+    with contextlib.suppress(OSError, ValueError):
+        get_error_handler().record_exception(error)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = told
+        write_durably(Path(told), json.dumps(json.loads(beside.read_text(), object_hook=_redacted)))  # in place of both
+        time.sleep(_TORCHRUN_CLOCK_S)
 
 
 def _redacted(part: dict[str, Any]) -> dict[str, Any]:
