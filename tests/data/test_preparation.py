@@ -219,6 +219,12 @@ def test_a_failure_is_shared_with_those_who_waited(tmp_path: Path) -> None:
     assert prepare_here(tmp_path, source).tokens == 7
 
 
+def test_a_failure_may_name_half_a_surrogate_pair(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(r'{"\ud83d": "x"}')
+    with pytest.raises(DataError, match="no field 'text' among \ud83d"):
+        prepare_here(tmp_path, str(tmp_path / "a.jsonl"))
+
+
 def test_a_failure_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from titanlite.data.tokenizer import ByteTokenizer
 

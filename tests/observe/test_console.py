@@ -204,6 +204,14 @@ def test_a_stream_that_has_not_every_character_ends_no_run(tmp_path):
     assert "1024×1024" in (tmp_path / "rank0.log").read_text(encoding="utf-8")
 
 
+def test_half_a_surrogate_pair_ends_no_run(tmp_path):
+    """Python's way to write a byte of a file's name that is no UTF-8; a key of a JSON record may hold one, too."""
+    console = Console(0, 0, 10, tmp_path, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    console.warning("caf\udce9.jsonl:1: no field 'text'")
+    console.close()
+    assert r"warning: caf\udce9.jsonl:1: no field" in (tmp_path / "rank0.log").read_text(encoding="utf-8")
+
+
 def test_what_ended_a_rank_is_in_its_log_alone(tmp_path):
     stream = io.StringIO()
     console = Console(0, 0, 10, tmp_path, stream)

@@ -62,7 +62,7 @@ def make_once(
             unfinished.rename(folder)
         except DataError as e:
             os.truncate(lock, 0)
-            os.pwrite(lock, f"{_FAILED}{e}".encode(), 0)
+            os.pwrite(lock, f"{_FAILED}{e}".encode(errors="backslashreplace"), 0)
             raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

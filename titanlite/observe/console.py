@@ -47,7 +47,8 @@ class Console:
             stream: the terminal; standard output if not given.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
-        self._file = (log_folder / f"rank{rank}.log").open("a", buffering=1, encoding="utf-8")
+        log = log_folder / f"rank{rank}.log"  # may be told half a surrogate pair, which has no UTF-8
+        self._file = log.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
         self._rank = rank
         self._on_terminal = local_rank == 0
         self._total = total_steps
