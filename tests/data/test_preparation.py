@@ -219,6 +219,15 @@ def test_a_failure_is_shared_with_those_who_waited(tmp_path: Path) -> None:
     assert prepare_here(tmp_path, source).tokens == 7
 
 
+def test_a_run_that_allows_more_bad_records_does_not_fail_with_one_that_it_waited_for(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "with \0 NUL", "good")
+    first = start_slow(source, tmp_path / "cache", 0.3)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "encoding\n"
+    assert prepare_here(tmp_path, source, max_bad_records=1).tokens == 5
+    assert "data.max_bad_records = 0" in first.communicate(timeout=30)[1]
+
+
 def test_a_failure_may_name_half_a_surrogate_pair(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(r'{"\ud83d": "x"}')
     with pytest.raises(DataError, match="no field 'text' among \ud83d"):

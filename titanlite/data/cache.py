@@ -4,7 +4,7 @@ It is made under a temporary name beside its place and renamed when it is comple
 a file beside it lets one process work while the others wait; the system drops the lock when its holder dies, however
 it dies, and the next one clears away what was left and starts over. The holder writes into the lock file how far it is,
 so that whichever process was asked to show progress can, and why it failed, so that those who waited need not find out
-again one after the other.
+again one after the other, if what makes it fail is the same for them.
 
 Several hosts may share the folder where the file system has locks (NFS since version 4, Lustre mounted with `flock`).
 """
@@ -21,17 +21,21 @@ from titanlite.data.progress import Progress
 from titanlite.errors import DataError
 
 _POLL_SECONDS = 0.1
-_FAILED = "failed: "
 
 
 def make_once(
-    folder: Path, make: Callable[[Path, Callable[[int], None]], None], progress: Progress, total: int | None
+    folder: Path,
+    make: Callable[[Path, Callable[[int], None]], None],
+    terms: str,
+    progress: Progress,
+    total: int | None,
 ) -> None:
     """Make a folder if it is not there, or wait until another process has.
 
     Args:
         folder: what is wanted; its parent exists.
         make: called with an empty folder to fill, and a function to call with the bytes read so far.
+        terms: what decides whether `make` fails; a failure is shared by those who waited on equal ones.
         progress: shows the work, of this process or of the one that is waited for.
         total: bytes to read, if known.
 
@@ -41,12 +45,13 @@ def make_once(
     """
     if folder.exists():
         return
+    failed = f"failed, {terms}: "
     lock_file = folder.with_name(folder.name + ".lock")
     with progress, _lock(lock_file, lambda done: progress.update(done, total)) as (lock, has_waited):
         if folder.exists():
             return
-        if has_waited and (said := _read(lock)).startswith(_FAILED):
-            raise DataError(said.removeprefix(_FAILED))
+        if has_waited and (said := _read(lock)).startswith(failed):
+            raise DataError(said.removeprefix(failed))
         os.truncate(lock, 0)
         for stale in folder.parent.glob(folder.name + ".tmp-*"):
             shutil.rmtree(stale)
@@ -62,7 +67,7 @@ def make_once(
             unfinished.rename(folder)
         except DataError as e:
             os.truncate(lock, 0)
-            os.pwrite(lock, f"{_FAILED}{e}".encode(errors="backslashreplace"), 0)
+            os.pwrite(lock, f"{failed}{e}".encode(errors="backslashreplace"), 0)
             raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -72,7 +72,8 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
             meta.write(unfinished)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
-        make_once(folder, make, Progress(f"preparing {source}", progress), total)
+        terms = f"{key}, data.max_bad_records = {data.max_bad_records}"
+        make_once(folder, make, terms, Progress(f"preparing {source}", progress), total)
     except OSError as e:
         want = "a folder for token shards, on a file system with locks and enough room"
         saw = f"{data.cache_dir!r}: {e}"
