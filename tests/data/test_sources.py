@@ -164,6 +164,20 @@ def test_parquet(tmp_path: Path) -> None:
         read(str(file))
 
 
+def test_damage_inside_a_parquet_file_names_it(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "b", "c"] * 100}), file, compression="none")
+    whole = file.read_bytes()
+    numbers = b"\x24\x49\x92"  # of texts, two bits each: 0, 1, 2 and again
+    damaged = whole.replace(numbers, b"\x24\xff\x92", 1), whole.replace(b"text", b"te\xfft")
+    for content in damaged:
+        assert content != whole
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.parquet: (.|\n)*want: a Parquet file"):
+            read(str(file))
+
+
 def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     folder = tmp_path / "books"

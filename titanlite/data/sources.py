@@ -259,27 +259,26 @@ def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Ite
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.ParquetFile(file)
-        names = table.schema_arrow.names
-    except pyarrow.ArrowInvalid as e:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if text_key not in names:
+                want = f"one of the columns of {file}: {', '.join(names)}"
+                problem = Problem("data.text_key", repr(text_key), want, "name the column that holds the text")
+                raise DataError(describe("data", [problem]))
+            start, size, row = tally.n_bytes, file.stat().st_size, 0
+            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
+                for value in batch.column(0):
+                    row += 1
+                    try:
+                        record = {text_key: value.as_py()}
+                    except UnicodeDecodeError as e:
+                        tally.add_bad(f"{file}:{row}", _not_utf8(e))
+                    else:
+                        yield from _record_document(f"{file}:{row}", record, text_key, tally)
+                tally.n_bytes = start + size * row // table.metadata.num_rows
+    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
         problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
         raise DataError(describe("data", [problem])) from e
-    with table:
-        if text_key not in names:
-            want = f"one of the columns of {file}: {', '.join(names)}"
-            problem = Problem("data.text_key", repr(text_key), want, "name the column that holds the text")
-            raise DataError(describe("data", [problem]))
-        start, size, row = tally.n_bytes, file.stat().st_size, 0
-        for batch in table.iter_batches(batch_size=256, columns=[text_key]):
-            for value in batch.column(0):
-                row += 1
-                try:
-                    record = {text_key: value.as_py()}
-                except UnicodeDecodeError as e:
-                    tally.add_bad(f"{file}:{row}", _not_utf8(e))
-                else:
-                    yield from _record_document(f"{file}:{row}", record, text_key, tally)
-            tally.n_bytes = start + size * row // table.metadata.num_rows
 
 
 def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
