@@ -132,6 +132,12 @@ def test_every_kind_of_bad_record_is_named_with_file_and_line(tmp_path: Path) ->
     assert tally.n_bytes == file.stat().st_size
 
 
+def test_a_mark_of_the_byte_order_alone_is_an_empty_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"text": "x"}')
+    assert read(str(tmp_path))[0] == ["x"]
+
+
 def test_a_file_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"oops\n" * 5000)
     tally = Tally("a", "data.source", 10)

@@ -226,7 +226,7 @@ def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Docume
             tally.n_bytes += len(line)
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            if line.isspace():
+            if not line.strip():
                 continue
             try:
                 record = json.loads(line.decode())
