@@ -112,6 +112,14 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
         load(str(tmp_path / "empty"))
 
 
+def test_a_word_that_it_has_no_token_for(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"known": 0, "</s>": 1}, unk_token="<unk>")).save(str(tmp_path / "words.json"))
+    with pytest.raises(DataError, match=r"words.json', which cannot encode a text: .*Missing \[UNK\] token"):
+        load(str(tmp_path / "words.json")).encode_batch(["known", "unknown"])
+
+
 def test_fingerprint_follows_content_and_separator(tmp_path: Path) -> None:
     path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>", "<end>"))
     first = load(str(path)).fingerprint

@@ -72,8 +72,16 @@ class FileTokenizer:
         self.fingerprint = hashlib.blake2b(content + b"%d" % self.separator_id, digest_size=16).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents on all cores, uint32."""
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        """Encode documents on all cores, uint32.
+
+        Raises:
+            DataError: the tokenizer has no token for a word.
+        """
+        try:
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as e:  # the library raises plain Exception
+            fix = "add the token that stands for what is unknown, or take a tokenizer that knows every byte"
+            raise _unusable(self.name, f"which cannot encode a text: {e}", fix) from e
         return [np.array(e.ids, np.uint32) for e in encoded]
 
 
