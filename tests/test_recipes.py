@@ -141,9 +141,9 @@ def test_a_circle_of_extends_is_shown(tmp_path: Path) -> None:
 
 
 def test_an_unknown_base_lists_the_choices(tmp_path: Path) -> None:
-    path = write(tmp_path, "model", "llama3-mine", 'extends = "llama3-8b"')
+    path = write(tmp_path, "model", "llama3-mine", 'help = "mine"\nextends = "llama3-8b"')
     said = message("model", path)
-    assert f"{path}: 1 problem" in said
+    assert f'{path}: 1 problem\n  line 2  extends = "llama3-8b"' in said
     assert 'did you mean "llama3-8B"?' in said
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast, get_args, overload
 
 from titanlite.config.architectures import check_keys
 from titanlite.config.build import build, show
-from titanlite.config.problems import Origin, Problems
+from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.recipe_schema import (
     BLOCKS,
     MATMULS,
@@ -101,8 +101,8 @@ def load(
     files = _files(kind, extra_dirs, origin)
     path = _find(kind, current_name(kind, name_or_path, extra_dirs), files, origin)
 
-    def find_base(name: str, file: Path) -> Path:
-        return _find(kind, name, files, Origin(str(file)), "extends", file.parent)
+    def find_base(name: str, at: Place) -> Path:
+        return _find(kind, name, files, Origin(at.source, {"extends": at}), "extends", Path(at.source).parent)
 
     table, places = read_merged(path, find_base)
     problems = Problems(Origin(str(path), places))

@@ -185,6 +185,21 @@ def test_a_malformed_extends_is_an_error_at_its_line(tmp_path: Path, text: str) 
     assert "line 1  extends" in message(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("name", [".", "loop.toml", "x" * 300, "a\\u0000b.toml"])
+def test_what_extends_names_must_be_a_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    said = message(write(tmp_path, f'extends = "{name}"'))
+    assert f'line 1  extends = "{name}"\n      want: the path of a TOML file; ' in said
+    assert "did you mean loop.toml?" not in said
+
+
+def test_a_file_that_cannot_be_read_is_not_proposed_instead_of_itself(tmp_path: Path) -> None:
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    said = message(tmp_path / "loop.toml")
+    assert "too many levels of symbolic links" in said
+    assert "did you mean" not in said
+
+
 def test_no_key_of_the_schema_is_called_renamed() -> None:
     """A key that is added here later must leave the table of torchtitan's other keys."""
     sections = {f.name for f in dataclasses.fields(Config)}

@@ -42,7 +42,7 @@ def read_config(path: Path) -> tuple[Config, Origin]:
     Raises:
         ConfigError: a file is missing or is not TOML, or keys or values do not fit the schema (all of them at once).
     """
-    table, places = read_merged(path, find=lambda name, file: file.parent / name)
+    table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     problems = Problems(Origin(str(path), places))
     config = build(Config, table, problems, suggest=suggest_key)
     problems.raise_all()

@@ -6,12 +6,14 @@ found.
 """
 
 import difflib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import tomli
 
+from titanlite.config.build import show
 from titanlite.config.locate import key_lines
 from titanlite.config.problems import Place
 from titanlite.errors import ConfigError, Problem, describe
@@ -26,12 +28,12 @@ def shipped_folder(name: str) -> Path:
     return inside if inside.is_dir() else package.parent / name
 
 
-def read_merged(path: Path, find: Callable[[str, Path], Path]) -> tuple[Table, dict[str, Place]]:
+def read_merged(path: Path, find: Callable[[str, Place], Path]) -> tuple[Table, dict[str, Place]]:
     """Read a file and everything it extends.
 
     Args:
         path: the file.
-        find: from a name in `extends` and the file that says it, to the file that is meant.
+        find: from a name in `extends` and the place that says it, to the file that is meant.
 
     Returns:
         The merged table without `extends`, and the place of every dotted key in it.
@@ -42,7 +44,7 @@ def read_merged(path: Path, find: Callable[[str, Path], Path]) -> tuple[Table, d
     return _read(path, find, ())
 
 
-def _read(path: Path, find: Callable[[str, Path], Path], above: tuple[Path, ...]) -> tuple[Table, dict[str, Place]]:
+def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...]) -> tuple[Table, dict[str, Place]]:
     own, lines = _read_one(path)
     chain = (*above, path)
     extends_line = lines.pop("extends", None)
@@ -56,13 +58,13 @@ def _read(path: Path, find: Callable[[str, Path], Path], above: tuple[Path, ...]
     places: dict[str, Place] = {}
     for name in names:
         if not isinstance(name, str):
-            raise refuse(str(name), "a list of names, in quotes", 'extends = ["base.toml"]')
-        base = find(name, path)
+            raise refuse(show(name), "a list of names, in quotes", 'extends = ["base.toml"]')
+        base = find(name, Place(str(path), extends_line))
+        if not os.path.isfile(base):
+            raise refuse(show(name), f"the path of a TOML file; {base} is none", nearest_file(base))
         if base.resolve() in [p.resolve() for p in chain]:
             circle = " → ".join(str(p) for p in (*chain, base))
-            raise refuse(f'"{name}"', f"files that do not extend each other in a circle: {circle}", "remove this name")
-        if not base.is_file():
-            raise refuse(f'"{name}"', f"a file that exists; {base} does not", nearest_file(base))
+            raise refuse(show(name), f"files that do not extend each other in a circle: {circle}", "remove this name")
         _merge(table, places, *_read(base, find, chain))
     _merge(table, places, own, {key: Place(str(path), line) for key, line in lines.items()})
     return table, places
@@ -83,13 +85,15 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
         raise ConfigError(describe(str(path), [problem])) from None
     except OSError as error:
         seen = (error.strerror or str(error)).lower()
-        problem = Problem(seen, "", f"a TOML file, looked for from {Path.cwd()}", nearest_file(path))
+        is_missing = isinstance(error, FileNotFoundError)
+        fix = nearest_file(path) if is_missing else "make it a file that you can read, or name another"
+        problem = Problem(seen, "", f"a TOML file, looked for from {Path.cwd()}", fix)
         raise ConfigError(describe(str(path), [problem])) from None
 
 
 def nearest_file(path: Path) -> str:
     """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
-    beside = {p.name: p for p in sorted(path.parent.glob("*.toml"))}
+    beside = {p.name: p for p in sorted(path.parent.glob("*.toml")) if p.is_file()}
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean {beside[near[0]]}?"
