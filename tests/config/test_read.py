@@ -72,7 +72,7 @@ steps = 1
       fix:  seq_len = 4096
   line 7  training.deterministic = 1
       want: true or false
-      fix:  deterministic = false (the default)
+      fix:  deterministic = true
   line 8  training.on_nonfinite = "skipp"
       want: "stop" or "skip"
       fix:  did you mean "skip"?
@@ -81,7 +81,7 @@ steps = 1
       fix:  recipe_dirs = ["mine"]
   line 12  job.strict = "yes"
       want: true or false
-      fix:  strict = true (the default)
+      fix:  strict = true
   line 13  trainin
       want: one of {", ".join(f.name for f in dataclasses.fields(Config))}
       fix:  did you mean [training]?"""
@@ -93,6 +93,9 @@ steps = 1
     [
         ("training = 5", ["line 1  training = 5", "want: a table", "fix:  write it as a table: [training]"]),
         ("steps = 5", ["line 1  steps = 5", "did you mean training.steps or validation.steps or profiling.steps?"]),
+        ("[job]\nstrict = 0", ["job.strict = 0", "want: true or false", "fix:  strict = false"]),
+        ("[job]\nstrict = 'No'", ["fix:  strict = false"]),
+        ("[job]\nstrict = 'maybe'", ["fix:  strict = true (the default)"]),
         ("[training]\nsteps = true", ["training.steps = true", "a whole number"]),
         ("[optimizer]\nlr = true", ["optimizer.lr = true", "want: a number"]),
         ("[data]\nsource = 5", ["data.source = 5", "a string in quotes", 'source = "python_stdlib" (the default)']),

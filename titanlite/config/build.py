@@ -115,7 +115,7 @@ def describe_type(hint: Any) -> str:
 def repair(hint: Any, value: object, path: str, default: object) -> str:
     """Say which one change makes `value` legal: what was probably meant, the nearest choice, or the default."""
     key, options = path.rpartition(".")[2], _options(hint)
-    meant = _meant(value)
+    meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
     if any(_fits(o, meant) for o in options):
         return f"{key} = {show(meant)}"
     if any(get_origin(o) is tuple for o in options) and isinstance(value, str):
@@ -131,13 +131,16 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
     return f"give {describe_type(hint)}"
 
 
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
 def _meant(value: object) -> object:
     """What was probably meant by a number in quotes, or by a whole number written as 1e4."""
     if isinstance(value, str):
-        for reading in (int, float, {"true": True, "false": False}.__getitem__):
+        for reading in (int, float):
             try:
-                return _meant(reading(value.strip().lower()))
-            except (ValueError, KeyError):
+                return _meant(reading(value))
+            except ValueError:
                 continue
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
