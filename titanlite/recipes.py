@@ -169,9 +169,10 @@ def _find(
     if name.endswith(".toml") and (base / name).is_file():
         return base / name
     words = () if key is not None or name in KINDS[kind].words else KINDS[kind].words
-    asked, choices = name, [*words, *files]
+    asked, choices, place = name, [*words, *files], "a .toml file that exists"
     if kind == "model" and key is None:  # a config says name and flavor apart
-        architecture, _, asked = name.partition("-")
+        architecture, _, flavor = name.partition("-")
+        asked, place = flavor or name, f"model/{name}.toml in a folder of job.recipe_dirs"
         choices = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
     problems, key = Problems(origin), key or KINDS[kind].key
     spelling = {c.lower(): c for c in choices}
@@ -179,7 +180,7 @@ def _find(
     if kind == "float8" and asked in OLD_FLOAT8_RECIPES:
         near = [OLD_FLOAT8_RECIPES[asked]]
     fix = f'did you mean "{near[0]}"?' if near else f"see `titanlite recipes {kind}`"
-    want = f"one of {', '.join(choices)}" + ("" if kind == "model" else ", or a .toml file that exists")
+    want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)
     raise RecipeError(problems.message())
 
