@@ -78,6 +78,7 @@ def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) ->
             ['float8.recipe = "rowwis"', "none, blockwise, mxfp8, rowwise, rowwise_with_gw_hp", 'mean "rowwise"?'],
         ),
         ("float8", "mine.toml", ["a .toml file that exists"]),
+        ("float8", f"{'x' * 300}.toml", ["a .toml file that exists"]),
         ("activation_checkpoint", "fulll", ["activation_checkpoint.recipe", 'did you mean "full"?']),
         ("activation_checkpoint", "zzz", ["see `titanlite recipes activation_checkpoint`"]),
         ("model", "llama3-8b", ['model.flavor = "8b"', 'mean "8B"?']),
@@ -127,6 +128,7 @@ def test_a_name_is_used_once_and_a_folder_exists(tmp_path: Path) -> None:
     assert "a name that no other recipe has" in said
     assert "fix:  rename rowwise.toml" in said
     assert "a folder that exists" in said
+    assert "a folder that exists" in message("float8", "tensorwise", ("x" * 300,))
 
 
 def test_extends_by_path_is_relative_to_the_file(tmp_path: Path) -> None:

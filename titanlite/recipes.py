@@ -13,6 +13,7 @@ so that a bad recipe is reported within a second.
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, overload
@@ -141,13 +142,15 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
     problems = Problems(origin)
     files = {path.stem: path for path in sorted((shipped_folder("recipes") / kind).glob("*.toml"))}
     for folder in (Path(given).expanduser() for given in extra_dirs):
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
-        elif not any((folder / one).is_dir() for one in KINDS):
+            continue
+        if not any(os.path.isdir(folder / one) for one in KINDS):
             want = f"a folder that has one of {', '.join(KINDS)}: recipes are looked for in these"
             is_one = folder.name in KINDS
             fix = f"name the folder above it, {folder.parent}" if is_one else "move each recipe into that of its kind"
             problems.add("job.recipe_dirs", show(str(folder)), want, fix)
+            continue
         for path in sorted((folder / kind).glob("*.toml")):
             if path.stem in KINDS[kind].words:
                 want = f'another name: {KINDS[kind].key} = "{path.stem}" has a meaning of its own'
@@ -166,7 +169,7 @@ def _find(
     """Return the file of a recipe, or raise an error that lists the names there are."""
     if name in files:
         return files[name]
-    if name.endswith(".toml") and (base / name).is_file():
+    if name.endswith(".toml") and os.path.isfile(base / name):
         return base / name
     words = () if key is not None or name in KINDS[kind].words else KINDS[kind].words
     asked, choices, place = name, [*words, *files], "a .toml file that exists"

@@ -106,13 +106,13 @@ def test_every_folder_that_is_not_a_run_is_named(tmp_path):
     make_run(tmp_path / "outputs/mine", [5.0])
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError) as error:
-        run([str(tmp_path / "absent"), str(tmp_path / "empty"), str(tmp_path / "outputs")])
+        run([str(tmp_path / "absent"), "x" * 300, str(tmp_path / "empty"), str(tmp_path / "outputs")])
     text = str(error.value)
-    assert "titanlite compare: 3 problems" in text
-    assert "there is no such folder" in text
+    assert "titanlite compare: 4 problems" in text
+    assert text.count("there is no such folder") == 2
     assert "config.toml and metrics.jsonl missing" in text
     assert f"fix:  did you mean {tmp_path}/outputs/mine?" in text
-    assert text.count("want: a run's folder, with config.toml and metrics.jsonl; ") == 3
+    assert text.count("want: a run's folder, with config.toml and metrics.jsonl; ") == 4
 
 
 def test_nothing_to_compare(tmp_path):

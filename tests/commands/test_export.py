@@ -154,6 +154,8 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     made, _ = make_run(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)--step = 7.*one of 5, 10"):
         run([str(made.path), "--step", "7"])
+    with pytest.raises(CheckpointError, match="give the path"):
+        run(["x" * 300])
     with pytest.raises(CheckpointError, match=f"did you mean {made.path}"):
         run([str(tmp_path)])
     with pytest.raises(CheckpointError, match="a folder that is not there yet"):

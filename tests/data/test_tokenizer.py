@@ -97,6 +97,8 @@ def test_no_separator_lists_what_was_looked_for(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
+    with pytest.raises(DataError, match="x', and there is no such file"):
+        load("x" * 300)
     with pytest.raises(DataError, match=r"data.tokenizer = 'nope.json', and there is no such file"):
         load("nope.json")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')

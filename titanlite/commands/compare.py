@@ -5,6 +5,7 @@ were copied from elsewhere or were made by another version.
 """
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     if not folders:
         problems.append(Problem("RUN", "", want, "titanlite compare outputs/run"))
     for folder in folders:
-        missing = [name for name in ("config.toml", "metrics.jsonl") if not (folder / name).is_file()]
-        if not folder.is_dir():
+        missing = [name for name in ("config.toml", "metrics.jsonl") if not os.path.isfile(folder / name)]
+        if not os.path.isdir(folder):
             problems.append(Problem(str(folder), "", f"{want}; there is no such folder", fix))
         elif missing:
             inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -79,9 +80,9 @@ def _say(line: str) -> None:
 
 
 def _config(folder: RunFolder) -> Config:
-    if folder.config.is_file():
+    if os.path.isfile(folder.config):
         return read_config(folder.config)[0]
-    inside = sorted(path.parent for path in folder.path.glob("*/config.toml"))
+    inside = sorted(Path(file).parent for file in glob(f"{escape(str(folder.path))}/*/config.toml"))
     fix = f"did you mean {inside[0]}?" if inside else "give the path <dump_folder>/<name> of a run"
     want = "a run's folder, with config.toml and checkpoints"
     raise CheckpointError(describe("titanlite export", [Problem(str(folder.path), "", want, fix)]))
@@ -133,7 +134,7 @@ def _tokenizer(name: str, fingerprint: str) -> Tokenizer | None:
     """The run's tokenizer, or None if it read token files."""
     if not fingerprint:
         return None
-    is_there = name == "bytes" or Path(name).expanduser().is_file()
+    is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
     tokenizer = load(name) if is_there else None
     if tokenizer is None or tokenizer.fingerprint != fingerprint:
         saw = "this is another, or was changed" if is_there else f"it is not there, seen from {Path.cwd()}"

@@ -93,7 +93,7 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
 
 def nearest_file(path: Path) -> str:
     """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
-    beside = {p.name: p for p in sorted(path.parent.glob("*.toml")) if p.is_file()}
+    beside = {p.name: p for p in sorted(path.parent.glob("*.toml")) if os.path.isfile(p)}
     near = difflib.get_close_matches(path.name, beside, n=1)
     if near:
         return f"did you mean {beside[near[0]]}?"

@@ -100,9 +100,9 @@ def load(tokenizer: str) -> Tokenizer:
     if tokenizer == "bytes":
         return ByteTokenizer()
     path = Path(os.path.expanduser(tokenizer))
-    if (path / "tokenizer.json").is_file():
+    if os.path.isfile(path / "tokenizer.json"):
         raise _unusable(tokenizer, "which is a folder", f"data.tokenizer = {str(path / 'tokenizer.json')!r}")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", "correct the path")
     return FileTokenizer(tokenizer, path)
 
