@@ -86,3 +86,12 @@ def test_what_was_not_asked_for_need_not_be_applied(value):
     receipt = Receipt()
     receipt.add("float8.recipe", value, 0, count=0, missed=[Skipped("x", "y")])
     receipt.enforce(True, fail)
+
+
+def test_a_summary_is_one_line_without_what_has_a_row_for_each_layer():
+    receipt = Receipt()
+    each = {f"layers.{i}.attention.wo": "fused" for i in range(128)}
+    receipt.add("float8", "rowwise", {"layers": 128, "each": each, "fsdp_all_gather": "float8"}, count=128)
+    receipt.add("attention", "fused", "cudnn_attention", count=1)
+    lines = [entry.summary() for entry in receipt.entries]
+    assert lines == ["float8: layers 128, fsdp_all_gather float8", "attention: cudnn_attention"]

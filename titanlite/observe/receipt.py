@@ -41,6 +41,13 @@ class Entry:
     missed: tuple[Skipped, ...]
     key: str
 
+    def summary(self) -> str:
+        """Say in one line what was applied; what has a row for each layer, rule or shape stands in the file alone."""
+        if not isinstance(self.applied, dict):
+            return f"{self.feature}: {self.applied}"
+        totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
+        return f"{self.feature}: " + ", ".join(f"{name} {value}" for name, value in totals.items())
+
 
 class Receipt:
     """Collects the features' reports, writes them, and holds them against what was asked for."""

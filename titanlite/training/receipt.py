@@ -113,9 +113,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     if dist.get_rank() == 0:
         receipt.write(folder.receipt)
         for entry in receipt.entries:
-            applied = entry.applied
-            parts = ", ".join(f"{k} {v}" for k, v in applied.items()) if isinstance(applied, dict) else applied
-            console.notice(f"{entry.feature}: {parts}")
+            console.notice(entry.summary())
+        console.notice(f"receipt, with each layer, rule and shape: {folder.receipt}")
     receipt.enforce(config.job.strict, console.warning)
     if over_budget is not None:
         message = describe("the run holds more than it may", [over_budget])
