@@ -294,8 +294,8 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert ["total", "80.6"] in [line.split() for line in out.splitlines()]
     assert "--device-gib = 80\n      want: at least 81.9" in err
-    first = err.partition("one of these\n")[2].split()[:2]
-    assert first == ["--activation_checkpoint.recipe", "balanced_tight"]
+    first = err.partition("one of these\n")[2].split()[:4]
+    assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "78.8"]
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
     capsys.readouterr()
     assert main(["plan", LARGE, "--world", "4", "--training.local_batch_size", "8"]) == 2

@@ -33,18 +33,19 @@ def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...])
     assert found
     for override in found:
         changed = checked("--activation_checkpoint.recipe", "none", *flags, *override.flag.split())
-        assert peak(changed) == override.peak <= limit_gib * GIB
+        chosen_for = changed.config.activation_checkpoint.budget_gib
+        assert override.peak == (chosen_for * GIB if chosen_for else peak(changed)) <= limit_gib * GIB
         assert override.frees == now - override.peak
         same = sequences_per_step(changed.config, 4) == sequences_per_step(run.config, 4)
         assert same or "local_batch_size" in override.flag
 
 
-def test_one_of_each_kind_and_of_its_kind_the_one_that_keeps_most() -> None:
+def test_one_of_each_kind_and_of_the_lists_the_one_that_auto_chooses() -> None:
     run = checked("--activation_checkpoint.recipe", "none")
     assert run.save_list is not None
     found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 100 * GIB)
     assert [override.flag for override in found] == [
-        "--activation_checkpoint.recipe matmuls",
+        "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 100.0",
         "--parallelism.tensor_parallel_degree 2 --training.global_batch_size 8",
         "--training.local_batch_size 1",
     ]
@@ -112,8 +113,10 @@ def test_a_list_that_is_broken_is_not_proposed(tmp_path) -> None:
     rule = '[[rules]]\nop = "matmull"\naction = "save"\n'
     broken = tmp_path / "activation_checkpoint" / "broken.toml"
     broken.write_text(f'help = ""\ndefault = "recompute"\n{rule}')
-    run = checked("--activation_checkpoint.recipe", "none", "--job.recipe_dirs", str(tmp_path))
+    one = ("--training.local_batch_size", "1", "--training.global_batch_size", "4")
+    run = checked("--activation_checkpoint.recipe", "none", "--job.recipe_dirs", str(tmp_path), *one)
     assert "broken" in recipes.names("activation_checkpoint", run.config.job.recipe_dirs)
     assert run.save_list is not None
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 100 * GIB)
-    assert found[0].flag == "--activation_checkpoint.recipe matmuls"
+    # A layout and a batch would stand between auto and the list that keeps most, but for one sequence on each rank.
+    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 70 * GIB)
+    assert found[1].flag == "--activation_checkpoint.recipe matmuls"

@@ -160,12 +160,38 @@ def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
     assert said[1] == "    want: 111.6 GiB, as predicted; of these"
     assert said[2].split() == ["73.1", "activations"]
     assert said[-4] == "    fix:  one of these"
-    assert said[-3].strip().startswith("--activation_checkpoint.recipe matmuls  ")
-    assert said[-3].endswith("  frees 27.0 GiB, peak 84.6 GiB")
+    auto = "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 100.0"
+    assert said[-3].strip() == f"{auto}  frees 11.6 GiB, peak 100.0 GiB"
     assert [line.split()[0] for line in said[-2:]] == [
         "--parallelism.tensor_parallel_degree",
         "--training.local_batch_size",
     ]
+
+
+def foreseen(monkeypatch: pytest.MonkeyPatch, room_gib: float, *flags: str) -> str | None:
+    monkeypatch.setattr(out_of_memory.dist, "get_world_size", lambda: 4)
+    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    run = checked_run(["--config", config, *flags], world_size=4)
+    empty = Measured(0.0, 0.0, 0.0, 0.0, room_gib)
+    return out_of_memory.foreseen(run.config, run.dimensions, run.float8, run.save_list, empty)
+
+
+def test_what_is_predicted_not_to_fit_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = ("--activation_checkpoint.recipe", "none")  # 111.6 GiB
+    said = foreseen(monkeypatch, 111, *none)
+    assert said is not None
+    assert said.startswith("this run is predicted to run out of memory\n    saw:  0.0 GiB are reserved")
+    assert "want: 111.6 GiB, as predicted" in said
+    assert "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 111.0" in said
+    assert foreseen(monkeypatch, 112, *none) is None
+
+
+def test_a_budget_beyond_the_device_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
+    assert foreseen(monkeypatch, 79, *auto) == (
+        "activation_checkpoint.budget_gib = 90 is more than the 79.0 GiB that this device has free"
+    )
+    assert foreseen(monkeypatch, 91, *auto) is None
 
 
 def test_a_prediction_that_would_fit_is_not_trusted() -> None:

@@ -68,8 +68,9 @@ def overrides_that_fit(
     """List changes with which a run would fit.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
-    each, what keeps most first. With a layout comes the global batch that keeps the step what it was. Three at most, of
-    every kind one before a second. If none is enough alone, two together.
+    each, what keeps most first, of the lists the one that `auto` would choose for the limit. With a layout comes the
+    global batch that keeps the step what it was. Three at most, of every kind one before a second. If none is enough
+    alone, two together.
 
     Args:
         config: checked.
@@ -90,11 +91,11 @@ def overrides_that_fit(
         return sorted(found, key=lambda override: -override.peak)
 
     lists = fitting(_save_lists(config, save_list))
-    if config.activation_checkpoint.budget_gib is not None and limit < now:  # a list will be chosen that keeps to it
-        budget = math.floor(limit / GIB * 10) / 10
-        if predicted_peak(config, sizes, float8, world, LEAST) <= usable(budget):
-            flag = f"--activation_checkpoint.budget_gib {budget}"
-            lists = [Override(flag, int(budget * GIB), now - int(budget * GIB))]
+    budget = math.floor(limit / GIB * 10) / 10
+    if limit < now and predicted_peak(config, sizes, float8, world, LEAST) <= usable(budget):
+        peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
+        flag = f"--activation_checkpoint.budget_gib {budget}"
+        lists = [Override(flag if is_auto else f"--activation_checkpoint.recipe auto {flag}", peak, now - peak), *lists]
     sequences = sequences_per_step(config, world)
     layouts, batches = fitting(_layouts(config, save_list, sequences)), fitting(_batches(config, save_list))
     if not (lists or layouts or batches):

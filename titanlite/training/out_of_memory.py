@@ -1,4 +1,4 @@
-"""What to say when a GPU is full: what holds its memory, what was predicted, and which flags would make the run fit.
+"""What to say when a GPU is full, or will be: what holds its memory, what was predicted, and which flags would help.
 
 torch says how much it could not allocate. What the user needs to know is what all the rest is for, which only the
 prediction (`parallel/memory.py`) can say: the allocator knows sizes and no names.
@@ -6,7 +6,7 @@ prediction (`parallel/memory.py`) can say: the allocator knows sizes and no name
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import OutOfMemoryError, RecipeError
 from titanlite.observe.memory import memory_gib
 from titanlite.parallel.memory import GIB, MemoryModel
-from titanlite.parallel.overrides import overrides_that_fit
+from titanlite.parallel.overrides import overrides_that_fit, predicted_peak
 
 _MARGIN = 0.95
 """Of a prediction that says that the run fits, though it did not: what must fit instead."""
@@ -49,6 +49,34 @@ def measure(device: torch.device) -> Measured:
     reserved, (free, _) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     return Measured(reserved / GIB, allocated / GIB, peak_reserved, peak_allocated, (reserved + free) / GIB)
+
+
+def foreseen(
+    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList | None, measured: Measured
+) -> str | None:
+    """Say, before the first step, that a run is predicted not to fit.
+
+    Args:
+        config: of the run.
+        sizes: the model's dimensions.
+        float8: arithmetic of the linear layers, or None.
+        save_list: what blocks keep; None: what `activation_checkpoint.budget_gib` has room for.
+        measured: of this rank, while it holds nothing yet.
+
+    Returns:
+        A warning; None if the run fits, or nothing is known of its memory.
+    """
+    room, budget = measured.could_be_reserved, config.activation_checkpoint.budget_gib
+    if save_list is None:
+        assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+        free = f"the {room:.1f} GiB that this device has free"
+        return f"activation_checkpoint.budget_gib = {budget:g} is more than {free}" if budget > room else None
+    world = dist.get_world_size()
+    with suppress(RecipeError):
+        if predicted_peak(config, sizes, float8, world, save_list) > room * GIB:
+            why = explanation(config, sizes, float8, save_list, world, measured)
+            return f"this run is predicted to run out of memory\n{why}"
+    return None
 
 
 @contextmanager

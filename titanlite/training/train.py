@@ -29,7 +29,7 @@ from titanlite.parallel.process_group import check_launcher, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
 from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
-from titanlite.training.out_of_memory import explained
+from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.receipt import add_data
 from titanlite.training.report import Report
 from titanlite.training.state import restore, tensors_of
@@ -103,6 +103,8 @@ def _train(
     if held_out is not None:  # ranks that validate on unequal numbers of batches would wait for each other
         _check_same("validation.source", held_out.fingerprint)
     cleanup.enter_context(fastest_attention())
+    if device.type == "cuda" and (text := foreseen(config, sizes, float8, save_list, measure(device))):
+        console.warning(text)
     with explained(config, sizes, float8, save_list or LEAST, device):
         run = build(config, sizes, save_list, float8, device)
     for text in run.warnings:
