@@ -34,7 +34,7 @@ from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
-from titanlite.kernels.device import block_cast, channel, float8_cast, specialised, swiglu, tiles
+from titanlite.kernels.device import block_cast, channel, float8_cast, norm_rope, specialised, swiglu, tiles
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
@@ -77,8 +77,9 @@ class Launches:
         specialised = str((blocks, numbers, *specialised))
         known = self.by_key.setdefault((kernel.fn.__name__, key, unaligned), specialised)
         assert known == specialised, f"{kernel.fn.__name__}: two kernels under the key {key}"
+        strided = {"x"} if "stride" in named else {name.replace("_row", "_grad") for name in named if "_row" in name}
         for name, argument in named.items():
-            if isinstance(argument, Tensor) and not (name == "x" and "stride" in named) and "units" not in name:
+            if isinstance(argument, Tensor) and name not in strided and "units" not in name:
                 assert argument.is_contiguous(), f"{kernel.fn.__name__}: {name} has strides {argument.stride()}"
             elif hasattr(argument, "block_shape"):
                 *rows, column = argument.strides
@@ -100,13 +101,14 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
-    for module in (block_cast, float8_cast, swiglu):
+    for module in (block_cast, float8_cast, norm_rope, swiglu):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
+    for module in (gather, norm_rope, scatter):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
-        monkeypatch.setattr(stem, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(stem, "_plans", {})
     triton.runtime.driver.set_active(_Driver())
     yield found
@@ -281,6 +283,16 @@ def test_casts(launches: Launches):
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_amax", "_cast_turned", "_turn", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}
+
+
+def test_heads(launches: Launches):
+    for S, K, R, E, eps, dtype in product((12, 24), (1, 2), (1, 3), (16, 48), (1e-5, 1e-6), (BF16, torch.float32)):
+        qkv, weight = torch.zeros(24, K * (R + 2) * E, dtype=dtype), torch.ones(E, dtype=dtype)
+        given = qkv, weight, weight, torch.ones(S, E // 2), torch.zeros(S, E // 2), R, eps
+        q, k = norm_rope.norm_rope(*given)
+        for of_q in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
+            norm_rope.norm_rope_grad(of_q, k, k.clone(), *given)
+    assert {name for name, *_ in launches.by_key} == {"_norm_rope", "_norm_rope_grad"}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [(4, SLOWER), (2, None)])

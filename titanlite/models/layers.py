@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
+from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
-from titanlite.kernels.rope import rope
 from titanlite.kernels.window_attention import kernel as kernel_of_window
 from titanlite.kernels.window_attention import window_attention
 
@@ -112,13 +112,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
 
+    def scale(self) -> Tensor:
+        """The learned scale [D], as a kernel takes it."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
-        """[M, D] → [M, D], or [M, K, R, E] → [M, K, R, E] where D is E."""
-        return rms_norm(x, self.weight, self.eps)
+        """[M, D] → [M, D]."""
+        return rms_norm(x, self.scale(), self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise `x + residual`; returns that and the sum, [M, D] each."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+        return add_rms_norm(x, residual, self.scale(), self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -152,8 +156,8 @@ class QKNormAttention(nn.Module):
 
     def __init__(self, sizes: ModelRecipe, std: float, residual_std: float, window: int = 0) -> None:
         super().__init__()
-        self.head_dim, self.queries_per_kv = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
-        E, R = self.head_dim, self.queries_per_kv
+        E, R = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        self.queries_per_kv = R
         self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=std)
         self.q_norm, self.k_norm = RMSNorm(E, sizes.norm_eps), RMSNorm(E, sizes.norm_eps)
         self.attend = CausalAttention(window)
@@ -161,12 +165,9 @@ class QKNormAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
-        S, E, R = cos.shape[0], self.head_dim, self.queries_per_kv
-        q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
-        # Normalised where they lie: in one piece, queries would be a copy, and kept for backward.
-        q, k = self.q_norm(q).flatten(1, 2), self.k_norm(k).flatten(1, 2)  # [M, H, E], [M, K, E]
-        q, k = rope(q, cos, sin), rope(k, cos, sin)
-        q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q, k, v.squeeze(2)))  # [B, heads, S, E]
+        scales = self.q_norm.scale(), self.k_norm.scale()
+        heads = norm_rope(self.wqkv(x), *scales, cos, sin, self.queries_per_kv, self.q_norm.eps)
+        q, k, v = (t.unflatten(0, (-1, cos.shape[0])).transpose(1, 2) for t in heads)  # [B, heads, S, E]
         out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 

@@ -242,11 +242,9 @@ def activations(sizes: ModelRecipe, layout: Layout, window: int = 0) -> list[Act
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
     block, (wqkv, wo, w13, w2) = layout.block, layout.block.layers
     # What runs behind a layer's matmul and is not the layer's own prepares the next, and behind the last the first.
-    qk_norms = [*_norm(wo, M * H // t, E, layout), *_norm(wo, M * K // t, E, layout)] if block.qk_norms else []
     post_norms = [_norm(layer, M // t, D, layout) if block.post_norms else [] for layer in (w13, wqkv)]
     return [
         *_column_parallel(wqkv, D, (H + 2 * K) * E, layout),
-        *qk_norms,
         _attention(sizes, layout, window),
         *_row_parallel(wo, H * E, D, layout),
         *post_norms[0],
@@ -383,19 +381,18 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
         sizes: the model's dimensions.
         layout: the rank's.
     """
-    M, t, e, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim
-    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
-    block, rows, rotated = layout.block, M // t, M * (H + K) * E // t
+    M, t, e, D, F = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim, sizes.ffn_dim
+    block, rows, HE = layout.block, M // t, sizes.n_heads * sizes.head_width
     attention = _attention_inside(sizes, layout) + _attention(sizes, layout, 0).bytes
     gate = e * M * block.gate_width * F // t  # its input
-    inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, H * E // t, D, F // t), strict=True))
-    root_mean_squares = 4 * (block.norms * rows + (M * (H + K) // t if block.qk_norms else 0))
+    inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, HE // t, D, F // t), strict=True))
+    root_mean_squares = 4 * block.norms * rows
     if layout.compiled:
         # The stream, and what each sublayer adds to it where backward has a use for that.
         streams = block_input(sizes, layout) * (3 if block.post_norms else 2)
         means = 4 * block.norms * rows if block.layer_norms else 0
         return streams + root_mean_squares + means + attention + gate + inputs
-    norms = root_mean_squares + 2 * 4 * (block.norms * rows * D + (rotated if block.qk_norms else 0))
+    norms = root_mean_squares + 2 * 4 * block.norms * rows * D
     if block.gate == "geglu":  # `swiglu` has a gradient of its own
         gate = 3 * 4 * M * F // t
     return norms + attention + gate + inputs

@@ -29,7 +29,6 @@ from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Fused, FusedLinear, linear
-from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
 from titanlite.parallel.sharding.layers import LayerPlan
 
@@ -94,15 +93,11 @@ class RowParallelLinear(ParallelLinear):
 
 
 class SequenceParallelRMSNorm(RMSNorm):
-    """An `RMSNorm` over this rank's tokens."""
+    """An `RMSNorm` over this rank's tokens or heads."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, D] → [M/tp, D]."""
-        return rms_norm(x, _local(self.weight), self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise `x + residual`; returns that and the sum, [M/tp, D] each."""
-        return add_rms_norm(x, residual, _local(self.weight), self.eps)
+    def scale(self) -> Tensor:
+        """[D]."""
+        return _local(self.weight)
 
 
 class SequenceParallelLayerNorm(LayerNorm):

@@ -9,7 +9,7 @@ with FSDP's. A second or two in all, and ten more to compile.
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from titanlite.float8.weight import local_data
 from titanlite.kernels.collectives import gather_tokens, scatter_tokens
 from titanlite.kernels.geglu import geglu
 from titanlite.kernels.lowering import lowered
+from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rope import rope
 from titanlite.kernels.swiglu import swiglu
 from titanlite.models.layers import CausalAttention, Linear, add_bias
@@ -83,12 +84,17 @@ def _time_parts(
     part, (wqkv, _, w13, w2) = block.get_submodule, facts.layers
     # Backward of a joined feed-forward gates anew even if all is kept; eager mode does so once more.
     gated = [] if layout.compiled and layout.is_joined(w2) else [random(M, facts.gate_width * sizes.ffn_dim // t)]
+    projected = random(M if facts.qk_norms else 0, (H + 2 * K) * E)
     biased = [(random(M, len(bias)), bias)] if (bias := _linear(block, wqkv).bias) is not None else []
 
     @torch.no_grad()
     def elementwise() -> object:
-        heads = [part("attention.q_norm")(q), part("attention.k_norm")(k)] if facts.qk_norms else [q, k]
-        if facts.is_rotary:
+        heads: Sequence[Tensor] = q, k
+        if facts.qk_norms:
+            attention = part("attention")
+            scales = attention.q_norm.scale(), attention.k_norm.scale()  # type: ignore[operator,union-attr]
+            heads = norm_rope(projected, *scales, angles, angles, H // K, sizes.norm_eps)
+        elif facts.is_rotary:
             heads = [rope(x.flatten(0, 1), angles, angles) for x in heads]
         total = stream + (part("post_attention_norm")(attended) if facts.post_norms else attended)
         normed = [part("attention_norm")(stream), total, part("ffn_norm")(total)]

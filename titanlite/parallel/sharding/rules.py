@@ -20,7 +20,8 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
-import titanlite.kernels.window_attention  # noqa: F401  # its operator has a rule
+import titanlite.kernels.norm_rope
+import titanlite.kernels.window_attention  # noqa: F401  # their operators have rules
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.random_numbers import arguments
 from titanlite.parallel.sharding import oracle
@@ -292,6 +293,12 @@ def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: 
         own = [dim - out.ndim + m.ndim for m in mask]
         split = (Shard(d) if d >= 0 and m.shape[d] != 1 else REPLICATE for d, m in zip(own, mask, strict=True))
         yield Rule((Shard(dim),) * 3 + tuple(split), Shard(dim))
+
+
+@_own(torch.ops.titanlite.norm_rope.default)
+def _norm_rope(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
+    """Heads, those of a key and a value with all of their queries, each by itself."""
+    yield Rule((Shard(1), *(REPLICATE,) * (len(inputs) - 1)), Shard(1))
 
 
 @_own(aten.embedding.default)

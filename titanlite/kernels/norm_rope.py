@@ -1,0 +1,124 @@
+"""Queries and keys of a fused projection, normalised head by head and rotated; values as they are.
+
+One pass over memory forward, and one backward, which writes the gradient of the whole projection. A compiler reads
+queries twice to normalise them, and takes a pass more for each gradient (docs/performance.md). A head is rounded once,
+after it is rotated.
+
+Source: `rms_norm.py` and `rope.py`, which are the definition.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titanlite.kernels import lowering
+from titanlite.kernels.rms_norm import rms_norm
+from titanlite.kernels.rope import rope
+
+
+def norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take queries, keys and values out of a projection, and normalise and rotate the first two.
+
+    Args:
+        qkv: [M, K·(R+2)·E] of whole sequences; for each key/value head R queries, its key and its value.
+        q_weight: [E], the scale of normalised queries.
+        k_weight: [E], that of keys.
+        cos: [S, E/2] float32, from `rope_table`; M is a multiple of S.
+        sin: [S, E/2] float32.
+        queries_per_kv: R.
+        eps: added to the mean square.
+
+    Returns:
+        Queries [M, K·R, E] and keys [M, K, E] in `qkv.dtype`; values [M, K, E], a part of `qkv`.
+    """
+    return _NormRope.apply(qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps)  # type: ignore[no-any-return]
+
+
+class _NormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, ctx.queries_per_kv, ctx.eps = given
+        ctx.save_for_backward(qkv, *tensors)
+        q, k = torch.ops.titanlite.norm_rope(qkv, *given)
+        return q, k, _heads(qkv, ctx.queries_per_kv, q.shape[-1])[2].squeeze(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        given = *ctx.saved_tensors, ctx.queries_per_kv, ctx.eps
+        return *torch.ops.titanlite.norm_rope_grad(*grads, *given), None, None, None, None
+
+
+def _heads(qkv: Tensor, R: int, E: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[M, K, R, E], [M, K, 1, E] and [M, K, 1, E]."""
+    q, k, v = qkv.unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)
+    return q, k, v
+
+
+def _forward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    q, k, _ = _heads(qkv, queries_per_kv, 2 * cos.shape[1])
+    q, k = (rms_norm(x.float(), weight, eps).flatten(1, 2) for x, weight in ((q, q_weight), (k, k_weight)))
+    return rope(q, cos, sin).to(qkv.dtype), rope(k, cos, sin).to(qkv.dtype)
+
+
+def _backward(
+    q_grad: Tensor,
+    k_grad: Tensor,
+    v_grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    queries_per_kv: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `qkv` and of both weights."""
+    q, k, _ = _heads(qkv, queries_per_kv, 2 * cos.shape[1])
+    parts: list[Tensor] = []
+    of_weights: list[Tensor] = []
+    for grad, x, weight in ((q_grad, q, q_weight), (k_grad, k, k_weight)):
+        d = rope(grad.float(), cos, -sin).unflatten(1, x.shape[1:3])
+        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+        normed = x.float() * scale
+        of_weights.append((d * normed).sum((0, 1, 2)).to(weight.dtype))
+        d = d * weight.float()
+        parts.append((scale * (d - normed * (d * normed).mean(-1, keepdim=True))).to(qkv.dtype))
+    of_qkv = torch.cat((*parts, v_grad.unsqueeze(2)), dim=2).flatten(1)
+    return of_qkv, of_weights[0], of_weights[1]
+
+
+def _forward_on_gpus(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    from titanlite.kernels.device import norm_rope as device
+
+    return device.norm_rope(qkv.contiguous(), *given)
+
+
+def _backward_on_gpus(
+    q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from titanlite.kernels.device import norm_rope as device
+
+    q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
+    return device.norm_rope_grad(q_grad, k_grad, v_grad, qkv.contiguous(), *given)
+
+
+lowering.define("norm_rope", _forward, _forward_on_gpus)
+lowering.define("norm_rope_grad", _backward, _backward_on_gpus)
+
+
+@torch.library.register_fake("titanlite::norm_rope")
+def _fake(qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps):
+    heads, E = qkv.shape[1] // (2 * cos.shape[1]) // (queries_per_kv + 2), 2 * cos.shape[1]
+    return qkv.new_empty(len(qkv), heads * queries_per_kv, E), qkv.new_empty(len(qkv), heads, E)
+
+
+@torch.library.register_fake("titanlite::norm_rope_grad")
+def _fake_grad(q_grad, k_grad, v_grad, qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps):
+    return qkv.new_empty(qkv.shape), q_weight.new_empty(q_weight.shape), k_weight.new_empty(k_weight.shape)
