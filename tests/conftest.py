@@ -5,6 +5,8 @@ import functools
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -46,6 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's graphs are traced, split and differentiated, and run as they are."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.fixture
+def bound_by_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Not as root, who may do anything. In `tmp_path`, by relative paths: the folders above it are root's."""
+    monkeypatch.chdir(tmp_path)
+    before, nobody = os.geteuid(), 65534
+    if before == 0:
+        os.chown(tmp_path, nobody, -1)
+        os.seteuid(nobody)
+    yield
+    os.seteuid(before)
 
 
 def pytest_collection_finish() -> None:

@@ -1,5 +1,6 @@
 """Sources: what a string resolves to, which documents are in it, and what is said about bad ones."""
 
+import errno
 import json
 import os
 import sysconfig
@@ -73,6 +74,25 @@ def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
     (tmp_path / "snapshot" / "train.jsonl").symlink_to("../blobs/0a1b")
     for source in ("snapshot", "snapshot/*.jsonl", "snapshot/train.jsonl"):
         assert read(str(tmp_path / source))[0] == ["of a hub"]
+
+
+CLOSED = ["data", "data/**/*.txt", "data/*/*.txt", "data/*/sub/*.txt", "hf:./data", "data/closed", "data/closed/*.txt"]
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o300, 0o600], ids=oct)
+@pytest.mark.parametrize("source", CLOSED)
+def test_a_folder_that_cannot_be_searched_is_named(source: str, mode: int, bound_by_permissions: None) -> None:
+    for name in ("data/closed/a.txt", "data/closed/sub/b.txt", "data/open/sub/c.txt"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(name)
+    before = resolve(source).files
+    Path("data/closed").chmod(mode)
+    if mode == 0o300 and source == "data/*/sub/*.txt":  # it is only passed through
+        assert resolve(source).files == before
+        return
+    said = rf"data/closed/?: {os.strerror(errno.EACCES)}\n.*want: files and folders that can be read"
+    with pytest.raises(DataError, match=said):
+        resolve(source)
 
 
 def test_a_pattern_that_matches_nothing_names_pattern_and_folder(

@@ -48,7 +48,7 @@ class Source:
         try:
             return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in self.files]
         except OSError as e:
-            raise _unreadable(self, e.filename, e) from e
+            raise _unreadable(self.name, self.key, e.filename, e) from e
 
     def n_bytes(self) -> int | None:
         """Bytes to read, or None where that is not known beforehand."""
@@ -109,13 +109,13 @@ def resolve(source: str, key: str = "data.source") -> Source:
         The source; its files are sorted, so that every host reads them in one order.
 
     Raises:
-        DataError: nothing matches, a suffix is unknown, or token files are mixed with text.
+        DataError: nothing matches, a folder cannot be read, a suffix is unknown, or token files are mixed with text.
     """
     if source in ("python_stdlib", "python_stdlib_held_out"):
         return Source(source, key, "python", _stdlib_files(held_out=source.endswith("held_out")))
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
-    files = _matches(source)
+    files = _matches(source, key)
     if not files:
         known = "python_stdlib, hf:<dataset>, or a path, folder or glob of " + ", ".join(SUFFIXES)
         saw = f"{source!r}, which matches no file (working directory: {Path.cwd()})"
@@ -160,7 +160,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
                 yield from _text_document(file, tally, skip=source.kind == "python")
             tally.n_bytes = start + file.stat().st_size
         except OSError as e:
-            raise _unreadable(source, file, e) from e
+            raise _unreadable(source.name, source.key, file, e) from e
 
 
 def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
@@ -178,15 +178,32 @@ def _is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest, "little") % 20 == 0
 
 
-def _matches(pattern: str) -> list[Path]:
-    path = os.path.expanduser(pattern)
+def _matches(source: str, key: str) -> list[Path]:
+    path = os.path.expanduser(source)
     if os.path.isdir(path):
-        below = glob.glob(os.path.join(glob.escape(path), "**", "*"), recursive=True)
-        found = [f for f in below if f.endswith(SUFFIXES)]
+        found = [f for f in _glob(_all_below(path), source, key) if f.endswith(SUFFIXES)]
     else:
-        found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        found = [path] if os.path.exists(path) else _glob(path, source, key)
     # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the suffix.
     return [Path(f).parent.resolve() / os.path.basename(f) for f in sorted(found) if os.path.isfile(f)]
+
+
+def _all_below(folder: str) -> str:
+    return os.path.join(glob.escape(folder), "**", "*")
+
+
+def _glob(pattern: str, source: str, key: str) -> list[str]:
+    """What matches. A folder that cannot be searched is a mistake: glob leaves it out without a word."""
+    above = pattern
+    while glob.has_magic(above):
+        above, name = os.path.split(above)
+        look = os.listdir if glob.has_magic(name) else os.stat
+        for folder in glob.glob(os.path.join(above or os.curdir, ""), recursive=True):
+            try:
+                look(os.path.join(folder, os.curdir))  # itself, and so that it must be one that may be entered
+            except OSError as e:
+                raise _unreadable(source, key, folder, e) from e
+    return glob.glob(pattern, recursive=True)
 
 
 def _resolve_dataset(source: str, key: str) -> Source:
@@ -200,7 +217,7 @@ def _resolve_dataset(source: str, key: str) -> Source:
         saw = f"{source!r}, and there is no folder {path} (working directory: {Path.cwd()})"
         raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
     config, split = [*parts[1:], "", ""][:2]
-    below = sorted(Path(path).rglob("*")) if os.path.isdir(path) else []
+    below = sorted(map(Path, _glob(_all_below(path), source, key))) if os.path.isdir(path) else []
     files = tuple(f.resolve() for f in below if f.is_file())
     return Source(source, key, "dataset", files, (path, config or None, split or "train"))
 
@@ -304,10 +321,9 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         raise DataError(describe("data", [problem])) from e
 
 
-def _unreadable(source: Source, file: Path | str, e: OSError) -> DataError:
-    fix = "make the file readable, or leave it out of the pattern"
-    problem = Problem(source.key, f"{source.name!r}: {file}: {e.strerror or e}", "a file that can be read", fix)
-    return DataError(describe("data", [problem]))
+def _unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
+    want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
+    return DataError(describe("data", [Problem(key, f"{source!r}: {path}: {e.strerror or e}", want, fix)]))
 
 
 def _not_utf8(e: UnicodeDecodeError) -> str:
