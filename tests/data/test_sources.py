@@ -74,6 +74,10 @@ def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
     (tmp_path / "snapshot" / "train.jsonl").symlink_to("../blobs/0a1b")
     for source in ("snapshot", "snapshot/*.jsonl", "snapshot/train.jsonl"):
         assert read(str(tmp_path / source))[0] == ["of a hub"]
+    (tmp_path / "snapshot" / "more.jsonl").symlink_to("../blobs/never_fetched")
+    for source in ("snapshot", "snapshot/*.jsonl", "snapshot/more.jsonl"):
+        with pytest.raises(DataError, match=r"snapshot/more\.jsonl: No such file or directory\n.*want: files"):
+            resolve(str(tmp_path / source)).stamps()
 
 
 CLOSED = ["data", "data/**/*.txt", "data/*/*.txt", "data/*/sub/*.txt", "hf:./data", "data/closed", "data/closed/*.txt"]
