@@ -196,14 +196,19 @@ def test_a_start_without_checkpoints_does_not_drop_the_record_of_a_run_that_has_
     claim(tmp_path, Config())
 
 
-@pytest.mark.parametrize("where", ["file", "file/run", "locked/run"])
-def test_a_folder_that_cannot_be_written(tmp_path: Path, where: str) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "locked").mkdir(mode=0o500)
-    if where == "locked/run" and os.access(tmp_path / "locked", os.W_OK):
-        pytest.skip("root may write anywhere")
+@pytest.mark.parametrize("where", ["file", "file/run", "locked/run", "closed"])
+def test_a_folder_that_cannot_be_written(where: str, bound_by_permissions: None) -> None:
+    Path("file").touch()
+    Path("locked").mkdir(mode=0o500)
+    Path("closed").mkdir(mode=0o000)
     with pytest.raises(ConfigError, match=r"job\.dump_folder"):
-        claim(tmp_path / where, Config())
+        claim(Path(where), Config())
+
+
+def test_checkpoints_that_cannot_be_looked_at_are_named(bound_by_permissions: None) -> None:
+    Path("checkpoints").mkdir(mode=0o000)
+    with pytest.raises(ConfigError, match=r"Permission denied: 'checkpoints'\)\n.*can be read and written"):
+        claim(Path(), change(Config(), "checkpoint.enable", False))
 
 
 def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

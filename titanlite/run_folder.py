@@ -77,8 +77,8 @@ class RunFolder:
         except OSError as e:
             problem = Problem(
                 "job.dump_folder",
-                f"{config.job.dump_folder} ({e.strerror or e})",
-                "a folder that can be written",
+                f"{config.job.dump_folder} ({e})",
+                "a folder that can be read and written",
                 "set job.dump_folder to one, or make room",
             )
             raise ConfigError(describe(str(self.path), [problem])) from None

@@ -1,5 +1,6 @@
 """Publishing: complete or absent at any instant, damage named, nothing valid deleted."""
 
+import errno
 import json
 import os
 import random
@@ -161,6 +162,27 @@ def test_only_complete_folders_of_our_name_count(tmp_path: Path) -> None:
     assert (tmp_path / "backup-step-00000006-old").is_dir()
     assert complete_steps(tmp_path / "absent") == []
     assert remove_stale(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o600], ids=oct)
+@pytest.mark.parametrize("closed", ["run", "run/checkpoints", "run/checkpoints/step-00000002"])
+def test_what_cannot_be_read_is_not_taken_for_absent(closed: str, mode: int, bound_by_permissions: None) -> None:
+    root = Path("run/checkpoints")
+    for step in (1, 2):
+        save(root, step)
+    Path(closed).chmod(mode)
+    for look in (complete_steps, partial_folders):
+        with pytest.raises(CheckpointError, match=rf"{root}.* = {os.strerror(errno.EACCES)}\n.*can be read"):
+            look(root)
+
+
+def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    root.touch()
+    with pytest.raises(CheckpointError, match=f"{root} = {os.strerror(errno.ENOTDIR)}"):
+        complete_steps(root)
+    (tmp_path / "step-00000001").touch()
+    assert complete_steps(tmp_path) == []
 
 
 def test_retention_counts_complete_checkpoints_only(tmp_path: Path) -> None:

@@ -262,6 +262,12 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     assert (run.folder / "config.toml").read_text() == config
     desk.run("asked", 1, "--job.stop_after=6", "--optimizer.lr=7e-4")
     assert "lr = 0.0007" in (run.folder / "config.toml").read_text()
+    (run.folder / "checkpoints").rename(run.folder / "elsewhere")
+    (run.folder / "checkpoints").touch()
+    unreadable = desk.run("asked", 1, *flags, ends=2)
+    assert f"{run.folder}/checkpoints = Not a directory" in unreadable.output
+    assert "Traceback" not in unreadable.output
+    assert len(run.steps) == 6
 
 
 def test_a_missing_step_is_refused_before_torch_is_imported(desk: Desk) -> None:

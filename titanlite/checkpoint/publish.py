@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -134,19 +135,24 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1) -> None:
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps that have a complete checkpoint, oldest first. Folders of any other name are not ours."""
-    if not root.is_dir():
-        return []
-    steps = {int(m[1]) for p in root.iterdir() if (m := _STEP.fullmatch(p.name)) and (p / MANIFEST).is_file()}
+    """Steps that have a complete checkpoint, oldest first. Folders of any other name are not ours.
+
+    Raises:
+        CheckpointError: a folder cannot be read.
+    """
+    try:
+        steps = {int(p.name.removeprefix("step-")) for p in _named_as_steps(root) if _has_manifest(p)}
+    except OSError as e:
+        want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
+        problem = Problem(e.filename, e.strerror or str(e), want, fix)
+        raise CheckpointError(describe("checkpoints", [problem])) from None
     return sorted(step for step in steps if step_folder(root, step).is_dir())
 
 
 def partial_folders(root: Path) -> list[str]:
     """Folders named as complete checkpoints that are not: copied in part, or tampered with. No save leaves one."""
-    if not root.is_dir():
-        return []
     whole = {step_folder(root, step).name for step in complete_steps(root)}
-    return sorted(p.name for p in root.iterdir() if _STEP.fullmatch(p.name) and p.name not in whole)
+    return sorted(p.name for p in _named_as_steps(root) if p.name not in whole)
 
 
 def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
@@ -181,6 +187,20 @@ def remove_stale(root: Path) -> list[str]:
     for path in stale:
         _delete(path)
     return [p.name for p in stale]
+
+
+def _named_as_steps(root: Path) -> list[Path]:
+    try:
+        return [p for p in root.iterdir() if _STEP.fullmatch(p.name)]
+    except FileNotFoundError:
+        return []
+
+
+def _has_manifest(folder: Path) -> bool:
+    try:
+        return stat.S_ISREG((folder / MANIFEST).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _manifest(folder: Path) -> dict[str, Entry]:

@@ -101,8 +101,8 @@ def checked_run(
         attempt(lambda: without_decay(config.optimizer.weight_decay_exclude, names, origin))
     vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
     attempt(lambda: check_inputs(config, vocab_size, sequences))
-    if config.checkpoint.initial_load_path and dimensions is not None and not _resumes(config):
-        attempt(lambda: check_initial_load_path(config, dimensions, origin))
+    if config.checkpoint.initial_load_path and dimensions is not None:
+        attempt(lambda: _resumes(config) or check_initial_load_path(config, dimensions, origin))
     if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
         attempt(lambda: check_budget(config, dimensions, float8, world_size))
     if float8 and dimensions is not None and not wrong:
