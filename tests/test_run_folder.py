@@ -185,13 +185,13 @@ def test_never_resume_needs_a_new_folder(tmp_path: Path, used: str) -> None:
     claim(tmp_path, Config())
 
 
-def test_a_start_without_checkpoints_does_not_drop_the_record_of_a_run_that_has_some(tmp_path: Path) -> None:
+def test_a_start_without_checkpoints_does_not_begin_anew_beside_those_that_are_there(tmp_path: Path) -> None:
     without = change(Config(), "checkpoint.enable", False)
     claim(tmp_path, without)
     (tmp_path / "metrics.jsonl").write_text("x")
     claim(tmp_path, without)  # a run that never saved begins anew each time
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"checkpoint\.enable = false\n.*drops the metrics"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.enable = false\n.*beside the checkpoints"):
         claim(tmp_path, without)
     claim(tmp_path, Config())
 

@@ -191,7 +191,7 @@ class RunFolder:
 
     def _check_new(self, config: Config) -> None:
         if not config.checkpoint.enable and _has_content(self.checkpoints):
-            want = "true: without it this start begins anew, and drops the metrics of the run that has checkpoints here"
+            want = "true: without it this start begins anew, beside the checkpoints of the run that is here"
             problem = Problem("checkpoint.enable", "false", want, "choose another job.name, or delete the folder")
             raise ConfigError(describe(str(self.path), [problem]))
         if config.checkpoint.resume != "never":

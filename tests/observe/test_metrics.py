@@ -89,11 +89,19 @@ def test_resume_drops_validations_of_dropped_steps(tmp_path):
     assert [sorted(row) for row in read_metrics(path)] == [sorted(asdict(ROW)), ["step", "tokens", "validation_loss"]]
 
 
-def test_a_fresh_start_empties_the_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+def test_a_fresh_start_begins_a_file_and_keeps_what_there_was(tmp_path):
+    path, first, second = (tmp_path / f"metrics{which}.jsonl" for which in ("", ".earlier-1", ".earlier-2"))
+    write_steps(path, [1, 2, 3], 0)
+    path.write_text(path.read_text() + "damage, and half a li")
+    before = path.read_text()
+    file = MetricsFile(path, 0)
+    assert file.earlier == first
+    file.close()
+    write_steps(path, [1], 0)  # nothing was written meanwhile
     write_steps(path, [1, 2], 0)
-    write_steps(path, [1], 0)
-    assert [row["step"] for row in read_metrics(path)] == [1]
+    assert first.read_text() == before
+    assert [[row["step"] for row in read_metrics(one)] for one in (second, path)] == [[1], [1, 2]]
+    assert sorted(tmp_path.iterdir()) == sorted([path, first, second])
 
 
 @pytest.mark.parametrize("kept", [1, 20, -1])

@@ -270,6 +270,27 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     assert len(run.steps) == 6
 
 
+def test_a_start_anew_keeps_the_metrics_that_are_there_and_says_so(desk: Desk) -> None:
+    run = desk.run("anew", 2, "--job.stop_after=3")
+    before = (run.folder / "metrics.jsonl").read_text()
+    shutil.rmtree(run.folder / "checkpoints")
+
+    def plant() -> None:
+        loop.Loop._save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = desk.start("anew", 1, plant=plant)
+    assert killed.wait() == [-signal.SIGKILL]
+    second, third = killed.output(), desk.run("anew", 2, "--job.stop_after=3")
+    for number, said in ((1, second), (2, third.output)):
+        earlier = run.folder / f"metrics.earlier-{number}.jsonl"
+        assert said.count(f"begins at step 0; the metrics of the earlier start are kept in {earlier}\n") == 1
+    assert (run.folder / "metrics.earlier-1.jsonl").read_text() == before
+    assert [row["step"] for row in third.rows] == [1, 2, 3]
+    rest = desk.run("anew", 2, "--job.stop_after=5")
+    assert "begins at step 0" not in rest.output
+    assert [row["step"] for row in rest.rows] == [1, 2, 3, 4, 5]
+
+
 def test_a_missing_step_is_refused_before_torch_is_imported(desk: Desk) -> None:
     code = (
         "import sys, train; from titanlite.exit_code import exit_code; "

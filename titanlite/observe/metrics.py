@@ -8,11 +8,14 @@ whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in t
 
 The file continues across restarts. Rows after the step that training resumes from are dropped, because those steps are
 trained again; so is a last line that a crash cut short. What remains is rewritten beside the file and renamed over it,
-so a crash here loses nothing either. Lines are flushed to the operating system, which a killed process survives;
-`sync` puts them on disk, and called before a checkpoint is published it guarantees the rows of every step that a
-restart can resume from, even after a power cut.
+so a crash here loses nothing either. A start at step 0 drops nothing: the file that is there, of a start that was
+killed before its first checkpoint or whose checkpoints somebody deleted, is renamed to `metrics.earlier-1.jsonl`, or
+`-2` and so on. Lines are flushed to the operating system, which a killed process survives; `sync` puts them on disk,
+and called before a checkpoint is published it guarantees the rows of every step that a restart can resume from, even
+after a power cut.
 """
 
+import itertools
 import json
 import math
 import os
@@ -77,16 +80,23 @@ class MetricsFile:
     def __init__(self, path: Path, resume_step: int, validates_again: bool = False) -> None:
         """Open the file, drop what will be trained again, and go to its end.
 
+        Where a start at step 0 finds rows, `earlier` is the file that has them from now on; else it is None.
+
         Args:
             path: the file; created, with its folder, if it does not exist.
-            resume_step: last step whose rows are kept; 0 for a fresh start.
+            resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
             validates_again: drop the validation of that step too.
 
         Raises:
             RunError: a line before the last one is not a JSON object.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        self.earlier: Path | None = None
+        has_rows = path.exists() and path.stat().st_size > 0
+        if has_rows and resume_step == 0:
+            names = (path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for n in itertools.count(1))
+            self.earlier = path.rename(next(name for name in names if not os.path.lexists(name)))
+        elif has_rows:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
                 kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]

@@ -142,6 +142,8 @@ def _train(
     validates_first = validation is not None and bool(state.get("validation_due"))
     metrics = _open(folder, config, start, validates_first)
     cleanup.callback(lambda: metrics.close() if metrics else None)
+    if metrics is not None and metrics.earlier is not None:
+        console.notice(f"begins at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
     status.progress(start)
     wandb = None
     if metrics is not None and config.metrics.wandb != "off":
