@@ -333,6 +333,16 @@ def test_a_missing_recipe_folder_is_told_once(file: str) -> None:
     assert str(caught.value).count("/no/such/folder") == 1
 
 
+@pytest.mark.parametrize("kind", ["txt", "bin"])
+def test_a_limit_of_bad_records_below_0_is_told_once(file: str, tmp_path: Path, kind: str) -> None:
+    source = tmp_path / f"in.{kind}"
+    source.write_bytes(b"a\0" * 10_000 if kind == "bin" else b"a" * 10_000)
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", file, f"--data.source={source}", "--data.max_bad_records=-1"])
+    assert str(caught.value).count("want:") == 1
+    assert "data.max_bad_records = -1" in str(caught.value)
+
+
 def test_a_bad_file_is_refused_in_a_moment_and_without_torch(file: str) -> None:
     """Two seconds where half of one is usual: the machine may be busy; importing torch alone takes more."""
     code = "import sys; from titanlite.commands import main; x = main(sys.argv[1:]); print(*sys.modules); sys.exit(x)"

@@ -88,12 +88,13 @@ class Tally:
         Raises:
             DataError: more than `limit` records are bad.
         """
-        if self.n_bad <= self.limit:
+        limit = max(0, self.limit)  # less is out of range, and reported
+        if self.n_bad <= limit:
             return
         more = [f"and {self.n_bad - len(self.bad)} more"] * (self.n_bad > len(self.bad))
         count = f"{self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:"
         seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
-        want = f"at most data.max_bad_records = {self.limit}"
+        want = f"at most data.max_bad_records = {limit}"
         fix = "correct these records, or raise data.max_bad_records, so that as many are skipped"
         raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
 
