@@ -10,25 +10,24 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tomli
-import tyro
 
+from titanlite.commands.arguments import words_and_flags
 from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.run_folder import dotted
 
+_HELP = """\
+usage: titanlite compare RUN [RUN ...] [--out FILE]
 
-@dataclass(frozen=True)
-class Arguments:
-    """Compare runs: loss curves in one picture, a table of results, the difference of the configs."""
+Compare runs: loss curves in one picture, a table of results, the difference of the configs.
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run folders, `<dump_folder>/<name>`; one is enough."""
-    out: Path | None = None
-    """Where the picture goes. Not given: `loss.png` in the folder of a single run, or `compare.png` here."""
+  RUN         run folder, <dump_folder>/<name>; one is enough
+  --out FILE  where the picture goes; not given: loss.png in the folder of a single run, or compare.png here
+"""
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,15 @@ def run(argv: Sequence[str]) -> int:
         The exit code, 0.
 
     Raises:
+        ConfigError: a flag is unknown or has no value.
         RunError: a path is not a run's folder, or no run has logged anything, all problems at once; a file of a run is
             damaged; or `out` names no kind of picture or cannot be written.
+        SystemExit: with 0, after `--help`.
     """
-    arguments = tyro.cli(Arguments, args=argv, prog="titanlite compare")
-    records = read_runs(arguments.runs)
-    out = arguments.out or (arguments.runs[0] / "loss.png" if len(records) == 1 else Path("compare.png"))
+    words, given = words_and_flags(argv, ("--out",), _HELP)
+    folders = [Path(word) for word in words]
+    records = read_runs(folders)
+    out = Path(given.get("--out", folders[0] / "loss.png" if len(folders) == 1 else "compare.png"))
     try:
         draw_losses([(record.name, record.steps, record.validations) for record in records], out)
     except OSError as error:

@@ -3,38 +3,34 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from glob import escape, glob
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
-
-import tyro
+from typing import Any, cast
 
 from titanlite.checkpoint import publish
+from titanlite.commands.arguments import words_and_flags
 from titanlite.config.build import build
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer, load
-from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.run_folder import RunFolder
 
+_RUN = "a run's folder, with config.toml and checkpoints"
+_DTYPES = ("bfloat16", "float32")
+_HELP = """\
+usage: titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]
 
-@dataclass(frozen=True)
-class Arguments:
-    """Write a checkpoint of a run as a folder that Hugging Face's transformers, and what reads its files, loads."""
+Write a checkpoint of a run as a folder that Hugging Face's transformers, and what reads its files, loads.
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """Run folder, `<dump_folder>/<name>`."""
-    step: int | None = None
-    """Which checkpoint. Not given: the newest."""
-    out: Path | None = None
-    """The new folder. Not given: `hugging_face/step-<step>` in the run folder."""
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """Of the weights. Not given: the one that the run computed in, `training.mixed_precision_param`."""
-    tokenizer: str | None = None
-    """The run's tokenizer.json, if it is no longer where `data.tokenizer` says."""
+  RUN               run folder, <dump_folder>/<name>
+  --step N          which checkpoint; not given: the newest
+  --out FOLDER      the new folder; not given: hugging_face/step-<step> in the run folder
+  --dtype DTYPE     bfloat16 or float32, of the weights; not given: what the run computed in
+  --tokenizer FILE  the run's tokenizer.json, if it is no longer where data.tokenizer says
+"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -48,15 +44,17 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         TitanliteError: there is no such checkpoint, it is damaged, its model has no place in that layout, its
-            tokenizer is another, or the folder exists or cannot be written.
+            tokenizer is another, or the folder exists or cannot be written; or an argument is none of this command's.
+        SystemExit: with 0, after `--help`.
     """
-    arguments = tyro.cli(Arguments, args=argv, prog="titanlite export")
-    folder = RunFolder(arguments.run)
+    words, given = words_and_flags(argv, ("--step", "--out", "--dtype", "--tokenizer"), _HELP)
+    folder = RunFolder(_only(words))
     config = _config(folder)
-    step = _step(folder.checkpoints, arguments.step)
+    dtype = given.get("--dtype", config.training.mixed_precision_param)
+    step = _step(folder.checkpoints, given.get("--step"))
     checkpoint = publish.step_folder(folder.checkpoints, step)
-    out = arguments.out or folder.path / "hugging_face" / checkpoint.name
-    _check(config, out)
+    out = Path(given.get("--out", folder.path / "hugging_face" / checkpoint.name))
+    _check(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export
     from titanlite.checkpoint.state import read_state
@@ -65,8 +63,7 @@ def run(argv: Sequence[str]) -> int:
     _verify(checkpoint)
     state = read_state(checkpoint, step)["state"]
     sizes = _sizes(checkpoint, state["model"])
-    tokenizer = _tokenizer(arguments.tokenizer or config.data.tokenizer, state["tokenizer"])
-    dtype = arguments.dtype or config.training.mixed_precision_param
+    tokenizer = _tokenizer(given.get("--tokenizer", config.data.tokenizer), state["tokenizer"])
     export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: _say(f"  {line}"))
     if tokenizer is None:
         _say("  no tokenizer: the run read token files")
@@ -79,23 +76,30 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
+def _only(runs: list[str]) -> str:
+    if len(runs) == 1:
+        return runs[0]
+    wrong = [(word, "one run alone") for word in runs[1:]] or [("RUN", _RUN)]
+    problems = [Problem(where, "", want, "titanlite export outputs/run") for where, want in wrong]
+    raise ConfigError(describe("command line", problems))
+
+
 def _config(folder: RunFolder) -> Config:
     if os.path.isfile(folder.config):
         return read_config(folder.config)[0]
     inside = sorted(Path(file).parent for file in glob(f"{escape(str(folder.path))}/*/config.toml"))
     fix = f"did you mean {inside[0]}?" if inside else "give the path <dump_folder>/<name> of a run"
-    want = "a run's folder, with config.toml and checkpoints"
-    raise CheckpointError(describe("titanlite export", [Problem(str(folder.path), "", want, fix)]))
+    raise CheckpointError(describe("titanlite export", [Problem(str(folder.path), "", _RUN, fix)]))
 
 
-def _step(root: Path, asked: int | None) -> int:
+def _step(root: Path, asked: str | None) -> int:
     steps = publish.complete_steps(root)
-    if asked in steps or (asked is None and steps):
-        return steps[-1] if asked is None else asked
+    step = int(asked) if asked and asked.isdecimal() else None
+    if steps and (asked is None or step in steps):
+        return steps[-1] if step is None else step
     want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
-    fix = "name one that is there" if steps else "give the path <dump_folder>/<name> of a run that saved one"
-    saw = "" if asked is None else str(asked)
-    raise CheckpointError(describe("titanlite export", [Problem("--step", saw, want, fix)]))
+    fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
+    raise CheckpointError(describe("titanlite export", [Problem("--step", asked or "", want, fix)]))
 
 
 def _verify(checkpoint: Path) -> None:
@@ -106,8 +110,10 @@ def _verify(checkpoint: Path) -> None:
         raise CheckpointError(describe(str(checkpoint), [Problem("a file", str(error), want, fix)])) from error
 
 
-def _check(config: Config, out: Path) -> None:
+def _check(config: Config, out: Path, dtype: str) -> None:
     problems: list[Problem] = []
+    if dtype not in _DTYPES:
+        problems.append(Problem("--dtype", dtype, " or ".join(_DTYPES), f"--dtype {_DTYPES[0]}"))
     if config.model.file:
         want = "a shipped architecture: what the weights of others are called there is not known"
         fix = "read the checkpoint with torch.distributed.checkpoint (docs/checkpoint.md)"

@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from titanlite.commands.arguments import file_and_world, take
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.columns import columns
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, plan_run
-from titanlite.commands.validate import checked_run, file_and_world, take
+from titanlite.commands.validate import checked_run
 from titanlite.errors import ConfigError, Problem, describe
 
 _PRICES, _DIFF = "--activation-checkpoint", "--diff"

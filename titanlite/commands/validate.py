@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
+from titanlite.commands.arguments import file_and_world
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
@@ -28,7 +29,7 @@ from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs
 from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.errors import ConfigError, Problem, RecipeError, TitanliteError, describe
+from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.check_save_list import check_save_list
@@ -256,61 +257,3 @@ def _model(checked: CheckedRun) -> str:
         return f"{model.file} {model.flavor}, not imported"
     by = " by its recipe" if model.file else ""
     return f"{model.file or model.name} {model.flavor}, {n_parameters(block, checked.dimensions):,} parameters{by}"
-
-
-def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:
-    """Read a command's FILE and `--world N`, which are no keys of the config.
-
-    Args:
-        argv: FILE [--section.key VALUE ...] [--world N].
-        example: a command line with a file, for the message.
-
-    Returns:
-        The arguments as train.py has them, and the number of processes or None.
-
-    Raises:
-        ConfigError: there is no file, a second one behind `--config`, or no number.
-    """
-    rest, given = take(argv, ("--world",), "--world 8")
-    number = given.get("--world", "1")
-    if not number.isdecimal() or int(number) < 1:
-        problem = Problem("--world", number, "a number of processes, at least 1", "--world 8")
-        raise ConfigError(describe("command line", [problem]))
-    world = int(number) if given else None
-    if {"-h", "--help"} & set(rest):
-        return rest, world
-    if others := [word for word in rest if word.partition("=")[0] == "--config"]:
-        problem = Problem(others[0], "", "no --config: the config is FILE, the first argument", example)
-        raise ConfigError(describe("command line", [problem]))
-    if rest and not rest[0].startswith("-"):
-        return ["--config", *rest], world
-    raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", example)]))
-
-
-def take(argv: Sequence[str], names: Sequence[str], fix: str) -> tuple[list[str], dict[str, str]]:
-    """Split a command's own flags off: they are no keys of the config. The last of equal ones counts.
-
-    Args:
-        argv: arguments.
-        names: of the flags, each of which has a value: `--name VALUE` or `--name=VALUE`.
-        fix: what to write instead of a flag without one.
-
-    Returns:
-        All other arguments, and the values by name.
-
-    Raises:
-        ConfigError: a flag has no value.
-    """
-    rest, given = list[str](), dict[str, str]()
-    left = list(argv)
-    while left:
-        name, has_value, value = left.pop(0).partition("=")
-        if name not in names:
-            rest.append(name + has_value + value)
-            continue
-        if not has_value:
-            value = left.pop(0) if left else ""
-        if not value:
-            raise ConfigError(describe("command line", [Problem(name, "", "a value", fix)]))
-        given[name] = value
-    return rest, given

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.checkpoint.publish import step_folder
-from titanlite.commands.validate import checked_run, file_and_world, take
+from titanlite.commands.arguments import file_and_world, take
+from titanlite.commands.validate import checked_run
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.observe.metrics import read_metrics

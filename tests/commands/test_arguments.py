@@ -1,0 +1,76 @@
+"""Arguments that no command has: exit code 2 and one message with what was meant, whichever the command."""
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.commands import main
+from titanlite.config.schema import Config
+from titanlite.config.write import to_toml
+from titanlite.run_folder import RunFolder
+
+EXPORT = "titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]"
+MISTAKES = {
+    "export": ("RUN\n", "a run's folder, with config.toml and checkpoints", "titanlite export outputs/run"),
+    "export run --stp 2": ("--stp\n", "a flag of this command: --step, --out", "did you mean --step?"),
+    "export run --stp=2": ("--stp = 2\n", "a flag of this command: --step, --out", "did you mean --step?"),
+    "export run -step 2": ("-step\n", "a flag of this command: --step, --out", "did you mean --step?"),
+    "export run --run=2": ("--run = 2\n", "a flag of this command: --step, --out", EXPORT),
+    "export run --step": ("--step\n", "a value", EXPORT),
+    "export run --out --step 2": ("--out\n", "a value", EXPORT),
+    "export run --step two": ("--step = two\n", "one of 2, 10\n", "--step 10"),
+    "export run --step -1": ("--step = -1\n", "one of 2, 10\n", "--step 10"),
+    "export run --step 1": ("--step = 1\n", "one of 2, 10\n", "--step 10"),
+    "export run --dtype fp16": ("--dtype = fp16\n", "bfloat16 or float32", "--dtype bfloat16"),
+    "export run step=2": ("step=2\n", "one run alone", "titanlite export outputs/run"),
+    "export 5": ("5\n", "a run's folder", "give the path <dump_folder>/<name> of a run"),
+    "compare": ("RUN\n", "a run's folder", "titanlite compare outputs/run"),
+    "compare 5": (
+        "5\n",
+        "a run's folder, with config.toml and metrics.jsonl; there is no such folder",
+        "give the path",
+    ),
+    "compare run --outt x.png": ("--outt\n", "a flag of this command: --out\n", "did you mean --out?"),
+    "compare run -v": ("-v\n", "a flag of this command: --out\n", "titanlite compare RUN [RUN ...] [--out FILE]"),
+    "compare run --out": ("--out\n", "a value", "titanlite compare RUN [RUN ...] [--out FILE]"),
+    "validate run.toml --wrld 2": ("--wrld\n", "a flag of this command: --world\n", "did you mean --world?"),
+    "validate run.toml -world 2": ("-world\n", "a flag of this command: --world\n", "did you mean --world?"),
+    "plan run.toml --device_gib 80": ("--device_gib\n", "a flag of this command: --why", "did you mean --device-gib?"),
+    "verify-resume run.toml --step=2": ("--step = 2\n", "a flag of this command: --steps\n", "did you mean --steps?"),
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_what_is_no_argument_is_said(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RunFolder("run").path.mkdir()
+    RunFolder("run").record(to_toml(Config()))
+    for step in (2, 10):
+        checkpoint = RunFolder("run").checkpoints / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "MANIFEST.json").touch()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert main(line.split()) == 2
+    said = capsys.readouterr()
+    where, want, fix = MISTAKES[line]
+    assert said.out == ""
+    assert "1 problem\n" in said.err
+    assert f"\n  {where}      want: {want}" in said.err
+    assert f"\n      fix:  {fix}" in said.err
+
+
+@pytest.mark.parametrize("command", ["export", "compare"])
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_names_every_flag_on_a_line_of_its_own(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "run", flag])
+    assert not ended.value.code
+    usage, *lines = capsys.readouterr().out.splitlines()
+    flags = [word.strip("[]") for word in usage.split() if word.startswith("[--")]
+    assert "--out" in flags
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["RUN", *flags]
+    assert max(map(len, [usage, *lines])) <= 120
