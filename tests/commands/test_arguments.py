@@ -34,6 +34,7 @@ MISTAKES = {
     "compare run -v": ("-v\n", "a flag of this command: --out\n", "titanlite compare RUN [RUN ...] [--out FILE]"),
     "compare run --out": ("--out\n", "a value", "titanlite compare RUN [RUN ...] [--out FILE]"),
     "validate run.toml --wrld 2": ("--wrld\n", "a flag of this command: --world\n", "did you mean --world?"),
+    "validate run.toml more": ("more\n", "flags, as --training.steps 100", "leave it out"),
     "validate run.toml -world 2": ("-world\n", "a flag of this command: --world\n", "did you mean --world?"),
     "plan run.toml --device_gib 80": ("--device_gib\n", "a flag of this command: --why", "did you mean --device-gib?"),
     "verify-resume run.toml --step=2": ("--step = 2\n", "a flag of this command: --steps\n", "did you mean --steps?"),

@@ -104,6 +104,9 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["training.steps=5"], ["training.steps=5", "fix:  --training.steps=5"]),
         (["-training.seq-len", "5"], ["-training.seq-len", "fix:  --training.seq-len"]),
         (["--validation.enable", "training.steps=5"], ["fix:  --training.steps=5"]),
+        (["more"], ["  more\n", "want: flags, as --training.steps 100", "fix:  leave it out, or write the flag"]),
+        (["-v"], ["  -v\n", "want: flags, as --training.steps 100", "fix:  leave it out, or write the flag"]),
+        (["--data.source"], ["want: a string\n", 'fix:  --data.source "python_stdlib" (the default)']),
     ],
 )
 def test_one_bad_flag(file: str, argv: list[str], parts: list[str]) -> None:
@@ -125,7 +128,11 @@ def test_bad_flags_and_a_bad_file_are_reported_together(tmp_path: Path) -> None:
 
 def test_the_config_must_be_named_once(file: str) -> None:
     assert "fix:  name it: --config" in message("--training.steps", "5")
-    assert "--config" in message("--config")
+    for nothing in (["--config"], ["--config="], ["--config", ""]):
+        assert "--config\n      want: one TOML file" in message(*nothing)
+    misspelt = message("--confg", file)
+    assert f"--confg = {file}\n" in misspelt
+    assert "fix:  did you mean --config?" in misspelt
     assert "flags, as" in message(file)
     assert "want: one TOML file\n      fix:  extends = " in message("--config", file, "--config", file)
 

@@ -31,7 +31,7 @@ def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | 
     if others := [word for word in rest if word.partition("=")[0] == "--config"]:
         problem = Problem(others[0], "", "no --config: the config is FILE, the first argument", example)
         raise ConfigError(describe("command line", [problem]))
-    if rest and not rest[0].startswith("-"):
+    if rest and rest[0] and not rest[0].startswith("-"):
         return ["--config", *rest], world
     raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", example)]))
 

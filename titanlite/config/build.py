@@ -116,7 +116,7 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
     """Say which one change makes `value` legal: what was probably meant, the nearest choice, or the default."""
     key, options = path.rpartition(".")[2], _options(hint)
     meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
-    if any(_fits(o, meant) for o in options):
+    if meant != "" and any(_fits(o, meant) for o in options):
         return f"{key} = {show(meant)}"
     if any(get_origin(o) is tuple for o in options) and isinstance(value, str):
         return f"{key} = [{show(value)}]"

@@ -7,6 +7,7 @@ are found here, and if tyro refuses the rest, each flag is tried by itself to se
 """
 
 import contextlib
+import difflib
 import io
 import os
 import sys
@@ -50,11 +51,11 @@ def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
     _require_working_directory()
     flags, problems = _flags(args), Problems(Origin("command line"))
     files = flags.pop("config", [])
-    if len(files) != 1:
-        problem = Problem("--config", " ".join(files), "one TOML file", "name it: --config configs/debug.toml")
-        raise ConfigError(describe("command line", [problem]))
     # A typing mistake on the command line is reported together with those in the file.
     known = {key: values for key, values in flags.items() if not _refuse_unknown(key, values, problems)}
+    if files in ([], [""]):  # as of a variable that is not set
+        problems.add("--config", "", "one TOML file", "name it: --config configs/debug.toml")
+        problems.raise_all()
     messages: list[str] = []
     config, origin = Config(), Origin(files[0])
     try:
@@ -93,10 +94,11 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
         elif _is_flag_without_dashes(arg, first=not (key and flags[key])):
             fix = f"--{arg.lstrip('-')}"
             raise ConfigError(describe("command line", [Problem(arg, "", "flags that begin with two dashes", fix)]))
-        elif key:
+        elif key and not (key == "config" and flags[key]):
             flags[key].append(arg)
         else:
-            want, fix = "flags, as --training.steps 100", "write --config FILE for the config"
+            want = "flags, as --training.steps 100"
+            fix = "leave it out, or write the flag whose value it is" if key else "write --config FILE for the config"
             raise ConfigError(describe("command line", [Problem(arg, "", want, fix)]))
     return flags
 
@@ -119,6 +121,8 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
         meant = f"--{positive} false"
     else:
         meant = None if key in sections() else suggest_key(key)
+        if difflib.get_close_matches(key, ("config",)):
+            meant = "did you mean --config?"
     problems.add(f"--{key}", " ".join(values), want, meant or f"see --help {section if own else ''}".rstrip())
     return True
 
