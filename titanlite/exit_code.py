@@ -31,8 +31,9 @@ def exit_code(action: Callable[[], object]) -> int:
         action: what to do; until this process ends it leaves the connections to other ranks open.
 
     Returns:
-        0, 2 for a mistake that the user can mend, 1 for a bug, or 130 if interrupted before training. The message of
-        the mistake, or the bug's traceback, is then on stderr, without secrets.
+        0, 2 for a mistake that the user can mend, 1 for a bug, or 128 and the number of the signal that interrupted it
+        before training, 130 for Ctrl-C. The message of the mistake, or the bug's traceback, is then on stderr, without
+        secrets.
     """
     print_whatever_the_encoding()
     try:
@@ -45,8 +46,8 @@ def exit_code(action: Callable[[], object]) -> int:
             _record(error)
         _say(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
         return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    except KeyboardInterrupt as interrupt:  # for any signal, whose number it then has
+        return 128 + (interrupt.args or (signal.SIGINT,))[0]
     except Exception as bug:
         _record(bug)
         _say(traceback.format_exc())

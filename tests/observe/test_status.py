@@ -55,6 +55,14 @@ def test_the_rank_that_failed_first_is_named(tmp_path, monkeypatch):
     assert read(path)["error"]["rank"] == 0
 
 
+def test_a_rank_that_fails_because_rank_0_was_stopped_is_not_named(tmp_path):
+    path = tmp_path / "status.json"
+    first, second = (Status(path, rank=rank) for rank in (0, 1))
+    first.stopped(3, by="SIGTERM")
+    second.failed(RuntimeError("connection closed by peer"))
+    assert (read(path)["state"], read(path)["by"]) == ("stopped", "SIGTERM")
+
+
 def test_what_an_earlier_run_failed_of_is_no_matter(tmp_path):
     path = tmp_path / "status.json"
     Status(path).failed(StepError("yesterday"))

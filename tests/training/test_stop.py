@@ -3,17 +3,19 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.needs import slow
 from tests.training.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
-from titanlite.training import loop, train
-from titanlite.training.stop import StopSignals
+from titanlite.training import loop, stop, train
 
 VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
 
@@ -131,7 +133,7 @@ def test_what_signals_did_before_they_do_afterwards() -> None:
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
-        with StopSignals(saves=True):
+        with stop.StopSignals(saves=True, last_words=pytest.fail):
             noted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         assert noted == numbers[:-1]  # a shell's background job ignores SIGINT, and is to stop; nohup is meant
         assert all(signal.getsignal(number) == signal.SIG_IGN for number in numbers)
@@ -159,14 +161,72 @@ def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
     assert run.status["state"] == "running"  # and its pid is gone
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 128 + signal.SIGINT)])
-def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("window", "number"),
+    [
+        ("prepare", signal.SIGTERM),
+        ("build", signal.SIGINT),
+        ("Watchdog", signal.SIGTERM),
+        *slow(("prepare", signal.SIGINT), ("build", signal.SIGTERM), ("Watchdog", signal.SIGUSR1)),
+    ],
+)
+def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, window: str, number: signal.Signals) -> None:
     def plant() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest's worker does with it
-        train.build = lambda *_: signal.raise_signal(number)  # of this thread: it does not go on for a moment
+        setattr(train, window, lambda *_, **__: signal.raise_signal(number))  # of this thread: it goes no further
 
-    run = desk.run(f"early {number}", 1, plant=plant, ends=code)
+    run = desk.run(f"early {window} {number}", 1, plant=plant, ends=128 + number)
     assert "Traceback" not in run.output
+    assert run.output.count(f"stopped by {number.name} before step 1\n") == 1
+    assert f"stopped by {number.name} before step 1\n" in (run.folder / "logs" / "rank0.log").read_text()
+    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
+
+
+def test_a_run_that_is_stopped_before_its_next_step_is_at_its_last_one(desk: Desk) -> None:
+    def plant() -> None:
+        train.restore = lambda *_: signal.raise_signal(signal.SIGTERM)
+
+    before = desk.run("early again", 1, "--job.stop_after=2")
+    run = desk.run("early again", 1, "--job.stop_after=4", plant=plant, ends=128 + signal.SIGTERM)
+    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", "SIGTERM", 2)
+    assert "stopped by SIGTERM before step 3\n" in run.output
+    assert run.rows == before.rows
+    assert desk.run("early again", 1, "--job.stop_after=4").status["step"] == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM)])
+def test_a_process_that_waits_in_native_code_ends_too(desk: Desk, number: signal.Signals) -> None:
+    def plant() -> None:
+        stop._TAKEN_UP_S = 0.2
+
+        def waits(*_: object) -> None:
+            threading.Timer(0.1, kill(number)).start()
+            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=50))
+
+        train.build = waits
+
+    began = time.monotonic()
+    run = desk.run(f"native {number}", 1, plant=plant, ends=128 + number)
+    assert time.monotonic() - began < 25
+    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
+    assert f"stopped by {number.name} before step 1\n" in run.output
+
+
+def test_a_signal_to_rank_0_before_training_is_what_ended_the_run(desk: Desk) -> None:
+    def plant() -> None:
+        build = train.build
+
+        def stopped(*args: Any) -> object:
+            if os.environ["RANK"] == "0":
+                signal.raise_signal(signal.SIGTERM)
+            return build(*args)
+
+        train.build = stopped
+
+    job = desk.start("early alone", 2, plant=plant)
+    assert job.wait() == [128 + signal.SIGTERM, 1], job.output()
+    status = Ended(desk.folder / "runs" / "early alone", "").status
+    assert (status["state"], status["by"]) == ("stopped", "SIGTERM")
 
 
 def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Status:
     def progress(self, step: int) -> None:
         """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
         self._step = step
-        if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S and not self._another_failed():
+        if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S and not self._another_ended():
             self._write("running")
 
     def finished(self, step: int) -> None:
@@ -64,19 +64,22 @@ class Status:
         What has been said of another rank stays: this one mostly fails because that one is gone. A mistake is all
         ranks', and rank 0 speaks for them.
         """
-        if self._another_failed() and not (self._rank == 0 and isinstance(error, TitanliteError)):
+        if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
             return
         self._write("failed", error={"type": type(error).__name__, "message": redact(str(error)), "rank": self._rank})
 
-    def _another_failed(self) -> bool:
+    def _another_ended(self) -> bool:
+        """Whether another rank failed, or rank 0 was stopped."""
         try:
             said = json.loads(self._path.read_text())
         except (OSError, ValueError):
             return False
         # What an earlier process of this folder said is older, or rank 0 has replaced it by now.
-        return (
-            said["state"] == "failed" and said["error"].get("rank") != self._rank and said["updated"] >= self._started
-        )
+        if said["updated"] < self._started:
+            return False
+        if said["state"] == "failed":
+            return said["error"].get("rank") != self._rank
+        return said["state"] == "stopped" and self._rank != 0
 
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()

@@ -1,8 +1,12 @@
 """Stopping together: a signal sets a flag, the step shares it, and all ranks save and leave after the same step.
 
-The handler does nothing but note the signal and say so. It may arrive at one rank or at all of them, in a step, in
-validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for another that
-has left.
+Before the steps there is nothing to save, and a signal ends the process: by a KeyboardInterrupt, so that what was begun
+is cleared away. It needs Python's interpreter, which a process that waits for other ranks in native code gets back when
+they come, or never. A thread therefore sees the signal too, and ends the process if nobody takes the interrupt up.
+
+In the steps the handler does nothing but note the signal and say so. It may arrive at one rank or at all of them, in a
+step, in validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for
+another that has left.
 
 One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
 """
@@ -10,41 +14,92 @@ One request may arrive more than once: Slurm signals every process of a job, and
 import contextlib
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 _ONE_REQUEST_S = 1.0
+_TAKEN_UP_S = 5.0  # torchrun kills after 30
+_STEPS_BEGIN = 0  # no signal has this number
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT and SIGUSR1 while it is entered; a second request ends the process at once.
+    """Notes SIGTERM, SIGINT and SIGUSR1 from when it is entered until it is closed.
+
+    Before `begin_steps` a signal raises KeyboardInterrupt with its number; from then on it is `received`, and a second
+    request ends the process at once.
 
     Args:
         saves: whether a checkpoint is saved before the run stops; that is what the user is told.
+        last_words: called before the process is ended for a signal that its main thread did not take up.
     """
 
-    def __init__(self, saves: bool) -> None:
+    def __init__(self, saves: bool, last_words: Callable[[], object]) -> None:
         self._does = "saving and stopping" if saves else "stopping, and nothing is saved (checkpoint.enable = false),"
+        self._last_words = last_words
         self.received: str | None = None  # name of the first signal
         self._at = 0.0
         self._before: dict[int, object] = {}
+        self._is_in_steps = False
+        self._taken_up = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def __enter__(self) -> "StopSignals":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup
             self._before[number] = signal.signal(number, self._note)
+        self._numbers, self._numbers_in = os.pipe()
+        os.set_blocking(self._numbers_in, False)
+        signal.set_wakeup_fd(self._numbers_in, warn_on_full_buffer=False)
+        self._watcher = threading.Thread(target=self._end_if_not_taken_up, name="signals", daemon=True)
+        self._watcher.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
+        self.close()
+
+    def begin_steps(self) -> None:
+        """From now on a signal waits for the step at hand."""
+        self._is_in_steps = True
+        self._end_watcher()
+
+    def close(self) -> None:
+        """Let signals do what they did before."""
+        self._end_watcher()
+        while self._before:
+            number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        self._taken_up.set()
         if self.received is None:
             self.received, self._at = signal.Signals(number).name, time.monotonic()
+            if not self._is_in_steps:
+                raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
                     os.write(2, f"{self.received}: {self._does} after this step; again ends at once\n".encode())
         elif time.monotonic() - self._at > _ONE_REQUEST_S:
             os._exit(128 + number)
+
+    def _end_if_not_taken_up(self) -> None:
+        """Read the numbers of signals, which come here whatever the main thread does."""
+        while (number := os.read(self._numbers, 1)[0]) != _STEPS_BEGIN:
+            if number in self._before and not self._taken_up.wait(_TAKEN_UP_S):
+                self.received = signal.Signals(number).name
+                said = threading.Thread(target=self._last_words, daemon=True)
+                said.start()
+                said.join(_TAKEN_UP_S)  # the disk may be what the main thread waits for
+                os._exit(128 + number)
+
+    def _end_watcher(self) -> None:
+        if self._watcher is None:
+            return
+        signal.set_wakeup_fd(-1)
+        os.write(self._numbers_in, bytes([_STEPS_BEGIN]))
+        self._watcher.join()
+        self._watcher = None
+        os.close(self._numbers)
+        os.close(self._numbers_in)

@@ -1,6 +1,7 @@
 """Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
 
 import os
+import signal
 from contextlib import ExitStack, suppress
 
 import torch.distributed as dist
@@ -64,10 +65,23 @@ def train(
         for notice in notices:
             console.notice(notice)
         saved = complete_steps(folder.checkpoints)
-        status = Status(folder.status, saved[-1] if saved else 0, rank)
+        step = saved[-1] if saved else 0
+        status = Status(folder.status, step, rank)
+
+        def say_stopped() -> None:
+            by = stop.received or signal.SIGINT.name
+            status.stopped(step, by)
+            console.notice(f"stopped by {by} before step {step + 1}")
+
+        stop = StopSignals(config.checkpoint.enable, last_words=say_stopped)
         try:
+            cleanup.enter_context(stop)
             with folder.write_errors_explained():
-                _train(config, sizes, save_list, float8, folder, console, status, cleanup)
+                _train(config, sizes, save_list, float8, folder, console, status, stop, cleanup)
+        except KeyboardInterrupt:
+            with suppress(OSError):
+                say_stopped()
+            raise
         except BaseException as error:  # said before the cleanup, which may hang on what failed
             peer = peer_failure()
             for say in (console.failed, status.failed):
@@ -86,6 +100,7 @@ def _train(
     folder: RunFolder,
     console: Console,
     status: Status,
+    stop: StopSignals,
     cleanup: ExitStack,
 ) -> None:
     """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
@@ -157,12 +172,13 @@ def _train(
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
     watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed))
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
-    # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
-    stop = cleanup.enter_context(StopSignals(config.checkpoint.enable))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
         background = Background(checkpoints, config.comm.init_timeout_seconds, tensors_of(run))
     loop = Loop(run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, data)
+    # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
+    stop.begin_steps()
+    cleanup.callback(stop.close)  # before what else is closed, which has nothing to save either
     with explained(config, sizes, float8, run.save_list, device):
         if validates_first:
             loop.validate(start)
