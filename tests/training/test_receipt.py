@@ -151,8 +151,14 @@ def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ende
     assert len(each) == 8
     assert set(each.values()) == {"definition, weight gathered in float8"}
     assert "layers.1.feed_forward.w13" in each
-    assert "fused with their collectives" not in entry["applied"]
+    assert "one operator with their collectives" not in entry["applied"]
     assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
+
+
+def test_one_rank_gathers_no_weights_and_does_not_say_so(desk: Desk) -> None:
+    applied = desk.run("alone", 1, "--float8.recipe=rowwise", "--job.stop_after=2").receipt["float8"]["applied"]
+    assert applied["fsdp_all_gather"] == "nothing: each rank has its weights whole, and casts them once"
+    assert all(what.endswith(", weight cast once") for what in applied["each"].values())
 
 
 def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
@@ -290,6 +296,7 @@ LINEARS = [
     *(f"layers.{n}.{name}" for n in range(2) for name in ("attention.wqkv", "attention.wo", "feed_forward.w13")),
     *(f"layers.{n}.feed_forward.w2" for n in range(2)),
 ]
+LOOKED_UP = {"what": "tok_embeddings", "why": "no matmul: it looks its tokens up"}
 
 
 def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
@@ -297,15 +304,15 @@ def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
     entry = desk.run("fused", 2, *ASYNC, "--job.stop_after=2").receipt["async_tensor_parallel"]
     # Two blocks of wqkv, wo, w13 and w2, and the head.
     assert entry["applied"] == {"layers": 9, "lowering": "definition"}
-    assert entry["skipped"] == []
+    assert entry["skipped"] == [LOOKED_UP]
 
 
 def test_float8_layers_are_fused(desk: Desk) -> None:
     entry = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2").receipt
     assert entry["async_tensor_parallel"]["applied"]["layers"] == 9
-    assert entry["async_tensor_parallel"]["skipped"] == []
+    assert entry["async_tensor_parallel"]["skipped"] == [LOOKED_UP]
     assert entry["float8"]["applied"]["layers"] == len(LINEARS)
-    assert entry["float8"]["applied"]["fused with their collectives"] == len(LINEARS)
+    assert entry["float8"]["applied"]["one operator with their collectives"] == len(LINEARS)
 
 
 def test_float8_is_looked_at_every_so_many_steps(desk: Desk) -> None:
@@ -327,8 +334,10 @@ def test_layers_partly_in_float8_are_declared_not_to_be_fused(desk: Desk) -> Non
     run = desk.run("partly float8", 2, *ASYNC, "--float8.recipe=rowwise_with_gw_hp", "--job.stop_after=2")
     entry = run.receipt["async_tensor_parallel"]
     assert entry["applied"]["layers"] == 1
-    assert sorted(case["what"] for case in entry["skipped"]) == sorted(LINEARS)
-    (why,) = {case["why"] for case in entry["skipped"]}
+    embedding, *linears = entry["skipped"]
+    assert embedding == LOOKED_UP
+    assert sorted(case["what"] for case in linears) == sorted(LINEARS)
+    (why,) = {case["why"] for case in linears}
     assert why.startswith("has a matmul in high precision")
 
 
@@ -376,7 +385,7 @@ def test_an_eligible_pair_that_was_missed_ends_the_run(plant: Callable[[], None]
     assert said in run.output
     assert len(run.steps) == 1
     what, _, why = said.partition(": ")
-    assert run.receipt["async_tensor_parallel"]["skipped"] == [{"what": what, "why": why}]
+    assert run.receipt["async_tensor_parallel"]["skipped"] == [LOOKED_UP, {"what": what, "why": why}]
     lenient = desk.run(f"{name} lenient", 2, *ASYNC, "--job.strict=false", "--job.stop_after=2", plant=plant)
     assert len(lenient.steps) == 2
     assert said in lenient.output
@@ -385,4 +394,5 @@ def test_an_eligible_pair_that_was_missed_ends_the_run(plant: Callable[[], None]
 def test_a_declared_reason_ends_no_run(desk: Desk) -> None:
     how = Lowered("matmul_reduce_scatter", "128×128, 128×96", "slower than plain", declared=True)
     run = desk.run("declared", 2, *ASYNC, "--job.stop_after=2", plant=lambda: lowered.update([how]))
-    assert run.receipt["async_tensor_parallel"]["skipped"] == [{"what": f"{how.op} {how.shapes}", "why": how.reason}]
+    declared = {"what": f"{how.op} {how.shapes}", "why": how.reason}
+    assert run.receipt["async_tensor_parallel"]["skipped"] == [LOOKED_UP, declared]

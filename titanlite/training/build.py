@@ -169,15 +169,15 @@ def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
     return None
 
 
-def _arithmetic(model: nn.Module, name: str, done: Conversion, gathered: str) -> str:
+def _arithmetic(model: nn.Module, name: str, done: Conversion, weights: str | None) -> str:
     """What runs in place of a linear layer."""
     layer, said = model.get_submodule(name), [done.lowering.name]
     if isinstance(layer, ParallelLinear) and layer.fused is not None:
-        said.append("fused with its collectives")
+        said.append("one operator with its collectives")
     if name.rpartition(".")[0] in done.joined:
         said.append("one function with the rest of its feed-forward")
-    if gathered == "float8" and name not in done.tied:
-        said.append("weight gathered in float8")
+    if weights is not None and name not in done.tied:
+        said.append(weights)
     return ", ".join(said)
 
 
@@ -196,17 +196,21 @@ def _float8(
             missed = [Skipped(name, cost) for name in done.converted]
     layers = [model.get_submodule(name) for name in done.converted]
     if fused := sum(isinstance(layer, ParallelLinear) and layer.fused is not None for layer in layers):
-        applied["fused with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
+        applied["one operator with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
     if done.joined:
         applied["feed-forwards in float8 throughout"] = len(done.joined)
     if done.maxima:
         applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
-    gathered = recipe.fsdp_all_gather if done.lowering.why is None else "high_precision"
-    applied["each"] = {name: _arithmetic(model, name, done, gathered) for name in done.converted}
-    if recipe.fsdp_all_gather != gathered:
+    gathered, weights = recipe.fsdp_all_gather, None
+    if gathered == "float8" and done.lowering.why is not None:
         gathered = f"high_precision: {done.lowering.name} products take no weights in float8"
-    elif done.tied:
-        gathered = f"{gathered}; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
+    elif gathered == "float8":
+        weights = "weight gathered in float8"
+        if mesh.fsdp.size(-1) == 1:  # FSDP casts, and has nobody to gather from
+            gathered, weights = "nothing: each rank has its weights whole, and casts them once", "weight cast once"
+        if done.tied:
+            gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
+    applied["each"] = {name: _arithmetic(model, name, done, weights) for name in done.converted}
     receipt.add(
         "float8",
         config.float8.recipe,

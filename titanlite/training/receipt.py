@@ -23,7 +23,7 @@ from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
-from titanlite.parallel.tensor import ParallelLinear, is_replicated
+from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
 
@@ -166,7 +166,11 @@ def _add_memory(run: Run, receipt: Receipt) -> Problem | None:
 
 def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
     """Layers that are to be fused; on GPUs also the operators that were, as a shape may stand in the way."""
-    layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, ParallelLinear)]
+    modules = list(run.model.named_modules())
+    layers = [(name, m) for name, m in modules if isinstance(m, ParallelLinear)]
+    looked_up = [
+        Skipped(n, "no matmul: it looks its tokens up") for n, m in modules if isinstance(m, VocabParallelEmbedding)
+    ]
     plain = [Skipped(name, "its collectives were left beside its matmuls") for name, m in layers if not m.asynchronous]
     count = sum(m.fused is not None for _, m in layers)
     applied: dict[str, object] = {"layers": count, "lowering": "definition"}
@@ -181,7 +185,8 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
         True,
         applied,
         count=count,
-        skipped=[Skipped(name, m.unfused) for name, m in layers if m.unfused and m.asynchronous]
+        skipped=looked_up
+        + [Skipped(name, m.unfused) for name, m in layers if m.unfused and m.asynchronous]
         + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and declared],
         missed=plain
         + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],

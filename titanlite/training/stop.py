@@ -4,9 +4,10 @@ Before the steps there is nothing to save, and a signal ends the process: by a K
 is cleared away. It needs Python's interpreter, which a process that waits for other ranks in native code gets back when
 they come, or never. A thread therefore sees the signal too, and ends the process if nobody takes the interrupt up.
 
-In the steps the handler does nothing but note the signal and say so. It may arrive at one rank or at all of them, in a
-step, in validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for
-another that has left.
+In the steps the handler does nothing but note the signal and say so. The next step carries it, and is read while one
+more runs, so that a step at hand is followed by two at most. It may arrive at one rank or at all of them, in a step, in
+validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for another that
+has left.
 
 One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
 """
@@ -80,7 +81,7 @@ class StopSignals:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
-                    os.write(2, f"{self.received}: {self._does} after this step; again ends at once\n".encode())
+                    os.write(2, f"{self.received}: {self._does} within two more steps; again ends at once\n".encode())
         elif time.monotonic() - self._at > _ONE_REQUEST_S:
             os._exit(128 + number)
 
