@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+import titanlite
 import titanlite.training.build as build
 import titanlite.training.receipt as training_receipt
 from tests.training.launched import Desk, Ended
@@ -139,6 +141,14 @@ def test_attention_without_a_kernel_ends_a_run_on_gpus(
 def test_gradients_may_be_reduced_in_the_dtype_of_compute(desk: Desk) -> None:
     both = [f"--training.mixed_precision_{what}=bfloat16" for what in ("param", "reduce")]
     assert desk.run("narrow", 1, *both, "--training.steps=5").receipt["dtypes"]["applied"]["reduction"] == "bfloat16"
+
+
+def test_what_the_run_computed_with_is_named_first(everything: Ended) -> None:
+    name, entry = next(iter(everything.receipt.items()))
+    assert name == "environment"
+    assert entry["applied"]["torch"] == torch.__version__
+    assert entry["applied"]["device"] == platform.machine()
+    assert f"environment: titanlite {titanlite.__version__}, torch {torch.__version__}" in everything.output
 
 
 def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ended) -> None:

@@ -8,6 +8,7 @@ checkpoint if there is one.
 """
 
 import os
+import platform
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import titanlite
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
@@ -101,6 +103,7 @@ def build(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
+    receipt.add("environment", None, _environment(device), count=1)
     tokens = config.training.local_batch_size * config.training.seq_len  # M
 
     model = build_model(config.model, sizes, config.training.seq_len)
@@ -150,6 +153,17 @@ def build(
         receipt=receipt,
         warnings=warnings,
     )
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """What the run computes with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "titanlite": titanlite.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": name,
+    }
 
 
 def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
