@@ -179,7 +179,7 @@ def test_what_no_run_can_train_is_refused(mine: list[str], tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(text.replace(line, f"{line}\n{more}"))
     with pytest.raises(ConfigError) as refused:
         plan([DEBUG, *mine, *TP_2])
-    assert "mine.py: 2 problems\n  Mine.layers = one block at several places\n" in str(refused.value)
+    assert "mine.py: 2 problems\n  layers.0 = the same module as layers.1\n" in str(refused.value)
     assert "\n  layers.0.attention_norm.weight = requires_grad = False\n" in str(refused.value)
 
 

@@ -19,6 +19,7 @@ from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Linear
 from titanlite.models.mistakes import mistake
+from titanlite.models.own_model import require_trainable
 
 
 def model_class(model: Model) -> type[Any]:
@@ -74,8 +75,9 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the user's file has no model class, or several; its model cannot be built, or lacks a part; or its
-            blocks are not what its recipe says. A model of the user's own that returns no logits raises it when called.
+        ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, or holds
+            what no run can train; or its blocks are not what its recipe says. A model of the user's own that returns
+            no logits raises it when called.
     """
     made_by = model_class(model)
     try:
@@ -88,31 +90,11 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         fix = "change that line; what depends on values belongs in fill_buffers"
         raise ConfigError(describe(model.file, [mistake(error, inspect.getfile(made_by), want, fix)])) from error
     if model.file:
-        _require_parts(made, model.file)
+        require_trainable(made, model.file)
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
     if sizes.block is not None:  # of a shipped architecture it has been refused
         _require_such_blocks(made, sizes.block, model, sizes)
     return made
-
-
-def _require_parts(made: nn.Module, file: str) -> None:
-    """Raise if a model lacks a module that a run looks for by its name, or has what no run can train."""
-    problems: list[Problem] = []
-    for name in ("tok_embeddings", "layers", "norm", "output"):
-        has, kind = getattr(made, name, None), nn.ModuleList if name == "layers" else nn.Module
-        if not isinstance(has, kind):
-            saw = "nothing" if has is None else type(has).__name__
-            fix = f"self.{name} = … in __init__, as in titanlite/models/llama3.py"
-            problems.append(Problem(f"{type(made).__name__}.{name}", saw, f"an nn.{kind.__name__}", fix))
-    if not problems and len(set(made.layers)) < len(made.layers):  # type: ignore[arg-type]
-        saw, want = "one block at several places", "a block of its own at each: FSDP gathers it by its place"
-        problems.append(Problem(f"{type(made).__name__}.layers", saw, want, "nn.ModuleList(Block(sizes) for _ in …)"))
-    frozen = [name for name, parameter in made.named_parameters() if not parameter.requires_grad]
-    if frozen:
-        want, fix = "parameters that are trained", "register_buffer for what is not, filled by fill_buffers"
-        problems.append(Problem(frozen[0], "requires_grad = False", want, fix))
-    if problems:
-        raise ConfigError(describe(file, problems))
 
 
 def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:

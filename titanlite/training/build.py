@@ -34,7 +34,7 @@ from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activati
 from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.initialise import initialise
+from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
@@ -125,7 +125,7 @@ def build(
     apply_fsdp(model, config, mesh, predicted is not None and predicted.gradients_in_place)
 
     model.to_empty(device=device)
-    model.fill_buffers()
+    fill_buffers(model)
     initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
     torch.manual_seed((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more

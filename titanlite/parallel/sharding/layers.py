@@ -185,8 +185,8 @@ class _Layers:
         self.problems: dict[str, Problem] = {}
         self.layers: dict[str, LayerPlan] = {}
         held = {node: name for node, name in graph.names.items() if node in graph.parameters and node.users}
-        names = [*((name, node) for node, name in held.items()), *graph.aliases.items()]
-        for name, node in names:
+        tied = {name: node for name, node in graph.aliases.items() if node in graph.parameters}
+        for name, node in [*((name, node) for node, name in held.items()), *tied.items()]:
             module, _, own = name.rpartition(".")
             layer = self.layers.setdefault(module, LayerPlan({}))
             placements = {**layer.placements, own: plan.tensors[graph.names[node]].placements[0]}
