@@ -188,7 +188,8 @@ def test_one_of_blocks_that_are_alike_is_run() -> None:
     assert refused([of_the_model] * 2) == ""
     assert Mlp.calls == 2 + 1 + 2 * 2  # to a graph, on a rank, and both ways for backward
     assert "other = 384" in refused([of_the_model, of_the_model, divided])
-    assert Mlp.calls == 7 + (3 + 2 + 3) + 2 * 3  # all of them before it is refused, and once more for the line
+    # To a graph and both ways; on a rank one of a kind, and all before it is refused; and once more for the line.
+    assert Mlp.calls == 7 + 2 * 3 + (2 + 3) + 2 * 3
 
 
 LEFT: list[Tensor] = []

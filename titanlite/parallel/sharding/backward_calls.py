@@ -109,7 +109,7 @@ class Recorded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not (frames := _own_frames()):
+        if not (frames := own_frames()):
             self.gradients |= set(tensors_of(result))
         elif func.overloadpacket in _REARRANGE:
             if tensors_of(args):
@@ -118,11 +118,7 @@ class Recorded(TorchDispatchMode):
             names = [argument.name for argument in func._schema.arguments]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             numbers = {k: _written(v) for k, v in given.items() if "size" not in k and "shape" not in k}
-            frame = next((f for f in frames if f.f_code.co_filename == self._file), frames[0])
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            number = frame.f_lineno if frame.f_code.co_filename == self._file else None
-            where = f"in {frame.f_code.co_qualname}: {line}"
-            self.calls.append(Call(func, numbers, (args, kwargs), result, where, number))
+            self.calls.append(Call(func, numbers, (args, kwargs), result, *place_of(frames, self._file)))
         return result
 
 
@@ -177,8 +173,8 @@ def _watch(node: Node, ran: Recorded, file: str) -> None:
         node.register_hook(lambda gradients, _: ran.give(gradients, f"in {code.co_qualname}", line))
 
 
-def _own_frames() -> list[FrameType]:
-    """The user's part of what runs in backward, innermost first."""
+def own_frames() -> list[FrameType]:
+    """Give the user's part of what calls an operator, innermost first; for a `__torch_dispatch__`."""
     own: list[FrameType] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not backward_of.__code__:
@@ -186,6 +182,14 @@ def _own_frames() -> list[FrameType]:
             own.append(frame)
         frame = frame.f_back
     return own
+
+
+def place_of(frames: Sequence[FrameType], file: str) -> tuple[str, int | None]:
+    """Give the function and line that runs in the innermost frame of a file, or of any, and its number in the file."""
+    frame = next((f for f in frames if f.f_code.co_filename == file), frames[0])
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    number = frame.f_lineno if frame.f_code.co_filename == file else None
+    return f"in {frame.f_code.co_qualname}: {line}", number
 
 
 def _written(argument: object) -> str:

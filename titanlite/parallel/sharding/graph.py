@@ -27,7 +27,10 @@ from titanlite.models.mistakes import mistake
 
 aten = torch.ops.aten
 
-_NO_RESULT = {aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default}
+_NO_RESULT = {
+    *(aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default),
+    *(aten.result_type.Tensor, aten.result_type.Scalar),
+}
 
 
 @dataclass

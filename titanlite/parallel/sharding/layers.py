@@ -29,7 +29,7 @@ from titanlite.parallel.sharding.check import check
 from titanlite.parallel.sharding.cure import cure
 from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import Graph, export, tensor_inputs
-from titanlite.parallel.sharding.local_backwards import check_local_backwards
+from titanlite.parallel.sharding.local_backwards import backward_in_one_process, check_local_backwards
 from titanlite.parallel.sharding.local_sizes import check_local_sizes, on_a_rank
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, show
 from titanlite.parallel.sharding.repeats import only_repeats
@@ -61,6 +61,7 @@ def plan_tensor_parallel(
     """
     annotations, inputs = annotations_of(model), [torch.empty(tokens, dtype=torch.long, device="meta")]
     graph = export(copy.deepcopy(model), inputs)  # which may keep what it reads off a tensor: to itself
+    backward = backward_in_one_process(model, tokens) if _is_own(model) else None
     try:
         plan, layers = _planned(graph, annotations, ranks, sizes or {})
     except ShardingError as error:
@@ -69,8 +70,8 @@ def plan_tensor_parallel(
         cures = cure(graphs, annotations, lambda graph, changed: _planned(graph, changed, ranks, {}))
         raise ShardingError(f"{error}{cures}") from error
     check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
-    if _is_own(model):
-        check_local_backwards(model, tokens, layers, ranks)
+    if backward is not None:
+        check_local_backwards(backward, model, tokens, layers, ranks)
     return plan, layers
 
 

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.sharding.backward_calls import Call, Given, Recorded, backward_of, tensors_of
 from titanlite.parallel.sharding.local_sizes import FIX, on_a_rank
+from titanlite.parallel.sharding.outside_reads import no_outside_reads
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, LayerPlan, show
 from titanlite.parallel.sharding.rules import rules_of
 
@@ -42,10 +43,31 @@ _ADDS = {"add", "sub"}
 """Operators, in place or not, that give of partial sums partial sums."""
 
 
-def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, LayerPlan], ranks: int) -> None:
+def backward_in_one_process(model: nn.Module, tokens: int) -> Recorded:
+    """Run a model forward and backward on the meta device, as it is.
+
+    Args:
+        model: on the meta device; as it was.
+        tokens: M of a micro-step.
+
+    Raises:
+        ShardingError: it cannot be run there; or its forward computes with a weight outside of the layer that holds it.
+    """
+    model, file = copy.deepcopy(model), getfile(type(model))
+    want = "code that runs, also on tensors without values (the meta device), forward and backward"
+    with no_outside_reads(model):
+        return backward_of(
+            model, tokens, file, want, "change that line: no item(), no numpy; or tensor_parallel_degree = 1"
+        )
+
+
+def check_local_backwards(
+    one: Recorded, model: nn.Module, tokens: int, layers: Mapping[str, LayerPlan], ranks: int
+) -> None:
     """Refuse a model with code in backward that depends on sizes that are others on a rank.
 
     Args:
+        one: what it does in one process.
         model: on the meta device; as it was.
         tokens: M of a micro-step.
         layers: what its modules do on a rank.
@@ -56,9 +78,6 @@ def check_local_backwards(model: nn.Module, tokens: int, layers: Mapping[str, La
             first from which on operators are others; or a backward cannot be run on the meta device.
     """
     file = getfile(type(model))
-    anyhow = "code that runs, also on tensors without values (the meta device), forward and backward"
-    fix = "change that line: no item(), no numpy; or tensor_parallel_degree = 1"
-    one = backward_of(copy.deepcopy(model), tokens, file, anyhow, fix)
     part, want = copy.deepcopy(model), f"code that runs on the part of each tensor that one of {ranks} ranks has"
     with on_a_rank(part, layers, ranks, every_block=True):
         here = backward_of(part, tokens, file, want, FIX)
