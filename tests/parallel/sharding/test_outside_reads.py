@@ -15,6 +15,7 @@ from titanlite.errors import ShardingError
 from titanlite.kernels.rms_norm import rms_norm
 from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Block, Llama3
+from titanlite.models.qwen3 import Qwen3
 from titanlite.parallel.sharding.layers import plan_layers
 
 TOKENS, RANKS = 128, 2
@@ -75,7 +76,7 @@ def refused(between: Callable[[Tensor, Block], Tensor], kind: type[Llama3] = Min
     except ShardingError as error:
         return str(error)
     finally:  # the model is as it was
-        assert not any({"forward", "add"} & vars(module).keys() for module in model.modules())
+        assert not any({"forward", "add", "scale"} & vars(module).keys() for module in model.modules())
     return ""
 
 
@@ -112,21 +113,21 @@ def of_what_is_split(h: Tensor, block: Block) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("between", "weight"),
+    ("between", "layer", "fix"),
     [
-        *((read, "ffn_norm") for read in (factor, values, kernel, new, by_its_class)),
-        (in_another_layer, "attention_norm"),
-        (of_what_is_split, "attention.wqkv"),
+        *((read, "ffn_norm", "take layers.*.ffn_norm.scale()") for read in (factor, values, kernel, new)),
+        (in_another_layer, "attention_norm", "take layers.*.attention_norm.scale()"),
+        (of_what_is_split, "attention.wqkv", "call layers.*.attention.wqkv, or another layer"),
     ],
 )
-def test_it_is_refused_by_its_line(between: Callable[[Tensor, Block], Tensor], weight: str) -> None:
+def test_it_is_refused_by_its_line(between: Callable[[Tensor, Block], Tensor], layer: str, fix: str) -> None:
     lines, first = inspect.getsourcelines(between)
     assert refused(between) == (
         f"{__file__}: 1 problem\n"
         f"  line {first + 1}  in {between.__name__}: {lines[1].strip()} = "
-        f"computes with layers.*.{weight}.weight outside of its layer\n"
+        f"computes with layers.*.{layer}.weight outside of its layer\n"
         "      want: weights that their own layers compute with: on a rank of several these take its part\n"
-        f"      fix:  call layers.*.{weight}, or another layer; or tensor_parallel_degree = 1"
+        f"      fix:  {fix}; or tensor_parallel_degree = 1"
     )
 
 
@@ -138,7 +139,7 @@ def test_it_is_refused_in_a_function_of_ones_own() -> None:
 
 def called(h: Tensor, block: Block) -> Tensor:
     _, added = block.ffn_norm.add(h, h)
-    return block.ffn_norm(block.ffn_norm.forward(added))
+    return block.ffn_norm(block.ffn_norm.forward(added)) * block.ffn_norm.scale()
 
 
 def what_it_is(h: Tensor, block: Block) -> Tensor:
@@ -150,7 +151,7 @@ def what_it_is(h: Tensor, block: Block) -> Tensor:
     return y.to(torch.result_type(y, w)) + torch.zeros_like(h, dtype=w.dtype, device=w.device)
 
 
-@pytest.mark.parametrize("between", [called, what_it_is])
+@pytest.mark.parametrize("between", [called, what_it_is, by_its_class])
 def test_layers_may_be_called_and_asked_what_their_weights_are(between: Callable[[Tensor, Block], Tensor]) -> None:
     assert not refused(between)
 
@@ -158,3 +159,14 @@ def test_layers_may_be_called_and_asked_what_their_weights_are(between: Callable
 def test_a_head_that_is_no_call_of_its_layer() -> None:
     said = refused(called, Tied)
     assert "return F.linear(self.norm(x), self.output.weight) = computes with output.weight outside of its" in said
+
+
+class MineQwen3(Qwen3):
+    """A model of one's own, of titanlite's attention."""
+
+
+def test_a_scale_that_a_layer_hands_out_is_no_read() -> None:
+    """`QKNormAttention` gives those of two norms to one kernel, and each is a rank's own."""
+    with torch.device("meta"):
+        model = MineQwen3(dataclasses.replace(recipes.load("model", "qwen3-debug"), n_layers=3), TOKENS)
+    plan_layers(model, TOKENS, RANKS)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.models.layers import RMSNorm
 from titanlite.parallel.sharding.backward_calls import own_frames, place_of, tensors_of
 from titanlite.parallel.sharding.local_sizes import put
 
@@ -39,6 +40,9 @@ def no_outside_reads(model: nn.Module) -> Iterator[None]:
             for name in _METHODS if module._parameters else ():
                 if hasattr(module, name):
                     changed.enter_context(put(vars(module), name, reads.of_layer(module, getattr(module, name))))
+            if isinstance(module, RMSNorm):  # what it hands out is a rank's own
+                handed_out = reads.of_layer(module, lambda scale=module.scale: scale().view(-1))
+                changed.enter_context(put(vars(module), "scale", handed_out))
         changed.enter_context(put(vars(model), "forward", reads.of_model(model.forward)))
         yield
     if reads.problems:
@@ -83,14 +87,16 @@ class _Reads(TorchDispatchMode):
         for x in tensors_of((args, kwargs)):
             holders = self._holders.get(x, {})
             if holders and not any(layer in self._inside for layer in holders.values()):
-                self._refuse(next(iter(holders)))
+                self._refuse(*next(iter(holders.items())))
         return func(*args, **(kwargs or {}))
 
-    def _refuse(self, weight: str) -> None:
+    def _refuse(self, weight: str, holder: nn.Module) -> None:
         weight = re.sub(r"\b\d+\b", "*", weight)
         frames = own_frames()
         where, line = place_of(frames, self._file) if frames else ("model.file", None)
         saw = f"computes with {weight} outside of its layer"
         want = "weights that their own layers compute with: on a rank of several these take its part"
-        fix = f"call {weight.rpartition('.')[0]}, or another layer; or tensor_parallel_degree = 1"
+        layer = weight.rpartition(".")[0]
+        instead = f"take {layer}.scale()" if isinstance(holder, RMSNorm) else f"call {layer}, or another layer"
+        fix = f"{instead}; or tensor_parallel_degree = 1"
         self.problems.setdefault((line, where, weight), Problem(where, saw, want, fix, line))
