@@ -46,7 +46,7 @@ def test_documents_are_separated(tmp_path: Path) -> None:
 def test_many_batches_give_the_same_tokens_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_texts(tmp_path / "in", *(f"text {i} " * (i % 5 + 1) for i in range(50)))
     one = prepare_here(tmp_path, source)
-    monkeypatch.setattr("titanlite.data.prepare._BATCH_CHARACTERS", 30)
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 30)
     many = prepare_here(tmp_path, source, cache_dir=str(tmp_path / "other"))
     assert many.fingerprint == one.fingerprint
     assert many.meta.documents == 50
@@ -104,7 +104,7 @@ def test_what_decides_the_content_decides_the_folder(tmp_path: Path) -> None:
 def test_a_separator_inside_a_text_is_a_bad_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_characters: int
 ) -> None:
-    monkeypatch.setattr("titanlite.data.prepare._BATCH_CHARACTERS", batch_characters)
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", batch_characters)
     source = write_texts(tmp_path / "in", "good", "with \0 NUL")
     with pytest.raises(DataError, match=r"1\.txt: holds NUL, which separates documents"):
         prepare_here(tmp_path, source)
@@ -158,7 +158,8 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
 SLOW = """
 import sys, time
 from titanlite.config.schema import Data
-from titanlite.data import prepare as module
+from titanlite.data import encode as module
+from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import ByteTokenizer
 
 encode, source, cache, seconds = ByteTokenizer.encode_batch, *sys.argv[1:3], float(sys.argv[3])
@@ -168,7 +169,7 @@ def slowly(self, texts):
     return encode(self, texts)
 ByteTokenizer.encode_batch = slowly
 module._BATCH_CHARACTERS = 1
-shards = module.prepare(source, Data(cache_dir=cache), 256, progress=True)
+shards = prepare(source, Data(cache_dir=cache), 256, progress=True)
 print("tokens", shards.tokens, shards.fingerprint)
 """
 

@@ -59,6 +59,26 @@ def test_fingerprint_is_of_the_tokens_alone(tmp_path: Path) -> None:
     assert one == "c61fe00e7ca8edd8c68d8dbd223515e5"  # checkpoints hold it
 
 
+@pytest.mark.parametrize("kept", [0, 1, 99, 100, 101, 250])
+@pytest.mark.parametrize("dropped", [0, 1, 100, 350])
+def test_what_is_dropped_was_never_written(tmp_path: Path, kept: int, dropped: int) -> None:
+    tokens, folders = np.arange(kept + 170) % 300, [tmp_path / "with", tmp_path / "without"]
+    closed: list[object] = []
+    for folder in folders:
+        folder.mkdir()
+        with ShardWriter(folder, "uint16", 100) as writer:
+            writer.write(tokens[:kept])
+            writer.keep()
+            for _ in range(2 * (folder.name == "with")):
+                writer.write(np.full(dropped, 999))
+                writer.drop()
+            writer.write(tokens[kept:])
+            closed.append(writer.close())
+    assert closed[0] == closed[1]
+    with_it, without = ({f.name: f.read_bytes() for f in folder.iterdir()} for folder in folders)
+    assert with_it == without
+
+
 def test_shards_are_on_disk_before_meta_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsync, done = os.fsync, []
 

@@ -14,7 +14,7 @@ from titanlite.errors import DataError
 
 def read(source: str, limit: int = 0, text_key: str = "text") -> tuple[list[str], Tally]:
     tally = Tally(source, "data.source", limit)
-    texts = [d.text for d in documents(resolve(source), text_key, tally)]
+    texts = ["".join(d.blocks) for d in documents(resolve(source), text_key, tally)]
     tally.check()
     return texts, tally
 

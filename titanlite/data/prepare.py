@@ -10,21 +10,21 @@ holds cannot be seen from here: after it has changed there, delete its folder.)
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from titanlite.config.schema import Config, Data
 from titanlite.data.cache import make_once
+from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
-from titanlite.data.sources import Document, Source, Tally, documents, resolve
+from titanlite.data.sources import Source, Tally, documents, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
 from titanlite.errors import DataError, Problem, describe
 
-_BATCH_CHARACTERS = 1 << 22  # of the documents that are encoded at once
 _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
 
 
@@ -151,7 +151,12 @@ def _count_if_small(source: Source, data: Data, tokenizer: Tokenizer | None, voc
             pass
         tally.check()
         return None
-    tokens = sum(len(ids) for batch in _encoded(source, tokenizer, data, tally) for ids in batch)
+    tokens = of_document = 0
+    for batch in encode(source, data.text_key, tokenizer, tally):
+        for encoded in batch:
+            of_document = 0 if encoded.is_bad else of_document + len(encoded.ids)
+            if encoded.ends:
+                tokens, of_document = tokens + of_document, 0
     if not tokens:
         raise _no_text(source.name, source.key)
     return tokens
@@ -183,10 +188,14 @@ def _tokenize(
     """Write the shards of a text source."""
     tally, n_documents = Tally(source.name, source.key, data.max_bad_records), 0
     with ShardWriter(folder, dtype) as writer:
-        for batch in _encoded(source, tokenizer, data, tally):
-            if batch:
-                writer.write(np.concatenate(batch))
-            n_documents += len(batch)
+        for batch in encode(source, data.text_key, tokenizer, tally):
+            for encoded in batch:
+                writer.write(encoded.ids)
+                if encoded.ends:
+                    writer.keep()
+                    n_documents += 1
+                elif encoded.is_bad:
+                    writer.drop()
             report(tally.n_bytes)
         shards, fingerprint = writer.close()
     return Meta(
@@ -201,34 +210,6 @@ def _tokenize(
         bad_records=tuple(tally.bad),
         skipped=tuple(tally.skipped),
     )
-
-
-def _encoded(source: Source, tokenizer: Tokenizer, data: Data, tally: Tally) -> Iterator[list[np.ndarray]]:
-    """The documents of a text source as ids, each with its separator, in batches."""
-    for batch in _batches(documents(source, data.text_key, tally)):
-        good: list[np.ndarray] = []
-        for document, ids in zip(batch, tokenizer.encode_batch([d.text for d in batch]), strict=True):
-            if (ids == tokenizer.separator_id).any():
-                what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
-                tally.add_bad(document.place, f"holds {what} separates documents")
-            else:
-                good.append(np.append(ids, ids.dtype.type(tokenizer.separator_id)))
-        tally.check()
-        yield good
-    tally.check()
-
-
-def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    n_characters = 0
-    for document in texts:
-        batch.append(document)
-        n_characters += len(document.text)
-        if n_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, n_characters = [], 0
-    if batch:
-        yield batch
 
 
 def _slug(name: str) -> str:

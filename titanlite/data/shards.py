@@ -163,6 +163,7 @@ class ShardWriter:
         self._shards: list[Shard] = []
         self._file: Any = None
         self._tokens, self._max_id, self._max_at = 0, -1, 0
+        self.keep()
 
     def __enter__(self) -> "ShardWriter":
         return self
@@ -178,7 +179,7 @@ class ShardWriter:
         tokens = tokens.astype(self._dtype, copy=False)
         while len(tokens):
             if self._file is None:
-                self._file = (self.folder / f"shard-{len(self._shards):05d}.bin").open("wb")
+                self._file = self._path().open("wb")
             piece = tokens[: self._shard_tokens - self._tokens]
             self._file.write(piece.data)
             self._hash.update(piece.data)
@@ -190,10 +191,31 @@ class ShardWriter:
             if self._tokens == self._shard_tokens:
                 self._end_shard()
 
+    def keep(self) -> None:
+        """Let what was written so far stay, whatever `drop` takes back."""
+        self._kept = len(self._shards), self._tokens, self._max_id, self._max_at, self._hash.copy()
+
+    def drop(self) -> None:
+        """Take back what was written since the last `keep`."""
+        if self._file is not None:
+            self._file.close()
+        n_shards, self._tokens, self._max_id, self._max_at, kept_hash = self._kept
+        self._hash, self._file = kept_hash.copy(), None
+        del self._shards[n_shards:]
+        for path in sorted(self.folder.glob("shard-*.bin"))[n_shards + (self._tokens > 0) :]:
+            path.unlink()
+        if self._tokens:
+            self._file = self._path().open("r+b")
+            self._file.truncate(self._tokens * self._dtype.itemsize)
+            self._file.seek(0, os.SEEK_END)
+
     def close(self) -> tuple[tuple[Shard, ...], str]:
         """End the last shard; return the shards and the fingerprint of their tokens."""
         self._end_shard()
         return tuple(self._shards), self._hash.hexdigest()
+
+    def _path(self) -> Path:
+        return self.folder / f"shard-{len(self._shards):05d}.bin"
 
     def _end_shard(self) -> None:
         if self._file is None:

@@ -17,14 +17,16 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from titanlite.errors import DataError, Problem, describe
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".bin")
+_BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _LISTED = 10  # bad records that a message names
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
@@ -59,7 +61,7 @@ class Document(NamedTuple):
     """One text, and where it is from: `file`, `file:line` or `file:row`, counted from 1."""
 
     place: str
-    text: str
+    blocks: Iterable[str]  # the text in parts, none of them empty; to be read once, before the next document
 
 
 @dataclass
@@ -226,18 +228,40 @@ def _resolve_dataset(source: str, key: str) -> Source:
 
 
 def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
-    data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as e:
+    if error := _first_error(file):
         if skip:  # the standard library has a few on purpose: test data of the source decoder
             tally.skipped.append(f"{file}: not UTF-8")
         else:
-            line = data.count(b"\n", 0, e.start) + 1
-            tally.add_bad(f"{file}:{line}", _not_utf8(e))
+            tally.add_bad(*error)
         return
-    if text:
-        yield Document(str(file), text)
+    blocks = _blocks(file, tally)
+    first = next(blocks, "")  # of nothing but a mark of the byte order, too
+    if first:
+        yield Document(str(file), chain([first], blocks))
+
+
+def _first_error(file: Path) -> tuple[str, str] | None:
+    """Place and reason of the first byte that is not UTF-8. Beforehand: what has been passed on is not taken back."""
+    decoder, n_bytes, n_lines = codecs.getincrementaldecoder("utf-8")(), 0, 0
+    with file.open("rb") as data:
+        is_last = False
+        while not is_last:
+            chunk = data.read(_BLOCK_BYTES)
+            is_last, n_bytes = not chunk, n_bytes + len(chunk)
+            try:
+                n_lines += decoder.decode(chunk, final=is_last).count("\n")
+            except UnicodeDecodeError as e:  # of the chunk and the half of a character that was left before it
+                line = n_lines + e.object.count(b"\n", 0, e.start) + 1
+                return f"{file}:{line}", _not_utf8(e, n_bytes - len(e.object))
+    return None
+
+
+def _blocks(file: Path, tally: Tally) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # it is UTF-8; one that changes is refused later
+    with file.open("rb") as data:
+        while chunk := data.read(_BLOCK_BYTES):
+            tally.n_bytes += len(chunk)
+            yield decoder.decode(chunk)
 
 
 def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
@@ -271,7 +295,7 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
     elif not isinstance(record[text_key], str):
         tally.add_bad(place, f"field {text_key!r} is a {type(record[text_key]).__name__}, not a string")
     elif record[text_key]:
-        yield Document(place, record[text_key])
+        yield Document(place, (record[text_key],))
 
 
 def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
@@ -310,7 +334,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         rows = datasets.load_dataset(path, config, split=split, streaming=True)
         for number, row in enumerate(rows, 1):
             for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
-                tally.n_bytes += len(document.text.encode())
+                tally.n_bytes += sum(len(text.encode()) for text in document.blocks)
                 yield document
     except DataError:
         raise
@@ -329,5 +353,5 @@ def _unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataErro
     return DataError(describe("data", [Problem(key, f"{source!r}: {path}: {e.strerror or e}", want, fix)]))
 
 
-def _not_utf8(e: UnicodeDecodeError) -> str:
-    return f"not UTF-8: byte 0x{e.object[e.start]:02x} at byte {e.start}"
+def _not_utf8(e: UnicodeDecodeError, before: int = 0) -> str:
+    return f"not UTF-8: byte 0x{e.object[e.start]:02x} at byte {before + e.start}"

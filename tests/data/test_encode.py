@@ -1,0 +1,209 @@
+"""Large documents go through a tokenizer in pieces, and the tokens are those of the whole text."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.config.schema import Data
+from titanlite.data.encode import encode
+from titanlite.data.prepare import prepare
+from titanlite.data.sources import Tally, resolve
+from titanlite.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load
+from titanlite.errors import DataError
+
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + WORDS
+PARTS = ["word", "Two words", "it's", "x = 12345", "1234567", "é", "字文", "字。", "…!?", "});", "a", "<b>", "don't go"]
+GAPS = ["\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", "\n    ", "  \n", " \n\n  ", " ", "  ", "\t", "\u3000", "\f\n"]
+
+
+def a_text(characters: int, gaps: list[str] = GAPS) -> str:
+    draw, text = random.Random(0), [""]
+    while sum(map(len, text)) < characters:
+        text += [draw.choice(PARTS) for _ in range(draw.randrange(1, 3))] + [draw.choice(gaps)]
+    return "".join(text)
+
+
+def bpe(folder: Path, kind: str) -> str:
+    """A BPE that merges whatever its pre-tokenizer lets it, line ends too."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    byte_level = pre_tokenizers.ByteLevel
+    words = {
+        "gpt2": byte_level(add_prefix_space=False),
+        "gpt2 with a space before": byte_level(add_prefix_space=True),
+        "llama3": pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(LLAMA3), "isolated"), byte_level(add_prefix_space=False, use_regex=False)]
+        ),
+    }
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    if kind in words:
+        tokenizer.pre_tokenizer = words[kind]
+    else:
+        spaces = normalizers.Replace(" ", "▁")
+        tokenizer.normalizer = (
+            normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if kind == "sentencepiece" else spaces
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["</s>", "<unk>"], initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    text = a_text(20_000)  # without a pre-tokenizer it would be one word, but for lines
+    tokenizer.train_from_iterator([text] if kind in words else text.split("\n"), trainer)
+    tokenizer.add_tokens(["    "])  # as some have, for what is frequent
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def count_texts(monkeypatch: pytest.MonkeyPatch, tokenizer: type[Tokenizer]) -> list[int]:
+    """The lengths of texts that are encoded, but for the ends that show a seam."""
+    lengths, original = list[int](), tokenizer.encode_batch
+
+    def counted(self: Tokenizer, texts: list[str]) -> list[np.ndarray]:
+        lengths.extend(map(len, texts))
+        return original(self, texts)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    return lengths
+
+
+def in_pieces(monkeypatch: pytest.MonkeyPatch, characters: int = 256) -> None:
+    monkeypatch.setattr("titanlite.data.encode._PIECE_CHARACTERS", characters)
+    monkeypatch.setattr("titanlite.data.encode._AROUND_CHARACTERS", 40)
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 4 * characters)
+    monkeypatch.setattr("titanlite.data.sources._BLOCK_BYTES", 1000)
+
+
+def tokens_of(source: str, tokenizer: Tokenizer, limit: int = 0) -> list[list[int]]:
+    """The documents' ids, of good ones."""
+    ids: list[list[int]] = [[]]
+    for batch in encode(resolve(source), "text", tokenizer, Tally(source, "data.source", limit)):
+        for encoded in batch:
+            ids[-1] = [] if encoded.is_bad else ids[-1] + encoded.ids.tolist()
+            ids += [[]] * encoded.ends
+    assert not ids[-1]
+    return ids[:-1]
+
+
+def write_as(kind: str, folder: Path, text: str) -> str:
+    file = folder / f"a.{kind}"
+    file.write_bytes(text.encode() if kind == "txt" else json.dumps({"text": text}).encode() + b'\n{"text": "b"}')
+    return str(file)
+
+
+KINDS = ["gpt2", "gpt2 with a space before", "llama3", "plain"]
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("kind", ["bytes", *KINDS])
+def test_the_tokens_of_pieces_are_those_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, suffix: str
+) -> None:
+    source = write_as(suffix, tmp_path, text := a_text(50_000))  # a cut at any place would be wrong for most tokenizers
+    tokenizer = load("bytes" if kind == "bytes" else bpe(tmp_path, kind))
+    whole = tokens_of(source, tokenizer)
+    assert whole[0] == [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.separator_id]
+    in_pieces(monkeypatch)
+    lengths = count_texts(monkeypatch, type(tokenizer))
+    assert tokens_of(source, tokenizer) == whole
+    pieces = [n for n in lengths if n > 80]
+    assert len(pieces) > 80
+    assert max(pieces) < 1000 + 2 * 256  # a piece with what was left of the block before
+
+
+@pytest.mark.parametrize("gap", ["\n", "\n\n", "\r\n", " "])
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_are_seams_whatever_lies_between_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gap: str
+) -> None:
+    tokenizer, source = load(bpe(tmp_path, kind)), write_as("txt", tmp_path, a_text(5_000, [gap]))
+    whole = tokens_of(source, tokenizer)
+    in_pieces(monkeypatch)
+    lengths = count_texts(monkeypatch, FileTokenizer)
+    assert tokens_of(source, tokenizer) == whole
+    assert len([n for n in lengths if n > 80]) >= 5
+
+
+def test_a_tokenizer_that_marks_the_start_of_a_text_gets_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, source = load(bpe(tmp_path, "sentencepiece")), write_as("txt", tmp_path, text := a_text(5_000))
+    whole = tokens_of(source, tokenizer)
+    in_pieces(monkeypatch)
+    lengths = count_texts(monkeypatch, FileTokenizer)
+    assert tokens_of(source, tokenizer) == whole
+    assert [n for n in lengths if n > 80] == [len(text)]
+
+
+def test_a_tokenizer_that_knows_whole_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"known": 0, "words": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, source = load(str(tmp_path / "tokenizer.json")), write_as("txt", tmp_path, "known words\n" * 500)
+    in_pieces(monkeypatch)
+    assert tokens_of(source, tokenizer) == [[0, 1] * 500 + [2]]
+
+
+@pytest.mark.parametrize("at", [0, 2_500, 4_999])
+def test_a_large_document_that_holds_a_separator_is_one_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    in_pieces(monkeypatch)
+    source, text = tmp_path / "in", a_text(5_000)
+    source.mkdir()
+    for name, content in {"a": text, "b": text[:at] + "\0" + text[at:] + "\0", "c": text}.items():
+        (source / f"{name}.txt").write_text(content, newline="")
+    with pytest.raises(DataError, match=r"1 bad record so far:\n.*b\.txt: holds NUL, which separates documents"):
+        prepare(str(source), Data(str(source), cache_dir=str(tmp_path / "cache")), 256, progress=False)
+    data = Data(str(source), max_bad_records=1, cache_dir=str(tmp_path / "cache"))
+    shards = prepare(data.source, data, 256, progress=False)
+    assert (shards.meta.documents, shards.meta.n_bad_records) == (2, 1)
+    assert bytes(shards.read(0, shards.tokens).tolist()) == (text + "\0").encode() * 2
+    (source / "b.txt").unlink()
+    without = prepare(data.source, data, 256, progress=False)
+    assert (shards.fingerprint, shards.meta.shards) == (without.fingerprint, without.meta.shards)
+
+
+def test_a_byte_that_is_not_utf8_is_found_in_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pieces(monkeypatch)
+    text = "x" + "é\n" * 1_000  # blocks of 1000 bytes end with halves of characters, too
+    for n_bytes in (999, 1_000, 2_000, 2_998, 3_000):
+        good = text.encode()[:n_bytes].decode(errors="ignore").encode()
+        for bad in (b"\xff", b"\xc3"):  # the latter is half a character, at the end of the file
+            (tmp_path / "a.txt").write_bytes(good + bad)
+            line = good.count(b"\n") + 1
+            with pytest.raises(DataError, match=rf"a\.txt:{line}: not UTF-8: byte 0x{bad.hex()} at byte {len(good)}\n"):
+                tokens_of(str(tmp_path), ByteTokenizer(), limit=0)
+
+
+def test_a_large_file_shows_progress(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlite.data.progress._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("titanlite.data.sources._BLOCK_BYTES", 1_000_000)
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 1_000_000)
+    source = write_as("txt", tmp_path, "a line\n" * 600_000)
+    prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
+    lines = capfd.readouterr().err.splitlines()
+    seen = [line.split(": ")[1].split(" MB")[0] for line in lines[1:-1]]
+    assert seen[0] in ("1 of 4", "2 of 4")
+    assert seen[-1] == "4 of 4"
+    assert len(set(seen)) >= 3
+
+
+def test_seams_are_looked_for_in_blocks_that_are_longer_than_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one the rest of a text is kept, and looked at again from where it was left."""
+    in_pieces(monkeypatch)
+    lengths = count_texts(monkeypatch, ByteTokenizer)
+    source = write_as("txt", tmp_path, "x" * 5_000 + " word\n" * 500)
+    (ids,) = tokens_of(source, ByteTokenizer())
+    assert bytes(ids) == b"x" * 5_000 + b" word\n" * 500 + b"\0"
+    pieces = [n for n in lengths if n > 80]
+    assert 5_000 < pieces[0] < 5_600
+    assert len(pieces) > 5

@@ -1,0 +1,114 @@
+"""From documents to token ids, a few MB of text at a time.
+
+Small documents are encoded many at once, on all cores. A large one is cut into pieces first: a tokenizer takes over a
+hundred times the size of what it is given at once, on one core. The tokens stay those of the whole text, as it is cut
+at seams alone: places where the text around them has the same tokens in one piece and in two. A tokenizer's words end
+within a few characters, so what is seen there holds for the whole. One that puts a mark before each text, as those
+made from SentencePiece often do, has no seams; its documents stay whole.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlite.data.sources import Document, Source, Tally, documents
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.errors import DataError
+
+_BATCH_CHARACTERS = 1 << 22  # that are encoded at once
+_PIECE_CHARACTERS = 1 << 17  # of a large document, at least: so that a batch has some for each core
+_AROUND_CHARACTERS = 500  # on either side of a place, that show whether it is a seam
+_TRIALS = 16  # places that are looked at in a row, before the piece is made longer
+_PLACES = re.compile(r"(?<=\w)(?=\s)|(?<=\n)(?=\S)")
+
+
+class Encoded(NamedTuple):
+    """Token ids of a document, or of the next piece of it."""
+
+    ids: np.ndarray  # [N]
+    ends: bool  # its document, with the separator
+    is_bad: bool = False  # the document holds a separator: what came of it does not count, and no more comes
+
+
+class _Piece(NamedTuple):
+    place: str  # of its document
+    text: str
+    ends: bool
+
+
+def encode(source: Source, text_key: str, tokenizer: Tokenizer, tally: Tally) -> Iterator[list[Encoded]]:
+    """Encode the documents of a source, in order.
+
+    Args:
+        source: of kind "python", "text" or "dataset".
+        text_key: the field of a record that holds its text.
+        tokenizer: makes the ids.
+        tally: counts what is read, and the documents that hold a separator.
+
+    Yields:
+        What was encoded at once, in order; a document may go on from one list to the next.
+
+    Raises:
+        DataError: a file or a text cannot be used, or too many records are bad.
+    """
+    is_bad = False
+    for batch in _batches(_pieces(documents(source, text_key, tally), tokenizer)):
+        encoded: list[Encoded] = []
+        for piece, ids in zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True):
+            if not is_bad and (ids == tokenizer.separator_id).any():
+                what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
+                tally.add_bad(piece.place, f"holds {what} separates documents")
+                is_bad = True
+                encoded.append(Encoded(ids[:0], ends=False, is_bad=True))
+            elif not is_bad:
+                ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if piece.ends else ids
+                encoded.append(Encoded(ended, piece.ends))
+            is_bad = is_bad and not piece.ends
+        tally.check()
+        yield encoded
+    tally.check()
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    n_characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        n_characters += len(piece.text)
+        if n_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, n_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Piece]:
+    for document in texts:
+        text, at = "", _PIECE_CHARACTERS  # what is left of it, and where in that the next piece may begin
+        for block in document.blocks:
+            text, start = text + block, 0
+            while at + _PIECE_CHARACTERS <= len(text):
+                seam = _seam(text, at, tokenizer)
+                if seam is not None:
+                    yield _Piece(document.place, text[start:seam], ends=False)
+                    start = at = seam
+                at += _PIECE_CHARACTERS
+            text, at = text[start:], at - start
+        yield _Piece(document.place, text, ends=True)
+
+
+def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:
+    """A place where a text can be cut without a change of its tokens, not far behind `start`."""
+    for place in islice(_PLACES.finditer(text, start, start + _PIECE_CHARACTERS // 2), _TRIALS):
+        cut = place.start()
+        left, right = text[cut - min(cut, _AROUND_CHARACTERS) : cut], text[cut : cut + _AROUND_CHARACTERS]
+        try:
+            whole, *parts = tokenizer.encode_batch([left + right, left, right])
+        except DataError:  # it has no token for a word that these ends are cut off
+            continue
+        if np.array_equal(whole, np.concatenate(parts)):
+            return cut
+    return None
