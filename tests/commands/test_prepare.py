@@ -55,6 +55,18 @@ def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.Capt
     assert out.startswith(f"{tmp_path}/held_out.txt\n")
 
 
+def test_what_max_tokens_leaves_out_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(write_run(tmp_path, max_tokens=4)) == 0
+    out, error = capfd.readouterr()
+    assert f"preparing {tmp_path}/in, its first 4 tokens\n" in error
+    assert out.splitlines()[1:4] == [
+        "  documents    1",
+        "  tokens       4 as uint16, by bytes",
+        "  cut          there is more, which data.max_tokens = 4 leaves out",
+    ]
+    assert out.count("cut  ") == 1  # held-out text is whole
+
+
 def test_nothing_is_prepared_if_something_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(TitanliteError, match=r"model.vocab_size = 100\n"):
         run(write_run(tmp_path, vocab_size=100))

@@ -103,6 +103,20 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ": 2 processes" in capsys.readouterr().out
 
 
+def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", file, "--data.source", "hf:allenai/c4:en"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step" in out
+    assert "data.max_tokens limits that\n" in out
+    limit = ["--data.max_tokens", "2_000_000"]
+    assert main(["validate", file, "--data.source", "hf:allenai/c4:en", *limit]) == 0
+    out = capsys.readouterr().out
+    assert "is on the hub" not in out
+    assert "data      hf:allenai/c4:en, its first 2,000,000 tokens, tokenizer bytes\n" in out
+    assert main(["validate", file, *limit, "--validation.enable", "--validation.source", "hf:a/b"]) == 0
+    assert "\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [

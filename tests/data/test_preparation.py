@@ -1,5 +1,6 @@
 """Preparation: once, complete or absent, by one of many processes; and the quick check before it."""
 
+import json
 import os
 import re
 import signal
@@ -15,8 +16,10 @@ import pytest
 
 from tests.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Config, Data, Training, Validation
-from titanlite.data.prepare import check_inputs, prepare
+from titanlite.data.prepare import check_inputs, prepare, whole_from_hub
+from titanlite.data.progress import Progress
 from titanlite.data.shards import TokenShards
+from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import load
 from titanlite.errors import DataError
 
@@ -95,9 +98,86 @@ def test_what_decides_the_content_decides_the_folder(tmp_path: Path) -> None:
     touched = prepare_here(tmp_path, source)
     (tmp_path / "in" / "0.txt").write_text("ONE")
     changed = prepare_here(tmp_path, source)
-    assert len({s.folder for s in (first, tokenizer, text_key, touched, changed)}) == 5
+    cut, cut_elsewhere = (prepare_here(tmp_path, source, max_tokens=n) for n in (1, 2))
+    assert len({s.folder for s in (first, tokenizer, text_key, touched, changed, cut, cut_elsewhere)}) == 7
     assert touched.fingerprint == first.fingerprint == text_key.fingerprint
     assert changed.fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("batch_characters", [1, 5, 100])
+@pytest.mark.parametrize(
+    ("max_tokens", "expected", "is_cut"),
+    [
+        (0, b"one\0two\0three\0", False),
+        (1, b"one\0", True),
+        (4, b"one\0", True),
+        (5, b"one\0two\0", True),
+        (9, b"one\0two\0three\0", False),
+        (14, b"one\0two\0three\0", False),
+        (15, b"one\0two\0three\0", False),
+    ],
+)
+def test_preparation_ends_with_the_document_that_reaches_max_tokens(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_characters: int,
+    max_tokens: int,
+    expected: bytes,
+    is_cut: bool,
+) -> None:
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", batch_characters)
+    source = write_texts(tmp_path / "in", "one", "two", "three")
+    shards = prepare_here(tmp_path, source, max_tokens=max_tokens)
+    assert bytes(shards.read(0, shards.tokens).tolist()) == expected
+    assert shards.meta.documents == expected.count(0)
+    assert shards.meta.max_tokens == is_cut * max_tokens  # said of a source only if something of it is left out
+    whole = prepare_here(tmp_path, source, cache_dir=str(tmp_path / "other"))
+    assert (shards.fingerprint == whole.fingerprint) != is_cut
+
+
+def test_bad_records_do_not_count_for_max_tokens(tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "in", "with \0 NUL", "one", "two")
+    shards = prepare_here(tmp_path, source, max_tokens=4, max_bad_records=1)
+    assert bytes(shards.read(0, shards.tokens).tolist()) == b"one\0"
+    assert (shards.meta.n_bad_records, shards.meta.max_tokens) == (1, 4)
+
+
+def test_max_tokens_is_for_text_that_is_trained_on(tmp_path: Path) -> None:
+    held_out = write_texts(tmp_path / "in", "one", "two")
+    data = Data("python_stdlib", max_tokens=1, cache_dir=str(tmp_path / "cache"))
+    assert prepare(held_out, data, 256, progress=False).tokens == 8
+    np.arange(10, dtype="<u2").tofile(tmp_path / "a.bin")
+    source = f"{tmp_path}/a.bin"
+    for check in (
+        lambda: prepare_here(tmp_path, source, 10, max_tokens=5),
+        lambda: check_inputs(Config(data=Data(source, max_tokens=5)), 10),
+        lambda: check_inputs(Config(data=Data(source, max_tokens=5)), None),
+    ):
+        with pytest.raises(DataError, match=r"data.max_tokens = 5\n.*want: 0 for token files, as '.*a\.bin' has them"):
+            check()
+
+
+def test_shards_of_before_max_tokens_are_read(tmp_path: Path) -> None:
+    shards = prepare_here(tmp_path, write_texts(tmp_path / "in", "one"))
+    meta = json.loads((shards.folder / "meta.json").read_text())
+    del meta["max_tokens"]
+    (shards.folder / "meta.json").write_text(json.dumps(meta))
+    assert TokenShards(shards.folder).meta == shards.meta
+
+
+def test_all_of_the_hub_is_told_beforehand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found, folder = resolve("hf:allenai/c4:en"), resolve(f"hf:{write_texts(tmp_path / 'in', 'one')}")
+    notice = whole_from_hub(found, Data())
+    assert notice == (
+        "hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step, however much it is: "
+        "data.max_tokens limits that"
+    )
+    assert "a smaller config or split" in whole_from_hub(resolve("hf:a/b", "validation.source"), Data(max_tokens=5))
+    for source, data in ((found, Data(max_tokens=5)), (folder, Data()), (resolve("python_stdlib"), Data())):
+        assert whole_from_hub(source, data) == ""
+    with Progress("preparing it", enable=True, notice=notice):
+        pass
+    assert capfd.readouterr().err == f"{notice}\npreparing it\n"
 
 
 @pytest.mark.parametrize("batch_characters", [1, 100])
@@ -202,6 +282,19 @@ def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) 
     out, error = waiting.communicate(timeout=30)
     killed.communicate()
     assert "tokens 4" in out, error
+    assert re.search(rf"{cache}/.*\.tmp-{killed.pid} is of a process that was killed; .* begins anew\n", error)
+    assert not list(cache.glob("*.tmp-*"))
+
+
+def test_an_interrupted_preparation_says_that_it_begins_anew(tmp_path: Path) -> None:
+    source, cache = write_texts(tmp_path / "in", "a" * 2_000_000, "b"), tmp_path / "cache"
+    interrupted = start_slow(source, cache, 1)
+    assert interrupted.stdout is not None
+    for _ in range(2):
+        assert interrupted.stdout.readline() == "encoding\n"
+    interrupted.send_signal(signal.SIGINT)
+    error = interrupted.communicate(timeout=30)[1]
+    assert f"preparing {source}: interrupted after 2 MB; unless another process ends it, the next start begins" in error
     assert not list(cache.glob("*.tmp-*"))
 
 
@@ -301,6 +394,12 @@ def test_check_inputs_holds_what_is_small_against_a_step(tmp_path: Path) -> None
     check_inputs(run, 256, sequences=6)
     with pytest.raises(DataError, match=r"data.source = .*, which has 97 tokens\n.*at least 113 tokens: 7 samples"):
         check_inputs(run, 256, sequences=7)
+    cut = replace(run, data=replace(run.data, max_tokens=40))
+    check_inputs(cut, 256, sequences=6)  # in one document, which ends first
+    write_texts(tmp_path / "in", "x" * 47, "x" * 47)
+    said = r"has 48 tokens, cut by data.max_tokens = 40\n.*at least 97 tokens(.|\n)*fix:  raise data.max_tokens, or"
+    with pytest.raises(DataError, match=said):
+        check_inputs(cut, 256, sequences=6)
     write_texts(tmp_path / "held_out", "x" * 15)
     with pytest.raises(DataError, match=r"validation.source = .*, which has 16 tokens\n.*at least 17 tokens: 1 sample"):
         check_inputs(run, 256, sequences=6)

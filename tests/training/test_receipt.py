@@ -97,6 +97,23 @@ def test_bad_records_are_counted_and_the_first_ones_named(desk: Desk) -> None:
     assert entry["skipped"][10:] == [{"what": "and 2 more", "why": "a bad record"}]
 
 
+def test_what_max_tokens_leaves_out_is_in_the_receipt(desk: Desk) -> None:
+    source = desk.folder / "more.jsonl"
+    source.write_text((json.dumps({"text": "words " * 400}) + "\n") * 2)
+    flags = (f"--data.source={source}", "--data.max_tokens=2400")
+    run = desk.run("cut", 2, *flags, "--job.stop_after=1")
+    entry = run.receipt["data.source"]
+    applied = {"tokens": 2401, "bad_records": 0, "skipped_files": 0, "max_tokens": 2400, "documents": 1}
+    assert entry["applied"] == applied
+    assert entry["skipped"] == [{"what": "what follows in the source", "why": "data.max_tokens = 2400"}]
+    assert "data.source: tokens 2401, bad_records 0, skipped_files 0, documents 1, max_tokens 2400\n" in run.output
+    resumed = desk.run("cut", 2, flags[0], "--job.stop_after=2")
+    assert "data.max_tokens" in resumed.output  # as other changes are told
+    assert "warning: data.source holds another text than before: the samples of this epoch are dealt" in resumed.output
+    assert resumed.receipt["data.source"]["applied"]["tokens"] == 2 * 2401
+    assert resumed.receipt["data.source"]["skipped"] == []
+
+
 def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

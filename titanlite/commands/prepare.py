@@ -45,6 +45,8 @@ def _summary(shards: TokenShards) -> str:
         meta.source,
         f"  documents    {meta.documents:,}" if meta.tokenizer else "  documents    not counted in token files",
         f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'somebody else'}",
+        *[f"  cut          there is more, which data.max_tokens = {meta.max_tokens:,} leaves out"]
+        * bool(meta.max_tokens),
         f"  bytes        {meta.input_bytes:,} read",
         f"  bad records  {meta.n_bad_records:,}",
         *(f"    {record}" for record in meta.bad_records),

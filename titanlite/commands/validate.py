@@ -26,7 +26,7 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
-from titanlite.data.prepare import check_inputs
+from titanlite.data.prepare import check_inputs, whole_from_hub
 from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
@@ -232,15 +232,20 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         if ranks:
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
+    limit = f", its first {config.data.max_tokens:,} tokens" if config.data.max_tokens else ""
     rows = {
         "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {'rest' if shard == -1 else shard} × tensor {tensor}: {processes}",
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
-        "data": f"{config.data.source}, tokenizer {config.data.tokenizer}",
+        "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}",
         "folder": os.path.join(os.path.expanduser(config.job.dump_folder), config.job.name),
     }
-    hints = "".join(f"  {hint}\n" for hint in checked.hints)
+    sources = [resolve(config.data.source)]
+    if config.validation.enable:
+        sources.append(resolve(config.validation.source, "validation.source"))
+    long = (whole_from_hub(source, config.data) for source in sources)  # which a run says when it does it
+    hints = "".join(f"  {hint}\n" for hint in (*checked.hints, *long) if hint)
     return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
 
 

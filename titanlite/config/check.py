@@ -23,6 +23,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
     "model.ffn_dim": "[1, inf)",
     "model.vocab_size": "[1, inf)",
     "model.rope_theta": "(0, inf)",
+    "data.max_tokens": "[0, inf)",
     "data.max_bad_records": "[0, inf)",
     "training.steps": "[1, inf)",
     "training.seq_len": "[1, inf)",

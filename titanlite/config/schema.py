@@ -63,6 +63,8 @@ class Data:
     """`bytes` (256 ids, NUL separates documents) or the path of a tokenizer.json."""
     text_key: str = "text"
     """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
+    max_tokens: int = 0
+    """Tokens of `source` to prepare: reading ends with the document that reaches so many. Not for token files. 0: all of it."""
     max_bad_records: int = 0
     """Records that may be skipped because they cannot be decoded; the first ten are named, and one more is an error."""
     cache_dir: str = "~/.cache/titanlite/data"

@@ -61,7 +61,10 @@ class TrainBatches:
         device: torch.device,
         position: int = 0,
     ) -> None:
-        self.n_samples = sample_count(shards.meta.source, shards.tokens, seq_len, at_least=global_batch_size)
+        meta = shards.meta
+        self.n_samples = sample_count(
+            meta.source, shards.tokens, seq_len, at_least=global_batch_size, max_tokens=meta.max_tokens
+        )
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
         self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)

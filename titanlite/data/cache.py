@@ -54,6 +54,7 @@ def make_once(
             raise DataError(said.removeprefix(failed))
         os.truncate(lock, 0)
         for stale in folder.parent.glob(folder.name + ".tmp-*"):
+            progress.say(f"{stale} is of a process that was killed; it is deleted, and preparation begins anew")
             shutil.rmtree(stale)
         unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         unfinished.mkdir()

@@ -39,14 +39,17 @@ class _Piece(NamedTuple):
     ends: bool
 
 
-def encode(source: Source, text_key: str, tokenizer: Tokenizer, tally: Tally) -> Iterator[list[Encoded]]:
+def encode(
+    source: Source, text_key: str, tokenizer: Tokenizer, tally: Tally, max_tokens: int = 0
+) -> Iterator[list[Encoded]]:
     """Encode the documents of a source, in order.
 
     Args:
         source: of kind "python", "text" or "dataset".
         text_key: the field of a record that holds its text.
         tokenizer: makes the ids.
-        tally: counts what is read, and the documents that hold a separator.
+        tally: counts what is read, what comes of it, and the documents that hold a separator.
+        max_tokens: nothing follows the document that reaches so many. 0: the whole source.
 
     Yields:
         What was encoded at once, in order; a document may go on from one list to the next.
@@ -54,21 +57,29 @@ def encode(source: Source, text_key: str, tokenizer: Tokenizer, tally: Tally) ->
     Raises:
         DataError: a file or a text cannot be used, or too many records are bad.
     """
-    is_bad = False
+    is_bad, n_tokens = False, 0  # of the document that a piece is of
     for batch in _batches(_pieces(documents(source, text_key, tally), tokenizer)):
         encoded: list[Encoded] = []
         for piece, ids in zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True):
+            if 0 < max_tokens <= tally.n_tokens:
+                tally.is_cut = True
+                break
             if not is_bad and (ids == tokenizer.separator_id).any():
                 what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
                 tally.add_bad(piece.place, f"holds {what} separates documents")
-                is_bad = True
+                is_bad, n_tokens = True, 0
                 encoded.append(Encoded(ids[:0], ends=False, is_bad=True))
             elif not is_bad:
                 ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if piece.ends else ids
                 encoded.append(Encoded(ended, piece.ends))
-            is_bad = is_bad and not piece.ends
+                n_tokens += len(ended)
+            if piece.ends:
+                tally.n_documents, tally.n_tokens = tally.n_documents + (not is_bad), tally.n_tokens + n_tokens
+                is_bad, n_tokens = False, 0
         tally.check()
         yield encoded
+        if tally.is_cut:
+            return
     tally.check()
 
 

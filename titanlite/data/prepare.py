@@ -47,7 +47,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     """
     key = "data.source" if source == data.source else "validation.source"
     found = resolve(source, key)
-    tokenizer = None
+    max_tokens, tokenizer = _max_tokens(found, data), None
     if found.kind == "tokens":
         dtype = token_dtype(found, vocab_size)
         identity = name = dtype
@@ -57,15 +57,16 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
     try:
-        stamps, total = found.stamps(), found.n_bytes()
-        inputs = hashlib.blake2b(f"{VERSION} {found.kind} {source} {identity} {stamps}".encode(), digest_size=8)
+        stamps, total = found.stamps(), None if max_tokens else found.n_bytes()
+        decisive = f"{VERSION} {found.kind} {source} {identity} {stamps}" + (f" {max_tokens}" if max_tokens else "")
+        inputs = hashlib.blake2b(decisive.encode(), digest_size=8)
         folder = Path(data.cache_dir).expanduser() / f"{_slug(source)}-{_slug(name)}-{inputs.hexdigest()}"
 
         def make(unfinished: Path, report: Callable[[int], None]) -> None:
             if tokenizer is None:
                 meta = scan(found, dtype, report)
             else:
-                meta = _tokenize(found, tokenizer, data, dtype, unfinished, report)
+                meta = _tokenize(found, tokenizer, data, max_tokens, dtype, unfinished, report)
             if found.stamps() != stamps:
                 saw = f"{source!r}, whose files changed while they were read"
                 raise DataError(describe("data", [Problem(key, saw, "files that stay as they are", "run again")]))
@@ -73,7 +74,8 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         terms = f"{key}, data.max_bad_records = {data.max_bad_records}"
-        make_once(folder, make, terms, Progress(f"preparing {source}", progress), total)
+        title = f"preparing {source}" + (f", its first {max_tokens:,} tokens" if max_tokens else "")
+        make_once(folder, make, terms, Progress(title, progress, whole_from_hub(found, data)), total)
     except OSError as e:
         want = "a folder for token shards, on a file system with locks and enough room"
         saw = f"{data.cache_dir!r}: {e}"
@@ -118,9 +120,10 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
             _check_vocabulary(tokenizer, vocab_size)
 
     def check_source(key: str, at_least: int | None) -> None:
-        tokens = _count_if_small(found[key], config.data, tokenizer, vocab_size)
-        if tokens is not None and at_least is not None:
-            sample_count(found[key].name, tokens, config.training.seq_len, at_least, key)
+        counted = _count_if_small(found[key], config.data, tokenizer, vocab_size)
+        if counted is not None and at_least is not None:
+            tokens, max_tokens = counted
+            sample_count(found[key].name, tokens, config.training.seq_len, at_least, key, max_tokens)
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
@@ -132,9 +135,13 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         raise DataError("\n".join(problems))
 
 
-def _count_if_small(source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None) -> int | None:
-    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it."""
-    n_bytes = source.n_bytes()
+def _count_if_small(
+    source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None
+) -> tuple[int, int] | None:
+    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it, and
+    data.max_tokens if that leaves something out, else 0.
+    """
+    max_tokens, n_bytes = _max_tokens(source, data), source.n_bytes()
     is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not any(f.suffix == ".parquet" for f in source.files)
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
@@ -142,7 +149,7 @@ def _count_if_small(source: Source, data: Data, tokenizer: Tokenizer | None, voc
         dtype = token_dtype(source, vocab_size)
         if is_small:
             _check_meta(scan(source, dtype, lambda _: None), data, vocab_size, source.key)
-        return n_bytes // np.dtype(dtype).itemsize
+        return n_bytes // np.dtype(dtype).itemsize, 0
     if not is_small:
         return None
     tally = Tally(source.name, source.key, data.max_bad_records)
@@ -151,15 +158,30 @@ def _count_if_small(source: Source, data: Data, tokenizer: Tokenizer | None, voc
             pass
         tally.check()
         return None
-    tokens = of_document = 0
-    for batch in encode(source, data.text_key, tokenizer, tally):
-        for encoded in batch:
-            of_document = 0 if encoded.is_bad else of_document + len(encoded.ids)
-            if encoded.ends:
-                tokens, of_document = tokens + of_document, 0
-    if not tokens:
+    for _ in encode(source, data.text_key, tokenizer, tally, max_tokens):
+        pass
+    if not tally.n_tokens:
         raise _no_text(source.name, source.key)
-    return tokens
+    return tally.n_tokens, max_tokens if tally.is_cut else 0
+
+
+def whole_from_hub(source: Source, data: Data) -> str:
+    """Say that a source of unknown size is read to its end before a run takes its first step; "" if it is not so."""
+    if source.kind != "dataset" or source.files or _max_tokens(source, data):
+        return ""
+    less = "data.max_tokens limits that" if source.key == "data.source" else "a smaller config or split takes less"
+    return f"{source.name} is on the hub, and all of it is tokenized before the first step, however much it is: {less}"
+
+
+def _max_tokens(source: Source, data: Data) -> int:
+    """Tokens at which reading ends; 0: it does not. Held-out text stays the same, however much is trained on."""
+    if source.key != "data.source" or data.max_tokens <= 0:  # less is out of range, and reported
+        return 0
+    if source.kind == "tokens":
+        want = f"0 for token files, as {source.name!r} has them: they are used as they are"
+        problem = Problem("data.max_tokens", str(data.max_tokens), want, "max_tokens = 0, or name fewer of the files")
+        raise DataError(describe("data", [problem]))
+    return data.max_tokens
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -183,17 +205,22 @@ def _no_text(source: str, key: str) -> DataError:
 
 
 def _tokenize(
-    source: Source, tokenizer: Tokenizer, data: Data, dtype: str, folder: Path, report: Callable[[int], None]
+    source: Source,
+    tokenizer: Tokenizer,
+    data: Data,
+    max_tokens: int,
+    dtype: str,
+    folder: Path,
+    report: Callable[[int], None],
 ) -> Meta:
     """Write the shards of a text source."""
-    tally, n_documents = Tally(source.name, source.key, data.max_bad_records), 0
+    tally = Tally(source.name, source.key, data.max_bad_records)
     with ShardWriter(folder, dtype) as writer:
-        for batch in encode(source, data.text_key, tokenizer, tally):
+        for batch in encode(source, data.text_key, tokenizer, tally, max_tokens):
             for encoded in batch:
                 writer.write(encoded.ids)
                 if encoded.ends:
                     writer.keep()
-                    n_documents += 1
                 elif encoded.is_bad:
                     writer.drop()
             report(tally.n_bytes)
@@ -204,11 +231,12 @@ def _tokenize(
         dtype=dtype,
         shards=shards,
         fingerprint=fingerprint,
-        documents=n_documents,
+        documents=tally.n_documents,
         input_bytes=tally.n_bytes,
         n_bad_records=tally.n_bad,
         bad_records=tuple(tally.bad),
         skipped=tuple(tally.skipped),
+        max_tokens=max_tokens if tally.is_cut else 0,
     )
 
 

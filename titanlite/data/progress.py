@@ -17,10 +17,11 @@ class Progress:
     Args:
         title: what is going on.
         enable: show anything at all; of several ranks, one does.
+        notice: what is to be known before it is under way; "" if nothing.
     """
 
-    def __init__(self, title: str, enable: bool) -> None:
-        self._title, self._enable = title, enable
+    def __init__(self, title: str, enable: bool, notice: str = "") -> None:
+        self._title, self._enable, self._notice, self._n_bytes = title, enable, notice, 0
         self._console: Console | None = None
         self._bar: Bar | None = None
         self._started = self._last_line = time.monotonic()
@@ -30,31 +31,38 @@ class Progress:
             from rich.console import Console
 
             self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+            if self._notice:
+                self.say(self._notice)
             if self._console.is_terminal:
                 self._bar = _bar(self._console)
                 self._task = self._bar.add_task(self._title, total=None)
                 self._bar.start()
             else:
-                self._say(self._title)
+                self.say(self._title)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         if self._bar:
             self._bar.stop()
-        elif self._enable and kind is None and self._last_line > self._started:
-            self._say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
+        if kind is KeyboardInterrupt:
+            lost = f"interrupted after {self._n_bytes / 1e6:,.0f} MB"
+            self.say(f"{self._title}: {lost}; unless another process ends it, the next start begins anew")
+        elif not self._bar and self._enable and kind is None and self._last_line > self._started:
+            self.say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
 
     def update(self, n_bytes: int, total: int | None) -> None:
         """Show that `n_bytes` of `total` have been read. Cheap enough to be called often."""
+        self._n_bytes = n_bytes
         if self._bar:
             self._bar.update(self._task, completed=n_bytes, total=total)
         elif self._enable and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             of_total = f" of {total / 1e6:,.0f}" if total else ""
             rate = n_bytes / 1e6 / (self._last_line - self._started)
-            self._say(f"{self._title}: {n_bytes / 1e6:,.0f}{of_total} MB, {rate:.1f} MB/s")
+            self.say(f"{self._title}: {n_bytes / 1e6:,.0f}{of_total} MB, {rate:.1f} MB/s")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line of its own."""
         if self._console:
             self._console.print(line, markup=False)
 

@@ -52,6 +52,7 @@ class Meta:
     n_bad_records: int = 0
     bad_records: tuple[str, ...] = ()  # the first ones
     skipped: tuple[str, ...] = ()
+    max_tokens: int = 0  # data.max_tokens, if it left something out
     version: int = VERSION
 
     @property
@@ -232,7 +233,9 @@ def token_hash(dtype: str) -> "hashlib.blake2b":
     return hashlib.blake2b(dtype.encode(), digest_size=16)
 
 
-def sample_count(source: str, tokens: int, seq_len: int, at_least: int = 1, key: str = "data.source") -> int:
+def sample_count(
+    source: str, tokens: int, seq_len: int, at_least: int = 1, key: str = "data.source", max_tokens: int = 0
+) -> int:
     """Samples of a corpus.
 
     Args:
@@ -241,6 +244,7 @@ def sample_count(source: str, tokens: int, seq_len: int, at_least: int = 1, key:
         seq_len: tokens per sample (S); a sample reads one more, the last target.
         at_least: samples needed, those of one global batch in training.
         key: the config key of the source, for the message.
+        max_tokens: data.max_tokens, if it left something out.
 
     Returns:
         (tokens - 1) // seq_len.
@@ -250,11 +254,14 @@ def sample_count(source: str, tokens: int, seq_len: int, at_least: int = 1, key:
     """
     n_samples = (tokens - 1) // seq_len
     if n_samples < at_least:
-        saw = f"{source!r}, which has {tokens:,} tokens"
+        cut = f", cut by data.max_tokens = {max_tokens}" if max_tokens else ""
+        saw = f"{source!r}, which has {tokens:,} tokens{cut}"
         samples = f"{at_least} sample{'s' * (at_least > 1)}"
         want = f"at least {at_least * seq_len + 1:,} tokens: {samples} of training.seq_len = {seq_len}, and 1"
-        fix = "give more text, or a smaller training.seq_len" + (
-            " or training.global_batch_size" if at_least > 1 else ""
+        fix = (
+            ("raise data.max_tokens" if max_tokens else "give more text")
+            + ", or a smaller training.seq_len"
+            + (" or training.global_batch_size" if at_least > 1 else "")
         )
         raise DataError(describe("data", [Problem(key, saw, want, fix)]))
     return n_samples

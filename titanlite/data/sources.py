@@ -72,6 +72,9 @@ class Tally:
     key: str  # and where it was given, for messages
     limit: int  # bad records that are allowed
     n_bytes: int = 0  # of the input
+    n_documents: int = 0  # that were encoded, and are good
+    n_tokens: int = 0  # of these, with separators
+    is_cut: bool = False  # there are more, which data.max_tokens leaves out
     n_bad: int = 0
     bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
     skipped: list[str] = field(default_factory=list)  # files left out by rule

@@ -46,6 +46,9 @@ def add_data(receipt: Receipt, key: str, meta: Meta) -> str | None:
     more = [f"and {unnamed:,} more"] * (unnamed > 0)
     left_out = [Skipped(record, "a bad record") for record in (*meta.bad_records, *more)]
     left_out += [Skipped(file, "left out by rule") for file in meta.skipped]
+    if meta.max_tokens:
+        applied["max_tokens"] = meta.max_tokens
+        left_out.append(Skipped("what follows in the source", f"data.max_tokens = {meta.max_tokens}"))
     receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
     if not meta.n_bad_records:
         return None
