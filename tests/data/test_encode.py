@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from titanlite.config.schema import Data
+from titanlite.data.documents import Tally
 from titanlite.data.encode import encode
 from titanlite.data.prepare import prepare
-from titanlite.data.sources import Tally, resolve
+from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, load
 from titanlite.errors import DataError
 
@@ -73,7 +74,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch, characters: int = 256) -> None:
     monkeypatch.setattr("titanlite.data.encode._PIECE_CHARACTERS", characters)
     monkeypatch.setattr("titanlite.data.encode._AROUND_CHARACTERS", 40)
     monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 4 * characters)
-    monkeypatch.setattr("titanlite.data.sources._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("titanlite.data.documents._BLOCK_BYTES", 1000)
 
 
 def tokens_of(source: str, tokenizer: Tokenizer, limit: int = 0) -> list[list[int]]:
@@ -184,7 +185,7 @@ def test_a_large_file_shows_progress(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("titanlite.data.progress._SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("titanlite.data.sources._BLOCK_BYTES", 1_000_000)
+    monkeypatch.setattr("titanlite.data.documents._BLOCK_BYTES", 1_000_000)
     monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 1_000_000)
     source = write_as("txt", tmp_path, "a line\n" * 600_000)
     prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.sources import Tally, documents, resolve
+from titanlite.data.documents import Tally, documents
+from titanlite.data.sources import resolve
 from titanlite.errors import DataError
 
 

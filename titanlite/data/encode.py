@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.sources import Document, Source, Tally, documents
+from titanlite.data.documents import Document, Tally, documents
+from titanlite.data.sources import Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 

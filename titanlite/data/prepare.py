@@ -17,10 +17,11 @@ import numpy as np
 
 from titanlite.config.schema import Config, Data
 from titanlite.data.cache import make_once
+from titanlite.data.documents import Tally, documents
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
-from titanlite.data.sources import Source, Tally, documents, resolve
+from titanlite.data.sources import Source, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
 from titanlite.errors import DataError, Problem, describe

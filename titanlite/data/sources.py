@@ -1,34 +1,24 @@
-"""Sources: from the string in `data.source` to documents.
+"""Sources: from the string in `data.source` to files.
 
     python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
     a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids)
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
-`resolve` looks at names only; `documents` reads. A record that cannot be decoded is never dropped in silence: the
-`Tally` counts it and names the first ones, and one more than `data.max_bad_records` ends the reading. The trade-off: a
-source is always read from its beginning, by one process; what makes that cheap is that it happens once (prepare.py).
-
-No torch here: a source that matches nothing is reported before torch is imported.
+Names only: what is in the files is read by documents.py. No torch here: a source that matches nothing is reported
+before torch is imported.
 """
 
-import codecs
 import glob
 import hashlib
-import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from titanlite.errors import DataError, Problem, describe
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".bin")
-_BLOCK_BYTES = 1 << 22  # of a text file that are read at once
-_LISTED = 10  # bad records that a message names
-_RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
 
 @dataclass(frozen=True)
@@ -50,58 +40,11 @@ class Source:
         try:
             return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in self.files]
         except OSError as e:
-            raise _unreadable(self.name, self.key, e.filename, e) from e
+            raise unreadable(self.name, self.key, e.filename, e) from e
 
     def n_bytes(self) -> int | None:
         """Bytes to read, or None where that is not known beforehand."""
         return None if self.kind == "dataset" else sum(size for _, size, _ in self.stamps())
-
-
-class Document(NamedTuple):
-    """One text, and where it is from: `file`, `file:line` or `file:row`, counted from 1."""
-
-    place: str
-    blocks: Iterable[str]  # the text in parts, none of them empty; to be read once, before the next document
-
-
-@dataclass
-class Tally:
-    """What reading has met so far."""
-
-    source: str  # its name
-    key: str  # and where it was given, for messages
-    limit: int  # bad records that are allowed
-    n_bytes: int = 0  # of the input
-    n_documents: int = 0  # that were encoded, and are good
-    n_tokens: int = 0  # of these, with separators
-    is_cut: bool = False  # there are more, which data.max_tokens leaves out
-    n_bad: int = 0
-    bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
-    skipped: list[str] = field(default_factory=list)  # files left out by rule
-
-    def add_bad(self, place: str, reason: str) -> None:
-        """Count a record that cannot be used."""
-        self.n_bad += 1
-        if len(self.bad) < _LISTED:
-            self.bad.append(f"{place}: {reason}")
-        if self.n_bad > self.limit + _RUNAWAY:
-            self.check()
-
-    def check(self) -> None:
-        """Raise if there are too many bad records. Called between batches, so that a message names several at once.
-
-        Raises:
-            DataError: more than `limit` records are bad.
-        """
-        limit = max(0, self.limit)  # less is out of range, and reported
-        if self.n_bad <= limit:
-            return
-        more = [f"and {self.n_bad - len(self.bad)} more"] * (self.n_bad > len(self.bad))
-        count = f"{self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:"
-        seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
-        want = f"at most data.max_bad_records = {limit}"
-        fix = "correct these records, or raise data.max_bad_records, so that as many are skipped"
-        raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
 
 
 def resolve(source: str, key: str = "data.source") -> Source:
@@ -141,32 +84,10 @@ def resolve(source: str, key: str = "data.source") -> Source:
     return Source(source, key, "tokens" if tokens else "text", tuple(files))
 
 
-def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
-    """Read the documents of a source, in order; empty ones are left out.
-
-    Args:
-        source: of kind "python", "text" or "dataset".
-        text_key: the field of a record that holds its text.
-        tally: counts bytes, bad records and skipped files as they are met. The caller calls its `check`.
-
-    Raises:
-        DataError: a file cannot be read, or a record's field is in none of a file's columns.
-    """
-    if source.dataset:
-        yield from _dataset_documents(source, text_key, tally)
-        return
-    for file in source.files:
-        start = tally.n_bytes
-        try:
-            if file.suffix == ".jsonl":
-                yield from _jsonl_documents(file, text_key, tally)
-            elif file.suffix == ".parquet":
-                yield from _parquet_documents(file, text_key, tally, source.key)
-            else:
-                yield from _text_document(file, tally, skip=source.kind == "python")
-            tally.n_bytes = start + file.stat().st_size
-        except OSError as e:
-            raise _unreadable(source.name, source.key, file, e) from e
+def unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
+    """What to raise where a file or folder of a source cannot be read."""
+    want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
+    return DataError(describe("data", [Problem(key, f"{source!r}: {path}: {e.strerror or e}", want, fix)]))
 
 
 def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
@@ -210,7 +131,7 @@ def _glob(pattern: str, source: str, key: str) -> list[str]:
             try:
                 look(os.path.join(folder, os.curdir))  # itself, and so that it must be one that may be entered
             except OSError as e:
-                raise _unreadable(source, key, folder, e) from e
+                raise unreadable(source, key, folder, e) from e
     return glob.glob(pattern, recursive=True)
 
 
@@ -228,133 +149,3 @@ def _resolve_dataset(source: str, key: str) -> Source:
     below = sorted(map(Path, _glob(_all_below(path), source, key))) if os.path.isdir(path) else []
     files = tuple(f.resolve() for f in below if f.is_file())
     return Source(source, key, "dataset", files, (path, config or None, split or "train"))
-
-
-def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
-    if error := _first_error(file):
-        if skip:  # the standard library has a few on purpose: test data of the source decoder
-            tally.skipped.append(f"{file}: not UTF-8")
-        else:
-            tally.add_bad(*error)
-        return
-    blocks = _blocks(file, tally)
-    first = next(blocks, "")  # of nothing but a mark of the byte order, too
-    if first:
-        yield Document(str(file), chain([first], blocks))
-
-
-def _first_error(file: Path) -> tuple[str, str] | None:
-    """Place and reason of the first byte that is not UTF-8. Beforehand: what has been passed on is not taken back."""
-    decoder, n_bytes, n_lines = codecs.getincrementaldecoder("utf-8")(), 0, 0
-    with file.open("rb") as data:
-        is_last = False
-        while not is_last:
-            chunk = data.read(_BLOCK_BYTES)
-            is_last, n_bytes = not chunk, n_bytes + len(chunk)
-            try:
-                n_lines += decoder.decode(chunk, final=is_last).count("\n")
-            except UnicodeDecodeError as e:  # of the chunk and the half of a character that was left before it
-                line = n_lines + e.object.count(b"\n", 0, e.start) + 1
-                return f"{file}:{line}", _not_utf8(e, n_bytes - len(e.object))
-    return None
-
-
-def _blocks(file: Path, tally: Tally) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # it is UTF-8; one that changes is refused later
-    with file.open("rb") as data:
-        while chunk := data.read(_BLOCK_BYTES):
-            tally.n_bytes += len(chunk)
-            yield decoder.decode(chunk)
-
-
-def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            tally.n_bytes += len(line)
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode())
-                text = record.get(text_key) if isinstance(record, dict) else None
-                if isinstance(text, str):
-                    text.encode()  # JSON can spell half a surrogate pair, which is no text
-            except UnicodeDecodeError as e:
-                tally.add_bad(f"{file}:{number}", _not_utf8(e))
-            except UnicodeEncodeError:
-                tally.add_bad(f"{file}:{number}", f"field {text_key!r} holds half a surrogate pair")
-            except (ValueError, RecursionError) as e:
-                tally.add_bad(f"{file}:{number}", f"not JSON: {e}")
-            else:
-                yield from _record_document(f"{file}:{number}", record, text_key, tally)
-
-
-def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> Iterator[Document]:
-    if not isinstance(record, dict):
-        tally.add_bad(place, f"a {type(record).__name__}, not an object with field {text_key!r}")
-    elif text_key not in record:
-        tally.add_bad(place, f"no field {text_key!r} among {', '.join(map(str, record)) or 'none'} (data.text_key)")
-    elif not isinstance(record[text_key], str):
-        tally.add_bad(place, f"field {text_key!r} is a {type(record[text_key]).__name__}, not a string")
-    elif record[text_key]:
-        yield Document(place, (record[text_key],))
-
-
-def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if text_key not in names:
-                want = f"one of the columns of {file}: {', '.join(names)}"
-                problem = Problem("data.text_key", repr(text_key), want, "name the column that holds the text")
-                raise DataError(describe("data", [problem]))
-            start, size, row = tally.n_bytes, file.stat().st_size, 0
-            for batch in table.iter_batches(batch_size=256, columns=[text_key]):
-                for value in batch.column(0):
-                    row += 1
-                    try:
-                        record = {text_key: value.as_py()}
-                    except UnicodeDecodeError as e:
-                        tally.add_bad(f"{file}:{row}", _not_utf8(e))
-                    else:
-                        yield from _record_document(f"{file}:{row}", record, text_key, tally)
-                tally.n_bytes = start + size * row // table.metadata.num_rows
-    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
-        problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
-        raise DataError(describe("data", [problem])) from e
-
-
-def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
-    import datasets
-
-    assert source.dataset  # noqa: S101  # by `resolve`
-    path, config, split = source.dataset
-    try:
-        rows = datasets.load_dataset(path, config, split=split, streaming=True)
-        for number, row in enumerate(rows, 1):
-            for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
-                tally.n_bytes += sum(len(text.encode()) for text in document.blocks)
-                yield document
-    except DataError:
-        raise
-    except Exception as e:  # the library raises its own, its back ends' and the network's
-        problem = Problem(
-            source.key,
-            f"{source.name!r}: {type(e).__name__}: {e}",
-            f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`",
-            "correct the name, config or split; without a network give a folder, as hf:/data/name, or files",
-        )
-        raise DataError(describe("data", [problem])) from e
-
-
-def _unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
-    want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
-    return DataError(describe("data", [Problem(key, f"{source!r}: {path}: {e.strerror or e}", want, fix)]))
-
-
-def _not_utf8(e: UnicodeDecodeError, before: int = 0) -> str:
-    return f"not UTF-8: byte 0x{e.object[e.start]:02x} at byte {before + e.start}"
