@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.test_sources import write_parquet
 from tests.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Config, Data, Training, Validation
 from titanlite.data.prepare import check_inputs, prepare, whole_from_hub
@@ -411,9 +412,49 @@ def test_check_inputs_holds_what_is_small_against_a_step(tmp_path: Path) -> None
 def test_check_inputs_leaves_for_later_what_takes_long(tmp_path: Path) -> None:
     (tmp_path / "large.txt").write_bytes(b"\xff" * 2_000_000)
     np.full(1_000_000, 300, "<u2").tofile(tmp_path / "large.bin")
-    (tmp_path / "a.parquet").write_text("no parquet")
-    for source in (*(f"{tmp_path}/{name}" for name in ("large.txt", "large.bin", "a.parquet")), f"hf:{tmp_path}"):
+    for source in (f"{tmp_path}/large.txt", f"{tmp_path}/large.bin", f"hf:{tmp_path}"):
         check_inputs(config(source), 256)
+
+
+def test_check_inputs_looks_for_the_field_at_the_beginning(tmp_path: Path) -> None:
+    lines = tmp_path / "a.jsonl"
+    line = json.dumps({"content": "x" * 1000, "url": "y"}) + "\n"
+    lines.write_bytes(b"\xef\xbb\xbf" + line.encode() * 3000)
+    write_parquet(tmp_path / "b.parquet", content=["x" * 1000], url=["y"])
+    write_parquet(tmp_path / "c.parquet", other=["x"])  # it is read when it is its turn
+    for source, file in ((lines, lines), (tmp_path, tmp_path / "b.parquet")):
+
+        def check(text_key: str, max_bad_records: int = 0, source: Path = source) -> None:
+            data = Data(str(source), text_key=text_key, max_bad_records=max_bad_records)
+            check_inputs(Config(data=data), 256)
+
+        check("content")
+        said = rf"data.text_key = 'contnt'\n.*want: one of the fields of {file}: content, url\n.*text_key = \"content\""
+        with pytest.raises(DataError, match=said):
+            check("contnt")
+        with pytest.raises(DataError, match="fix:  name the one that holds the text"):
+            check("body")
+        with pytest.raises(DataError, match=r"data.text_key = 'contnt'"):
+            check("contnt", 900)
+    for good in (line.replace("content", "contnt"), '{"contnt": "it is there now and then"}\n'):
+        lines.write_text('no JSON\n[]\n"contnt"\n' + line + good + line * 3000)
+        check_inputs(Config(data=Data(str(lines), text_key="contnt")), 256)  # bad records are for who reads them
+    lines.write_text(line * 2000)
+    check_inputs(Config(data=Data(str(lines), text_key="contnt", max_bad_records=1100)), 256)
+    lines.write_text('{"x": "' + "x" * 2_000_000 + '"}')  # its end is not seen
+    check_inputs(Config(data=Data(str(lines), text_key="contnt")), 256)
+
+
+def test_check_inputs_names_a_field_of_the_small_and_what_is_no_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "x"}')
+    with pytest.raises(DataError) as e:
+        check_inputs(config(f"{tmp_path}/a.jsonl"), 256)
+    assert str(e.value).count("problem") == 1
+    assert f"data.text_key = 'text'\n      want: one of the fields of {tmp_path}/a.jsonl: content\n" in str(e.value)
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: (.|\n)*want: a Parquet file"):
+        check_inputs(config(f"{tmp_path}/a.parquet"), 256)
 
 
 def test_check_inputs_reads_small_token_files(tmp_path: Path) -> None:

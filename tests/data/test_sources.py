@@ -188,7 +188,7 @@ def test_parquet(tmp_path: Path) -> None:
     texts, tally = read(str(file), limit=1)
     assert texts == [f"row {i}" for i in range(600)]
     assert tally.n_bytes == file.stat().st_size
-    with pytest.raises(DataError, match=r"data.text_key = 'body'\n.*want: one of the columns of .*: text, other"):
+    with pytest.raises(DataError, match=r"data.text_key = 'body'\n.*want: one of the fields of .*: text, other"):
         read(str(file), text_key="body")
     file.write_text("no parquet")
     with pytest.raises(DataError, match="want: a Parquet file"):

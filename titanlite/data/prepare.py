@@ -17,7 +17,7 @@ import numpy as np
 
 from titanlite.config.schema import Config, Data
 from titanlite.data.cache import make_once
-from titanlite.data.documents import Tally, documents
+from titanlite.data.documents import Tally, check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
@@ -91,7 +91,8 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     """Check in a fraction of a second that there is something to train on, without preparing it.
 
     Every source must match something, the tokenizer must load and fit the model; a source of less than a mebibyte is
-    read, so that a text file that is not UTF-8 is reported now, and one that is too short for a single step.
+    read, so that a text file that is not UTF-8 is reported now, and one that is too short for a single step. Of larger
+    ones the first records are looked at, for `data.text_key`.
 
     Args:
         config: the run.
@@ -143,6 +144,7 @@ def _count_if_small(
     data.max_tokens if that leaves something out, else 0.
     """
     max_tokens, n_bytes = _max_tokens(source, data), source.n_bytes()
+    check_text_key(source, data)
     is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not any(f.suffix == ".parquet" for f in source.files)
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
