@@ -131,6 +131,16 @@ def test_a_name_is_used_once_and_a_folder_exists(tmp_path: Path) -> None:
     assert "a folder that exists" in message("float8", "tensorwise", ("x" * 300,))
 
 
+def test_a_folder_may_be_named_twice_and_be_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout one's own recipes may stand beside the shipped ones; docs/models.md says so."""
+    (tmp_path / "link").symlink_to(shipped_folder("recipes"))
+    write(tmp_path / "mine", "float8", "mine", FLOAT8)
+    monkeypatch.chdir(shipped_folder("recipes").parent)
+    dirs = (shipped_folder("recipes").name, str(tmp_path / "link"), str(tmp_path / "mine"), str(tmp_path / "mine"))
+    for kind in KINDS:
+        assert names(kind, dirs) == names(kind) + ["mine"] * (kind == "float8")
+
+
 def test_extends_by_path_is_relative_to_the_file(tmp_path: Path) -> None:
     write(tmp_path, "a", "base", FLOAT8)
     path = write(tmp_path, "b", "mine", 'extends = ["../a/base.toml"]\nscale_rounding = "pow2_floor"\n')

@@ -155,7 +155,7 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
             if path.stem in KINDS[kind].words:
                 want = f'another name: {KINDS[kind].key} = "{path.stem}" has a meaning of its own'
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
-            elif path.stem in files:
+            elif path.stem in files and path.resolve() != files[path.stem].resolve():  # it may be the shipped one
                 want = f"a name that no other recipe has; {files[path.stem]} has it"
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             files.setdefault(path.stem, path)
