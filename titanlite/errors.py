@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 
 class TitanliteError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. Its arguments are messages, as of `describe`: one for each source."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class ConfigError(TitanliteError):
@@ -63,7 +66,14 @@ class Problem:
         return f"{place}{self.where}{seen}\n    want: {self.want}\n    fix:  {self.fix}"
 
 
-def describe(source: str, problems: Sequence[Problem]) -> str:
+class Report(str):
+    """The message about one source, which still knows its parts: reports of several checks become one."""
+
+    source: str
+    problems: tuple[Problem, ...]
+
+
+def describe(source: str, problems: Sequence[Problem]) -> Report:
     """Format all problems of one source as one message.
 
     Args:
@@ -75,4 +85,6 @@ def describe(source: str, problems: Sequence[Problem]) -> str:
     """
     noun = "problem" if len(problems) == 1 else "problems"
     body = "\n  ".join(str(p).replace("\n", "\n  ") for p in problems)
-    return f"{source}: {len(problems)} {noun}\n  {body}"
+    report = Report(f"{source}: {len(problems)} {noun}\n  {body}")
+    report.source, report.problems = source, tuple(problems)
+    return report

@@ -108,7 +108,7 @@ def load(
     table, places = read_merged(path, find_base)
     problems = Problems(Origin(str(path), places))
     recipe = build(KINDS[kind].schema, table, problems)
-    if recipe is not None:
+    if recipe is not None and not problems:
         KINDS[kind].check(recipe, problems)
     problems.raise_all(RecipeError)
     if isinstance(recipe, SaveList):  # a model tells later what it cannot do; a copy with other rules has no lines
@@ -185,7 +185,7 @@ def _find(
     fix = f'did you mean "{near[0]}"?' if near else f"see `titanlite recipes {kind}`"
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)
-    raise RecipeError(problems.message())
+    raise problems.error(RecipeError)
 
 
 def _check_model(recipe: ModelRecipe, problems: Problems) -> None:

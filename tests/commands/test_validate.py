@@ -341,6 +341,85 @@ def test_a_source_too_short_for_one_step_is_refused(
         assert main([*argv, "--training.seq_len", "255"]) == 0
 
 
+def heads(text: str, folder: Path, *flags: str, world: int | None = None) -> list[str]:
+    """What is said to be wrong with a file, without what is wanted."""
+    path = folder / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", str(path), *flags], world_size=world)
+    lines = str(caught.value).replace(str(folder), "").splitlines()
+    return [line.strip().partition(",")[0] for line in lines if not line.startswith("      ")]
+
+
+EVERY_STAGE = """[model]
+flavor = "debug"
+[optimizer]
+lrr = 1
+[training]
+global_batch_size = -1
+[data]
+source = "/no/such"
+[float8]
+recipe = "rowwise"
+filter_fqns = ["wkqv"]
+[activation_checkpoint]
+recipe = "list.toml"
+[parallelism]
+tensor_parallel_degree = 2
+[checkpoint]
+interval = "often"
+[metrics]
+wandb_project = ""
+wandb = "offline"
+"""
+
+
+def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = '[[rules]]\nop = "block"\naction = "save"\nlayers = "5:"\n'
+    (tmp_path / "list.toml").write_text(f'help = ""\ndefault = "recompute"\n{rule}')
+    said = heads(EVERY_STAGE, tmp_path, "--profiling.steps", "few", "--job.name", "a/b", world=3)
+    assert said == [
+        "/run.toml: 7 problems",
+        "line 4  optimizer.lrr = 1",
+        "line 6  training.global_batch_size = -1",
+        "line 8  data.source = '/no/such'",
+        'line 11  float8.filter_fqns = "wkqv"',
+        "line 15  parallelism.tensor_parallel_degree = 2",
+        'line 17  checkpoint.interval = "often"',
+        'line 19  metrics.wandb_project = ""',
+        "command line: 2 problems",
+        "--profiling.steps = few",
+        'job.name = "a/b"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "silent"),
+    [
+        ("[training]\nstep = 5\n[lr_scheduler]\nwarmup_steps = 20000\n", "warmup_steps"),  # of how many steps
+        ("[training]\nseq = 64\n[parallelism]\ntensor_parallel_degree = 3\n", "degree"),
+        ('[job]\nrecipe_dir = ["a"]\n[float8]\nrecipe = "mine"\n', "float8"),
+        ('[job]\nrecipe_dirs = "a"\n[float8]\nrecipe = "mine"\n', "float8"),
+        ('[float8]\nrecip = "mine"\n[metrics]\nfloat8_numerics_freq = 5\n', "numerics"),
+        ('[model]\nnam = "gpt2"\nflavor = "124M"\n', "flavor"),
+        ('[model]\nn_heads = 0\n[float8]\nrecipe = "rowwise"\nfilter_fqns = ["wkqv"]\n', "filter"),
+        ('[float8]\nrecipe = "rowise"\nfilter_fqns = ["wkqv"]\n', "filter"),
+        ('[model]\nflavor = "debugg"\n[optimizer]\nweight_decay_exclude = ["x"]\n', "exclude"),
+        ('[training]\nseq_len = 0\n[activation_checkpoint]\nrecipe = "list.toml"\n', "rules"),
+    ],
+)
+def test_what_depends_on_a_mistake_waits_until_it_is_mended(
+    text: str, silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = '[[rules]]\nop = "communication"\naction = "save"\n'
+    (tmp_path / "list.toml").write_text(f'help = ""\ndefault = "recompute"\n{rule}')
+    said = heads(text, tmp_path)
+    assert said[0] == "/run.toml: 1 problem"
+    assert silent not in said[1]
+
+
 def test_a_missing_recipe_folder_is_told_once(file: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checked_run(["--config", file, "--job.recipe_dirs", "/no/such/folder", "--float8.recipe", "rowwise"])

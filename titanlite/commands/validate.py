@@ -20,10 +20,11 @@ from titanlite.commands.arguments import file_and_world
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
-from titanlite.config.command_line import parse
+from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.hugging_face import check_initial_load_path
-from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.problems import Origin, Place, Problems
+from titanlite.config.read import schema_keys
+from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs, whole_from_hub
@@ -37,6 +38,8 @@ from titanlite.parallel.overrides import check_budget
 from titanlite.run_folder import RunFolder
 
 T = TypeVar("T")
+
+_OF_SHAPES = ("training.seq_len", "training.local_batch_size", "training.mixed_precision_param")
 
 
 @dataclass(frozen=True)
@@ -70,50 +73,70 @@ def checked_run(
         The config and its recipes. Data is checked too, but not loaded.
 
     Raises:
-        ConfigError: something is wrong; all problems of the command line and the file, or else all those of recipes,
-            cross-checks and data, are in the message.
+        ConfigError: something is wrong; all that can be said of the rest in spite of it is in the message.
         SystemExit: with 0, after `--help`.
     """
-    config, origin = parse(argv, usage)
-    wrong: dict[str, None] = {}  # messages in order, each once: a missing folder is every recipe's problem
+    config, problems = parse_what_is_right(argv, usage)
+    origin = problems.origin
+    unread = {key.partition(".")[0] for key in problems.wrong_keys()}
+    # What is no key may have been meant as any of its section.
+    wrong = {key if key in schema_keys() else key.partition(".")[0] for key in problems.wrong_keys()}
 
-    def attempt(step: Callable[[], T]) -> T | None:
+    def is_right(*keys: str) -> bool:
+        return not any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in keys for b in wrong)
+
+    def attempt(step: Callable[[], T], *needs: str) -> T | None:
+        """Carry a check out if all sections and keys that it needs are right; if it fails, the first of them is not."""
+        if not is_right(*needs):
+            return None
         try:
             return step()
         except TitanliteError as error:
-            wrong[str(error)] = None
-            return None
+            found = [(report.source, problem) for report in error.args for problem in report.problems]
+        for source, p in found:
+            is_key = p.where in schema_keys()  # data, say, do not know where it was given
+            problems.add(p.where, p.saw, p.want, p.fix, at=None if is_key else Place(source, p.line))
+        wrong.update(needs[:1], (problem.where for _, problem in found))
+        return None
 
     dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
-    dimensions = attempt(lambda: recipes.model_dimensions(config, origin))
-    is_chosen_later = save_name == recipes.AUTO
-    save_list = (
-        None if is_chosen_later else attempt(lambda: recipes.load("activation_checkpoint", save_name, dirs, origin))
-    )
+    dimensions = attempt(lambda: recipes.model_dimensions(config, origin), "model", "job.recipe_dirs")
+    is_chosen_later, save_list = save_name == recipes.AUTO, None
+    if not is_chosen_later:
+        save_list = attempt(
+            lambda: recipes.load("activation_checkpoint", save_name, dirs, origin),
+            *("activation_checkpoint.recipe", "job.recipe_dirs"),
+        )
     float8, hints = None, tuple[str, ...]()
     if float8_name != "none":
-        float8 = attempt(lambda: recipes.load("float8", float8_name, dirs, origin))
+        float8 = attempt(lambda: recipes.load("float8", float8_name, dirs, origin), "float8.recipe", "job.recipe_dirs")
     if float8 and (name := recipes.current_name("float8", float8_name, dirs)) != float8_name:
         hints = (f'float8.recipe = "{float8_name}" is called "{name}" here; write that',)
         config = replace(config, float8=replace(config.float8, recipe=name))
-    attempt(lambda: check(config, dimensions, world_size, origin))
-    if dimensions is not None and not config.model.file and not wrong:
-        names = parameter_names(ARCHITECTURES[config.model.name].block, dimensions)
-        attempt(lambda: without_decay(config.optimizer.weight_decay_exclude, names, origin))
-    vocab_size, sequences = dimensions and dimensions.vocab_size, sequences_per_step(config, world_size)
-    attempt(lambda: check_inputs(config, vocab_size, sequences))
-    if config.checkpoint.initial_load_path and dimensions is not None:
-        attempt(lambda: _resumes(config) or check_initial_load_path(config, dimensions, origin))
-    if is_chosen_later and world_size is not None and dimensions is not None and not wrong:
-        attempt(lambda: check_budget(config, dimensions, float8, world_size))
-    if float8 and dimensions is not None and not wrong:
-        attempt(lambda: _check_layers(config, dimensions, float8, origin))
-    if float8 and world_size is not None and dimensions is not None and not wrong:
-        attempt(lambda: _check_gathers(config, dimensions, float8, world_size))
-    if save_list and dimensions is not None and not wrong:
-        attempt(lambda: _check_save_list(config, dimensions, float8, save_list))
-    if wrong or dimensions is None:
-        raise ConfigError("\n".join(wrong))
+    attempt(lambda: check(config, dimensions, world_size, origin, unread))
+    vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
+    sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
+    attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
+    if dimensions is not None:
+        block, shapes = block_of(config.model, dimensions), ("model", "parallelism", *_OF_SHAPES)
+        if not config.model.file:
+            attempt(lambda: _check_decay(config, dimensions, origin), "optimizer.weight_decay_exclude", "model")
+        if config.checkpoint.initial_load_path and is_right("job"):
+            needs = ("checkpoint", "model")
+            attempt(lambda: _resumes(config) or check_initial_load_path(config, dimensions, origin), *needs)
+        if is_chosen_later and world_size is not None:
+            needs = ("activation_checkpoint", "float8", "training", *shapes)
+            attempt(lambda: check_budget(config, dimensions, float8, world_size), *needs)
+        if float8 and block is not None:
+            attempt(lambda: _check_filters(config, dimensions, block, origin), "float8", "model")
+            attempt(lambda: _check_layers(config, dimensions, float8, block, origin), "float8", *shapes)
+            if world_size is not None:
+                attempt(lambda: _check_gathers(config, dimensions, float8, world_size), "float8", *shapes)
+        if save_list:
+            needs = ("activation_checkpoint", "float8.recipe", *shapes)
+            attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
+    if problems or dimensions is None:
+        raise problems.error(ConfigError)
     hints += _unaligned_vocabulary(config, dimensions) + _other_tokenizer(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, hints)
 
@@ -161,14 +184,21 @@ def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | 
         check_save_list(save_list, sizes, layout, config.job.strict)
 
 
-def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, origin: Origin) -> None:
-    """Refuse filters that match no layer, and a recipe that converts none, where the layers are known."""
-    block, t = block_of(config.model, sizes), config.parallelism.tensor_parallel_degree
+def _check_decay(config: Config, sizes: ModelRecipe, origin: Origin) -> None:
+    """Refuse patterns that match no parameter of a shipped architecture."""
+    names = parameter_names(ARCHITECTURES[config.model.name].block, sizes)
+    without_decay(config.optimizer.weight_decay_exclude, names, origin)
+
+
+def _check_filters(config: Config, sizes: ModelRecipe, block: Block, origin: Origin) -> None:
+    """Refuse filters that match no layer."""
+    require_matches(config.float8.filter_fqns, list(linear_layers(block, sizes)), origin)
+
+
+def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
+    """Refuse a recipe that converts no layer."""
     filters = config.float8.filter_fqns
-    if block is None:
-        return
-    layers = linear_layers(block, sizes, t)
-    require_matches(filters, list(layers), origin)
+    layers = linear_layers(block, sizes, config.parallelism.tensor_parallel_degree)
     tokens = config.training.local_batch_size * config.training.seq_len
     whys = {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
     if config.job.strict and None not in whys.values():
@@ -181,9 +211,9 @@ def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, orig
 
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
-    """Refuse shards that FSDP cannot gather in float8, where the weights of blocks are known."""
+    """Refuse shards that FSDP cannot gather in float8."""
     layout = layout_of(config, sizes, float8)
-    if block_of(config.model, sizes) is None or float8.fsdp_all_gather != "float8":
+    if float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
     rows = {name: shape[0] for name, shape in layout.block.weights(sizes, t).items() if layout.is_own(name)}

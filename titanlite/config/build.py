@@ -36,24 +36,27 @@ def build(
             the nearest field.
 
     Returns:
-        The value, or None if problems were added.
+        The value; where problems were added, of what is right, or None if a field that must be given is missing.
     """
-    before, hints, values = len(problems), get_type_hints(schema), dict[str, Any]()
+    hints, values, is_complete = get_type_hints(schema), dict[str, Any](), True
     known = {f.name: f for f in dataclasses.fields(cast("Any", schema))}
     for key, value in table.items():
         path = f"{where}.{key}" if where else key
         if key in known:
-            values[key] = _convert(hints[key], value, path, problems, suggest, known[key].default)
+            converted = _convert(hints[key], value, path, problems, suggest, known[key].default)
+            if converted is not None:  # which TOML cannot say
+                values[key] = converted
         else:
             fix = suggest(path) or _nearest_field(key, known, where) or "remove it"
             problems.add(path, show(value), f"one of {', '.join(known)}", fix)
     for name, f in known.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        is_complete &= not required or name in values
         if required and name not in table:
             path = f"{where}.{name}" if where else name
             at = problems.origin.of(where)  # the header of the table that it should be in
             problems.add(path, "", f"{describe_type(hints[name])}; it is missing", f"add {name} = …", at=at)
-    return schema(**values) if len(problems) == before else None
+    return schema(**values) if is_complete else None
 
 
 def _nearest_field(key: str, known: Mapping[str, object], where: str) -> str | None:
@@ -64,7 +67,7 @@ def _nearest_field(key: str, known: Mapping[str, object], where: str) -> str | N
 def _convert(
     hint: Any, value: object, path: str, problems: Problems, suggest: Callable[[str], str | None], default: object
 ) -> object:
-    """Return `value` as the type `hint` says, or add a problem."""
+    """Return `value` as the type `hint` says, or add a problem and return None, or a table of what is right in it."""
     options = _options(hint)
     nested = [o for o in options if dataclasses.is_dataclass(o)]
     if nested and isinstance(value, dict):
@@ -72,7 +75,8 @@ def _convert(
     tuples = [o for o in options if get_origin(o) is tuple]
     if tuples and isinstance(value, list):
         item, items = get_args(tuples[0])[0], cast("list[object]", value)
-        return tuple(_convert(item, v, f"{path}[{n}]", problems, suggest, None) for n, v in enumerate(items))
+        converted = [_convert(item, v, f"{path}[{n}]", problems, suggest, None) for n, v in enumerate(items)]
+        return None if None in converted else tuple(converted)
     if any(_fits(o, value) for o in options):
         widen = float in options and int not in options and type(value) is int
         return float(cast("int", value)) if widen else value

@@ -7,6 +7,7 @@ touched. Whatever can be said without the number of processes is also said when 
 
 import math
 import os
+from collections.abc import Collection
 
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
@@ -61,7 +62,13 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
 _FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
-def check(config: Config, model: ModelRecipe | None, world_size: int | None, origin: Origin | None = None) -> None:
+def check(
+    config: Config,
+    model: ModelRecipe | None,
+    world_size: int | None,
+    origin: Origin | None = None,
+    unread: Collection[str] = (),
+) -> None:
     """Check a config against itself, its model and the number of processes.
 
     Args:
@@ -70,25 +77,34 @@ def check(config: Config, model: ModelRecipe | None, world_size: int | None, ori
             them is not checked.
         world_size: number of processes; None if it is not known, then what depends on it is not checked.
         origin: where each key was given, for the line numbers of the message.
+        unread: sections with keys that could not be read; what other keys are held against in them is not checked.
 
     Raises:
         ConfigError: something is impossible; every problem is in the message.
     """
     problems = Problems(origin or Origin("config"))
+
+    def are_read(*sections: str) -> bool:
+        return not {*sections} & {*unread}
+
     _check_ranges(config, problems)
+    _check_names(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
         _check_model(model, bool(config.model.file), problems)
         longest, seq_len = model.max_seq_len, config.training.seq_len
-        if 0 < longest < seq_len:
+        if 0 < longest < seq_len and are_read("training"):
             want = f"at most {longest}, the positions that the model has an embedding for"
             problems.add("training.seq_len", str(seq_len), want, f"seq_len = {longest}")
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
-    if _can_divide(config) and min(counts, default=1) >= 1:  # else they are out of range, and reported
+    is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
+    if is_in_range and are_read("training", "parallelism"):
         _check_mesh(config, model, world_size, problems)
         _check_batch(config, world_size, problems)
-    _check_steps(config, problems)
-    _check_features(config, model, problems)
+    if are_read("training", "lr_scheduler", "job", "profiling"):
+        _check_steps(config, problems)
+    if are_read("job", "model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
+        _check_features(config, model, problems)
     problems.raise_all()
 
 
@@ -250,16 +266,26 @@ def _check_steps(config: Config, problems: Problems) -> None:
             problems.add("profiling.steps", str(profiling.steps), want, f"steps = {steps}", against="training.steps")
 
 
-def _check_features(config: Config, model: ModelRecipe | None, problems: Problems) -> None:
-    """No feature is asked for that does not exist, or that another key turns off."""
-    job, checkpoint = config.job, config.checkpoint
-    if job.name in ("", ".", "..") or any(mark in job.name for mark in "/\\\0") or len(job.name.encode()) > 255:
+def _check_names(config: Config, problems: Problems) -> None:
+    """What is to be a file or a folder can be one, and what must have a name has one."""
+    name = config.job.name
+    if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
         want = "the name of a folder, of at most 255 bytes"
-        problems.add("job.name", show(job.name), want, f'name = "{Config().job.name}" (the default)')
+        problems.add("job.name", show(name), want, f'name = "{Config().job.name}" (the default)')
     if config.model.file and not config.model.file.endswith(".py"):
         problems.add("model.file", show(config.model.file), "a Python file", 'file = "my_model.py"')
     elif config.model.file and not os.path.isfile(config.model.file):
         problems.add("model.file", show(config.model.file), "a file that exists", "its path from where you start")
+    if config.metrics.wandb != "off" and not config.metrics.wandb_project:
+        default = Config().metrics.wandb_project
+        problems.add(
+            "metrics.wandb_project", '""', "the name of a project", f'wandb_project = "{default}" (the default)'
+        )
+
+
+def _check_features(config: Config, model: ModelRecipe | None, problems: Problems) -> None:
+    """No feature is asked for that does not exist, or that another key turns off."""
+    job, checkpoint = config.job, config.checkpoint
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
         problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
@@ -284,11 +310,6 @@ def _check_features(config: Config, model: ModelRecipe | None, problems: Problem
         want = 'a float8 recipe, but float8.recipe = "none": there is nothing to measure'
         given = str(config.metrics.float8_numerics_freq)
         problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
-    if config.metrics.wandb != "off" and not config.metrics.wandb_project:
-        default = Config().metrics.wandb_project
-        problems.add(
-            "metrics.wandb_project", '""', "the name of a project", f'wandb_project = "{default}" (the default)'
-        )
 
 
 def _divisors(n: int) -> list[int]:

@@ -20,7 +20,7 @@ import tyro
 from titanlite.config.build import describe_type, repair
 from titanlite.config.explain import overview, section_page
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
-from titanlite.config.read import read_config, schema_keys, sections, suggest_key
+from titanlite.config.read import read_what_is_right, schema_keys, sections, suggest_key
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, describe
 
@@ -40,6 +40,18 @@ def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
         ConfigError: something is wrong with the flags or the file.
         SystemExit: with 0, after `--help`.
     """
+    config, problems = parse_what_is_right(argv, usage)
+    problems.raise_all()
+    return config, problems.origin
+
+
+def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
+    """Do as `parse`, but return what is wrong with keys and values, which are as if they were not given.
+
+    Raises:
+        ConfigError: there is not one file, or it is missing or not TOML.
+        SystemExit: with 0, after `--help`.
+    """
     args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
     args = ["--help" if a == "-h" else a for a in args]
     if broken := [a for a in args if not a.isascii() and any("\ud800" <= letter <= "\udfff" for letter in a)]:
@@ -49,25 +61,27 @@ def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
         sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
         raise SystemExit(0)
     _require_working_directory()
-    flags, problems = _flags(args), Problems(Origin("command line"))
+    flags = _flags(args)
     files = flags.pop("config", [])
+    is_named = files not in ([], [""])  # "" as of a variable that is not set
+    unread: tuple[str, ...] = ()
+    config, problems = Config(), Problems(Origin("".join(files)))
+    try:
+        if is_named:
+            config, problems = read_what_is_right(Path(files[0]))
+    except ConfigError as error:
+        unread = error.args
     # A typing mistake on the command line is reported together with those in the file.
     known = {key: values for key, values in flags.items() if not _refuse_unknown(key, values, problems)}
-    if files in ([], [""]):  # as of a variable that is not set
-        problems.add("--config", "", "one TOML file", "name it: --config configs/debug.toml")
+    if not is_named:
+        problems.add("--config", "", "one TOML file", "name it: --config configs/debug.toml", at=COMMAND_LINE)
         problems.raise_all()
-    messages: list[str] = []
-    config, origin = Config(), Origin(files[0])
-    try:
-        config, origin = read_config(Path(files[0]))
-    except ConfigError as error:
-        messages.append(str(error))
-    overridden = _apply(known, config, problems)
-    if len(problems):
-        messages.append(problems.message())
-    if messages:
-        raise ConfigError("\n".join(messages))
-    return overridden, Origin(origin.source, {**origin.places, **dict.fromkeys(known, COMMAND_LINE)})
+    origin = problems.origin
+    problems.origin = Origin(origin.source, {**origin.places, **dict.fromkeys(known, COMMAND_LINE)})
+    config = _apply(known, config, problems)
+    if unread:
+        raise ConfigError(*unread, *problems.error(ConfigError).args)
+    return config, problems
 
 
 def _require_working_directory() -> None:
@@ -123,24 +137,26 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
         meant = None if key in sections() else suggest_key(key)
         if difflib.get_close_matches(key, ("config",)):
             meant = "did you mean --config?"
-    problems.add(f"--{key}", " ".join(values), want, meant or f"see --help {section if own else ''}".rstrip())
+    fix = meant or f"see --help {section if own else ''}".rstrip()
+    problems.add(f"--{key}", " ".join(values), want, fix, at=COMMAND_LINE)
     return True
 
 
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
-    """Return `config` with the flags applied, or add a problem for each flag whose values do not fit."""
+    """Return `config` with the flags applied, and add a problem for each flag whose values do not fit."""
     spelled = {key: _spell(key, schema_keys()[key], values) for key, values in flags.items()}
     result = _tyro([word for words in spelled.values() for word in words], config)
     if result is not None:
         return result
-    for key, words in spelled.items():
+    for key, words in list(spelled.items()):
         if _tyro(words, config) is None:
+            del spelled[key]
             hint, saw = schema_keys()[key], " ".join(flags[key])
             section, _, name = key.partition(".")
             default = getattr(getattr(Config(), section), name)
             fix = repair(hint, saw, key, default).replace(f"{name} = ", f"--{key} ", 1)
-            problems.add(f"--{key}", saw, describe_type(hint).replace(" in quotes", ""), fix)
-    return config
+            problems.add(f"--{key}", saw, describe_type(hint).replace(" in quotes", ""), fix, at=COMMAND_LINE)
+    return _tyro([word for words in spelled.values() for word in words], config) or config
 
 
 def _spell(key: str, hint: Any, values: list[str]) -> list[str]:

@@ -7,8 +7,11 @@ gathers everything that is wrong before anything is raised: a person fixes a fil
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from titanlite.errors import ConfigError, Problem, describe
+
+E = TypeVar("E", bound=ConfigError)
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,16 @@ class Problems:
             ConfigError: there is at least one problem.
         """
         if self._found:
-            raise error(self.message())
+            raise self.error(error)
 
-    def message(self) -> str:
-        """Return one message with every problem, by source and line."""
+    def wrong_keys(self) -> set[str]:
+        """Return the dotted keys that something is wrong with."""
+        return {problem.where.removeprefix("--") for _, problem in self._found}
+
+    def error(self, error: type[E]) -> E:
+        """Return an error with every problem, by source and line."""
         by_source: dict[str, list[Problem]] = {}
         for place, problem in self._found:
             by_source.setdefault(place.source, []).append(problem)
-        return "\n".join(
-            describe(source, sorted(found, key=lambda p: p.line if p.line is not None else 10**9))
-            for source, found in by_source.items()
-        )
+        ordered = {s: sorted(found, key=lambda p: p.line or 10**9) for s, found in by_source.items()}
+        return error(*(describe(source, found) for source, found in ordered.items()))

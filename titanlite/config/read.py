@@ -42,11 +42,27 @@ def read_config(path: Path) -> tuple[Config, Origin]:
     Raises:
         ConfigError: a file is missing or is not TOML, or keys or values do not fit the schema (all of them at once).
     """
+    config, problems = read_what_is_right(path)
+    problems.raise_all()
+    return config, problems.origin
+
+
+def read_what_is_right(path: Path) -> tuple[Config, Problems]:
+    """Read a TOML file, and those it extends, into a `Config`; a key that is wrong is as if it were not given.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The config, and what is wrong with its keys and values.
+
+    Raises:
+        ConfigError: a file is missing or is not TOML.
+    """
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     problems = Problems(Origin(str(path), places))
     config = build(Config, table, problems, suggest=suggest_key)
-    problems.raise_all()
-    return cast("Config", config), problems.origin
+    return cast("Config", config), problems
 
 
 def suggest_key(path: str) -> str | None:

@@ -113,7 +113,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         try:
             check()
         except DataError as e:
-            problems.append(str(e))
+            problems.extend(e.args)
 
     def load_tokenizer() -> None:
         nonlocal tokenizer
@@ -134,7 +134,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     for key in found:
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError(*problems)
 
 
 def _count_if_small(

@@ -177,7 +177,7 @@ def _draws_of_two_kinds(save_list: SaveList, drew: dict[str, str]) -> RecipeErro
     want = f"kept too, or neither: both draw random numbers, and {drew['save']}, which is kept, draws none again"
     fix = f'put first a rule with op = "{drew["save"]}", action = "recompute"'
     problems.add(drew["recompute"], "recomputed", want, fix)
-    return RecipeError(problems.message())
+    return problems.error(RecipeError)
 
 
 def check_names(save_list: SaveList, layers: Sequence[str]) -> None:

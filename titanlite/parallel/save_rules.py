@@ -138,7 +138,7 @@ class BlockRules:
         elif "attention" in classes:
             recomputed, self._recomputed = self._recomputed, []
             if recomputed and (kept_by := self._keep_attention()):
-                raise RecipeError(self._other_bits(kept_by[0], recomputed))
+                raise self._other_bits(kept_by[0], recomputed)
         return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None))
 
     def _class(self, op: str, to_float8: bool) -> str | None:
@@ -181,8 +181,8 @@ class BlockRules:
         says = {i: self._save_list.default if i is None else self._says(i) for i in found}
         return [i for i in found if says[i] == "save"]
 
-    def _other_bits(self, rule: int | None, recomputed: list[str]) -> str:
-        """The message for statistics that may belong to other q, k and v than those that backward will see."""
+    def _other_bits(self, rule: int | None, recomputed: list[str]) -> RecipeError:
+        """The error for statistics that may belong to other q, k and v than those that backward will see."""
         listed = self._save_list
         where, saw = ("default", "save") if rule is None else (f"rules[{rule}].op", listed.rules[rule].op)
         names = [layer.rpartition(".")[2] for layer in recomputed]
@@ -193,7 +193,7 @@ class BlockRules:
         fix = f'put first a rule with op = "matmul", module = {json.dumps(names)}, action = "save"'
         problems = Problems(listed.origin)
         problems.add(where, json.dumps(saw), want, fix)
-        return problems.message()
+        return problems.error(RecipeError)
 
 
 def rule_in_words(rule: SaveRule) -> str:
