@@ -84,7 +84,9 @@ def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) ->
         ("model", "llama3-8b", ['model.flavor = "8b"', 'mean "8B"?']),
         ("model", "8B", ['model.flavor = "8B"', "see `titanlite recipes model`"]),
         ("model", "mine-small", ['"small"\n      want: model/mine-small.toml in a folder of job.recipe_dirs']),
-        ("model", "llama3-80B", ['model.flavor = "80B"', "one of 1B, 3B, 405B, 70B, 8B, debug", 'mean "8B"?']),
+        ("model", "llama3-7B", ["one of 1B, 3B, 405B, 70B, 8B, debug", "see `titanlite recipes model`"]),
+        ("float8", "fp8", ["one of none, blockwise, mxfp8", "see `titanlite recipes float8`"]),
+        ("activation_checkpoint", "ful", ['did you mean "full"?']),
     ],
 )
 def test_an_unknown_name_lists_the_choices(kind: Kind, name: str, parts: list[str]) -> None:
@@ -104,6 +106,14 @@ def test_the_users_own_recipes_have_names_too(tmp_path: Path) -> None:
     assert mine == replace(shipped, help="mine", accumulation=replace(shipped.accumulation, output="split"))
     assert names("float8", (str(tmp_path),)) == [*names("float8"), "mine"]
     assert names("model", (str(tmp_path),)) == names("model")
+
+
+def test_an_unknown_name_lists_those_of_the_users_folders(tmp_path: Path) -> None:
+    write(tmp_path, "float8", "mine", 'extends = "rowwise"\n')
+    write(tmp_path, "model", "mine-small", 'extends = "llama3-8B"\n')
+    assert "tensorwise, mine, or a .toml file" in message("float8", "zzz", (str(tmp_path),))
+    said = message("model", "llama3-zzz", (str(tmp_path),))
+    assert "model/llama3-zzz.toml in a folder of job.recipe_dirs, which have mine-small" in said
 
 
 def test_a_list_of_tables_is_shown_as_one(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ What derives from `TitanliteError` is the user's to fix: the command line prints
 and exits with code 2. Anything else that escapes is a bug.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -64,6 +65,21 @@ class Problem:
         place = f"line {self.line}  " if self.line is not None else ""
         seen = f" = {self.saw}" if self.saw else ""
         return f"{place}{self.where}{seen}\n    want: {self.want}\n    fix:  {self.fix}"
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that was probably meant, whatever its case; None if none is near.
+
+    Three letters with another, or without one, are still that word ("ful"); where more differs, or of two letters any
+    ("7B", "70B"), they are another.
+
+    Args:
+        word: what was written.
+        choices: what could have been.
+    """
+    spelling = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=0.6 if len(word) > 3 else 0.85)
+    return spelling[near[0]] if near else None
 
 
 class Report(str):

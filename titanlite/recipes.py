@@ -12,7 +12,6 @@ so that a bad recipe is reported within a second.
 """
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from titanlite.config.recipe_schema import (
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
-from titanlite.errors import RecipeError
+from titanlite.errors import RecipeError, nearest
 
 Kind = Literal["model", "float8", "activation_checkpoint"]
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
@@ -175,14 +174,14 @@ def _find(
     asked, choices, place = name, [*words, *files], "a .toml file that exists"
     if kind == "model" and key is None:  # a config says name and flavor apart
         architecture, _, flavor = name.partition("-")
-        asked, place = flavor or name, f"model/{name}.toml in a folder of job.recipe_dirs"
+        own = [stem for stem, path in files.items() if path.parent != shipped_folder("recipes") / kind]
+        has = f", which have {', '.join(own)}" if own else ""
+        asked, place = flavor or name, f"model/{name}.toml in a folder of job.recipe_dirs{has}"
         choices = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
     problems, key = Problems(origin), key or KINDS[kind].key
-    spelling = {c.lower(): c for c in choices}
-    near = [spelling[c] for c in difflib.get_close_matches(asked.lower(), spelling, n=1)]
-    if kind == "float8" and asked in OLD_FLOAT8_RECIPES:
-        near = [OLD_FLOAT8_RECIPES[asked]]
-    fix = f'did you mean "{near[0]}"?' if near else f"see `titanlite recipes {kind}`"
+    near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
+    near = near or nearest(asked, choices)
+    fix = f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`"
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)
     raise problems.error(RecipeError)
@@ -287,8 +286,8 @@ def _check_save_list(recipe: SaveList, problems: Problems) -> None:
         where, is_class, is_block = f"rules[{n}]", rule.op in OP_CLASSES, rule.op == "block"
         if not is_class and not is_block and "." not in rule.op:
             choices = (*OP_CLASSES, "block")
-            near = difflib.get_close_matches(rule.op, choices, n=1)
-            fix = f'did you mean "{near[0]}"?' if near else "name a class, or one op"
+            near = nearest(rule.op, choices)
+            fix = f'did you mean "{near}"?' if near else "name a class, or one op"
             want = f"one of {', '.join(choices)}, or one op, as aten.mm.default"
             problems.add(f"{where}.op", show(rule.op), want, fix)
         if is_block and any(earlier.op != "block" for earlier in recipe.rules[:n]):

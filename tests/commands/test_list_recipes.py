@@ -1,5 +1,7 @@
 """`titanlite recipes` lists what there is, and prints one recipe as it was understood."""
 
+from pathlib import Path
+
 import pytest
 import tomli
 
@@ -32,11 +34,23 @@ def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str
         assert build(type(recipe), tomli.loads(capsys.readouterr().out), problems) == recipe
 
 
+def test_ones_own_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, base in (("float8", "rowwise"), ("activation_checkpoint", "full")):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "mine.toml").write_text(f'extends = "{base}"\nhelp = "Of my own."\n')
+    for argv in ([], ["float8"], ["float8", "mine"]):
+        assert main(["recipes", *argv, "--job.recipe_dirs", str(tmp_path)]) == 0
+        assert "Of my own." in capsys.readouterr().out
+    assert main(["recipes", "float8", "mine"]) == 2
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
         (["flaot8"], "did you mean float8?"),
         (["float8", "rowwis"], 'did you mean "rowwise"?'),
+        (["float8", "fp8"], "see `titanlite recipes float8`"),
+        (["float8", "rowwise", "--job.recipe_dirs", "/no/such"], "a folder that exists"),
         (["float8", "rowwise", "x"], "at most a kind and a name"),
     ],
 )

@@ -444,6 +444,7 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
         ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this one"),
         ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why beside --diff"),
         ([DEBUG, *TWO, "--why", "layers.3.attention.w0.weight"], "--why layers.3.attention.wo.weight"),
+        ([DEBUG, *TWO, "--why", "wo"], "--why layers.0.attention.wo or --why layers.0.attention.wo.weight\n"),
         ([DEBUG, *TWO, "--why", "@norm.weight"], "--why norm.weight"),
         ([DEBUG, *TWO, "--why", "layers.4"], "--why layers.3"),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),

@@ -189,9 +189,13 @@ def test_a_save_list_that_a_run_would_refuse(
 @pytest.mark.parametrize(
     ("rule", "parts"),
     [
+        ('op = "matmul"\nmodule = ["wv"]', ['line 5  rules[0].module = "wv"', 'did you mean "wqkv"?']),
         ('op = "matmul"\nmodule = ["wqkw"]', ['line 5  rules[0].module = "wqkw"', 'did you mean "wqkv"?']),
         ('op = "aten._scaled_dot_product_flash_attention.default"', ["line 4  rules[0].op", 'module = ["wqkv"]']),
-        ('op = "block"\nlayers = "9:"', ['line 5  rules[0].layers = "9:"', "the model's 2 blocks"]),
+        (
+            'op = "block"\nlayers = "9:"',
+            ['line 5  rules[0].layers = "9:"', "the model's 2 blocks", "or set optional = true"],
+        ),
         ('op = "communication"', ["line 4  rules[0].op", "it matches nothing", "set optional = true"]),
         ('op = "cast"\nmodule = ["w2"]', ["line 4  rules[0].op", "it matches nothing"]),
         ('op = "titanlite.scaled_matmul.default"', ["line 4  rules[0].op", "it matches nothing"]),
@@ -268,6 +272,7 @@ def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixtur
         (["{file}", "--float8.recipe", "rowwis"], ["command line: 1 problem", 'did you mean "rowwise"?']),
         (["{file}", "--activation_checkpoint.recipe", "x"], ["one of auto, attention, balanced"]),
         (["{file}", "--model.flavor", "9B"], ["one of 1B, 3B, 405B, 70B, 8B, debug"]),
+        (["{file}", "--training.global_batch_size", "-1"], ["leave global_batch_size out"]),
         (["{file}", "--model.vocab_size", "255"], ["model.vocab_size"]),
         (["{file}", "--data.source", "/no/such/*.txt"], ["/no/such/*.txt"]),
         (["{file}", "--world", "none"], ["--world = none"]),
@@ -542,6 +547,8 @@ def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixtur
             '["layers.1.atention.wo"]',
             'line 9  float8.filter_fqns = "layers.1.atention.wo"|did you mean "layers.1.attention.wo"?',
         ),
+        ('["attention.wk"]', 'line 9  float8.filter_fqns = "attention.wk"|did you mean "attention.wqkv"?'),
+        ('["w3"]', 'line 9  float8.filter_fqns = "w3"|did you mean "w13"?'),
         ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|remove it'),
         ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: a linear layer that it can convert'),
     ],

@@ -91,6 +91,8 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--trainin.steps", "5"], ["did you mean training.steps?"]),
         (["--training"], ["--training", "see --help training"]),
         (["--activation_checkpoint.mode", "full"], ["use activation_checkpoint.recipe"]),
+        (["--activation_checkpoint.mode", "selective"], ['recipe = "every_second_matmul"']),
+        (["--checkpoint.async_mode", "async_with_pinned_mem"], ['fix:  --checkpoint.async_mode "async"']),
         (["--training.steps", "1e4"], ["want: a whole number", "fix:  --training.steps 10000"]),
         (["--training.steps", "many"], ["--training.steps = many", "fix:  --training.steps 10000 (the default)"]),
         (["--training.steps"], ["want: a whole number"]),

@@ -106,6 +106,10 @@ steps = 1
         ('[training]\nglobal_batch_size = "64"', ["want: a whole number", "fix:  global_batch_size = 64"]),
         ("[metrics]\nenable_wandb = true", ["line 2  metrics.enable_wandb", "use metrics.wandb"]),
         ('[quantize.linear.float8]\nrecipe_name = "rowwise"', ["line 1  quantize", "use float8.recipe"]),
+        ('[checkpoint]\nasync_mode = "async_with_pinned_mem"', ['fix:  async_mode = "async"']),
+        ('[activation_checkpoint]\nmode = "selective"', ['use activation_checkpoint.recipe = "every_second_matmul"']),
+        ('[activation_checkpoint]\nmode = "full"', ['use activation_checkpoint.recipe = "full"']),
+        ('[activation_checkpoint]\nmode = ["full"]', ['use activation_checkpoint.recipe ("none", "full" or']),
         ("[zzz]\nx = 1", ["line 1  zzz", "fix:  remove it"]),
     ],
 )

@@ -5,14 +5,13 @@ help. It is imported when it is called, and its help is read without importing i
 """
 
 import ast
-import difflib
 import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe, nearest
 from titanlite.exit_code import print_whatever_the_encoding
 from titanlite.redact import redact
 
@@ -36,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if name not in _COMMANDS:
-            near = difflib.get_close_matches(name, _COMMANDS, n=1)
-            fix = f"did you mean titanlite {near[0]}?" if near else "see titanlite --help"
+            near = nearest(name, _COMMANDS)
+            fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
             raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
         return importlib.import_module(f"{__name__}.{_module(name)}").run(rest)
     except TitanliteError as error:

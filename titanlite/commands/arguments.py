@@ -1,10 +1,9 @@
 """The arguments of a command: its own flags, which are no keys of a config, and the words around them."""
 
-import difflib
 import sys
 from collections.abc import Sequence
 
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
 def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:
@@ -68,9 +67,10 @@ def take(argv: Sequence[str], names: Sequence[str], fix: str) -> tuple[list[str]
 
 def _require_no_near(word: str, value: str, names: Sequence[str]) -> None:
     """Raise if a word was probably meant to be one of the flags; keys of a config have a dot."""
-    if word.startswith("-") and "." not in word and (near := difflib.get_close_matches(word, names, n=1, cutoff=0.75)):
+    near = nearest(word.lstrip("-"), [name.lstrip("-") for name in names])
+    if word.startswith("-") and "." not in word and near:
         want = f"a flag of this command: {', '.join(names)}"
-        raise ConfigError(describe("command line", [Problem(word, value, want, f"did you mean {near[0]}?")]))
+        raise ConfigError(describe("command line", [Problem(word, value, want, f"did you mean --{near}?")]))
 
 
 def words_and_flags(argv: Sequence[str], names: Sequence[str], page: str) -> tuple[list[str], dict[str, str]]:

@@ -4,20 +4,20 @@ What is shown is what the loader made of the file: defaults filled in, `extends`
 another can be read here without opening both.
 """
 
-import difflib
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import cast, get_args
 
+from titanlite.commands.arguments import take
 from titanlite.commands.validate import checked_run
 from titanlite.config.problems import Origin
 from titanlite.config.write import to_toml
-from titanlite.errors import Problem, RecipeError, describe
+from titanlite.errors import Problem, RecipeError, describe, nearest
 from titanlite.recipes import Kind, current_name, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-_MEASURE = "--measure"
+_MEASURE, _DIRS = "--measure", "--job.recipe_dirs"
 _USAGE = f"titanlite recipes float8 {_MEASURE} --config FILE [--section.key VALUE ...]"
 
 
@@ -28,19 +28,21 @@ def run(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(f"usage: titanlite recipes [KIND [NAME]]\n       {_USAGE}\n\n  KIND  {', '.join(_KINDS)}\n")
         return 0
+    argv, given = take(argv, (_DIRS,), f"{_DIRS} DIR")
+    dirs = [folder for folder in given.get(_DIRS, "").split(",") if folder]
     if len(argv) > 2:
         problem = Problem(" ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME")
         raise RecipeError(describe("command line", [problem]))
     for kind in argv[:1]:
         if kind not in _KINDS:
-            near = difflib.get_close_matches(kind, _KINDS, n=1)
-            fix = f"did you mean {near[0]}?" if near else "titanlite recipes, to see them all"
+            near = nearest(kind, _KINDS)
+            fix = f"did you mean {near}?" if near else "titanlite recipes, to see them all"
             raise RecipeError(describe("command line", [Problem("KIND", kind, f"one of {', '.join(_KINDS)}", fix)]))
     if len(argv) == 2:
-        sys.stdout.write(_one(cast("Kind", argv[0]), argv[1]))
+        sys.stdout.write(_one(cast("Kind", argv[0]), argv[1], dirs))
     else:
         kinds = cast("Sequence[Kind]", argv) or _KINDS
-        sys.stdout.write("\n".join(_listing(kind) for kind in kinds))
+        sys.stdout.write("\n".join(_listing(kind, dirs) for kind in kinds))
     return 0
 
 
@@ -57,9 +59,9 @@ def _measure(argv: list[str]) -> int:
     return 0
 
 
-def _listing(kind: Kind) -> str:
+def _listing(kind: Kind, dirs: Sequence[str]) -> str:
     """The names of one kind, each with its help."""
-    rows = {name: load(kind, name).help for name in names(kind)}
+    rows = {name: load(kind, name, dirs).help for name in names(kind, dirs)}
     width = max(map(len, rows))
     indent = " " * (width + 4)
     lines = [kind]
@@ -68,8 +70,8 @@ def _listing(kind: Kind) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _one(kind: Kind, name: str) -> str:
+def _one(kind: Kind, name: str, dirs: Sequence[str]) -> str:
     """One recipe as TOML, after a line that says which."""
-    recipe, current = load(kind, name, origin=Origin("command line")), current_name(kind, name)
+    recipe, current = load(kind, name, dirs, Origin("command line")), current_name(kind, name, dirs)
     hint = "" if current == name else f", which others call {name}"
     return f"# {kind} recipe {current}{hint}\n" + to_toml(recipe)

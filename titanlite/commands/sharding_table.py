@@ -130,7 +130,8 @@ def why(planned: PlannedLayers, tensor: str) -> str:
     if asked not in known or (
         tensor.startswith("@") and asked not in {n for at in returned for n in planned.names(at)}
     ):
-        near = difflib.get_close_matches(asked, known, n=3, cutoff=0.0)
+        alike = {BLOCK_NAME.sub("layers.*", name): name for name in sorted(known, reverse=True) if asked in name}
+        near = sorted(alike.values(), key=len)[:3] or difflib.get_close_matches(asked, known, n=3, cutoff=0.0)
         want = "a parameter, a tensor of the plan, or a module"
         raise ConfigError(
             describe("command line", [Problem("--why", tensor, want, " or ".join(f"--why {name}" for name in near))])

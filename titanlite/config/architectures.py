@@ -6,13 +6,14 @@ under `[block]`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import Block, ModelRecipe
 from titanlite.config.schema import Model
-from titanlite.errors import Problem
+from titanlite.errors import Problem, nearest
 
 _OPTIONAL = ("rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len")
 
@@ -68,6 +69,22 @@ def linear_layers(block: Block, sizes: ModelRecipe, ranks: int = 1) -> dict[str,
     of_a_block = block.weights(sizes, ranks).items()
     layers = {f"layers.{n}.{name}": shape for n in range(sizes.n_layers) for name, shape in of_a_block}
     return {**layers, "output": (sizes.vocab_size // ranks, sizes.dim)}
+
+
+def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
+    """Return the linear layer that was probably meant: one that has it as a part, as `wqkv` has `wk`, or the nearest.
+
+    Args:
+        name: what was written, in full or in part.
+        layers: names of the linear layers there are.
+    """
+    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    part = name.rpartition(".")[2]
+    for whole in last_names:
+        if len(part) == 2 < len(whole) and part[0] == whole[0] and part[1] in whole[1:]:
+            in_full = f"{name.removesuffix(part)}{whole}"
+            return in_full if any(in_full in layer for layer in layers) else whole
+    return nearest(name, [*last_names, *layers])
 
 
 def n_parameters(block: Block, sizes: ModelRecipe) -> int:

@@ -6,13 +6,14 @@ for a tuple.
 """
 
 import dataclasses
-import difflib
 import json
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from titanlite.config.problems import Problems
+from titanlite.config.renamed import replacement
+from titanlite.errors import nearest
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ def build(
     table: Mapping[str, object],
     problems: Problems,
     where: str = "",
-    suggest: Callable[[str], str | None] = lambda path: None,
+    suggest: Callable[[str, object], str | None] = lambda path, value: None,
 ) -> T | None:
     """Build `schema` from `table`.
 
@@ -32,8 +33,8 @@ def build(
         table: what the file says.
         problems: collects what is wrong.
         where: dotted key of this table; "" at the top.
-        suggest: from the dotted key of an unknown key, to what the user should do; None if it has no better idea than
-            the nearest field.
+        suggest: from the dotted key of an unknown key and its value, to what the user should do; None if it has no
+            better idea than the nearest field.
 
     Returns:
         The value; where problems were added, of what is right, or None if a field that must be given is missing.
@@ -47,7 +48,7 @@ def build(
             if converted is not None:  # which TOML cannot say
                 values[key] = converted
         else:
-            fix = suggest(path) or _nearest_field(key, known, where) or "remove it"
+            fix = suggest(path, value) or _nearest_field(key, known, where) or "remove it"
             problems.add(path, show(value), f"one of {', '.join(known)}", fix)
     for name, f in known.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
@@ -60,12 +61,17 @@ def build(
 
 
 def _nearest_field(key: str, known: Mapping[str, object], where: str) -> str | None:
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {where + '.' if where else ''}{near[0]}?" if near else None
+    near = nearest(key, known)
+    return f"did you mean {where + '.' if where else ''}{near}?" if near else None
 
 
 def _convert(
-    hint: Any, value: object, path: str, problems: Problems, suggest: Callable[[str], str | None], default: object
+    hint: Any,
+    value: object,
+    path: str,
+    problems: Problems,
+    suggest: Callable[[str, object], str | None],
+    default: object,
 ) -> object:
     """Return `value` as the type `hint` says, or add a problem and return None, or a table of what is right in it."""
     options = _options(hint)
@@ -122,14 +128,15 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
     meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
     if meant != "" and any(_fits(o, meant) for o in options):
         return f"{key} = {show(meant)}"
+    if fix := replacement(path, value):
+        return fix
     if any(get_origin(o) is tuple for o in options) and isinstance(value, str):
         return f"{key} = [{show(value)}]"
     if any(dataclasses.is_dataclass(o) for o in options):
         return f"write it as a table: [{path}]"
     choices = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)]
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    if near:
-        return f'did you mean "{near[0]}"?'
+    if near := nearest(str(value), choices):
+        return f'did you mean "{near}"?'
     if isinstance(default, bool | int | float | str):
         return f"{key} = {show(default)} (the default)"
     return f"give {describe_type(hint)}"

@@ -7,7 +7,6 @@ are found here, and if tyro refuses the rest, each flag is tried by itself to se
 """
 
 import contextlib
-import difflib
 import io
 import os
 import sys
@@ -22,7 +21,7 @@ from titanlite.config.explain import overview, section_page
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.read import read_what_is_right, schema_keys, sections, suggest_key
 from titanlite.config.schema import Config
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
 def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
@@ -134,8 +133,8 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
     if positive != key and schema_keys().get(positive) is bool:
         meant = f"--{positive} false"
     else:
-        meant = None if key in sections() else suggest_key(key)
-        if difflib.get_close_matches(key, ("config",)):
+        meant = None if key in sections() else suggest_key(key, " ".join(values))
+        if nearest(key, ("config",)):
             meant = "did you mean --config?"
     fix = meant or f"see --help {section if own else ''}".rstrip()
     problems.add(f"--{key}", " ".join(values), want, fix, at=COMMAND_LINE)

@@ -6,7 +6,6 @@ misspelt, or come from a torchtitan file.
 """
 
 import dataclasses
-import difflib
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -15,6 +14,7 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.renamed import replacement
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged
+from titanlite.errors import nearest
 
 
 def sections() -> dict[str, type]:
@@ -65,21 +65,26 @@ def read_what_is_right(path: Path) -> tuple[Config, Problems]:
     return cast("Config", config), problems
 
 
-def suggest_key(path: str) -> str | None:
+def suggest_key(path: str, value: object = None) -> str | None:
     """Say what to write instead of an unknown dotted key: its replacement, its section, or the nearest key.
+
+    Args:
+        path: the key.
+        value: that it was given.
 
     Returns:
         A sentence, or None if nothing is near.
     """
     section, _, key = path.rpartition(".")
-    if fix := replacement(path):
+    if fix := replacement(path, value):
         return fix
-    if not section and (near := difflib.get_close_matches(path, sections(), n=1)):
-        return f"did you mean [{near[0]}]?"
+    if not section and (near := nearest(path, sections())):
+        return f"did you mean [{near}]?"
     elsewhere = [k for k in schema_keys() if k.endswith(f".{key}")]
     own = [k for k in schema_keys() if k.startswith(f"{section}.")]
     if own and 1 <= len(elsewhere) <= 3:
         near = elsewhere
     else:
-        near = difflib.get_close_matches(path, own or schema_keys(), n=1) or elsewhere[:3]
+        meant = nearest(path, own or schema_keys())
+        near = [meant] if meant else elsewhere[:3]
     return f"did you mean {' or '.join(near)}?" if near else None

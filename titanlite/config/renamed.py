@@ -1,4 +1,4 @@
-"""Keys of torchtitan's last TOML release (v0.2) that are not keys here, and what to write instead.
+"""Keys and values of torchtitan's last TOML release (v0.2) that are none here, and what to write instead.
 
 Its users come with files full of these, so the error names the replacement. A section stands for all its keys.
 """
@@ -101,6 +101,16 @@ _REPLACEMENT: dict[str, str] = {
 }
 
 
+_VALUE: dict[str, dict[object, str]] = {
+    "activation_checkpoint.mode": {
+        "none": 'use activation_checkpoint.recipe = "none"',
+        "full": 'use activation_checkpoint.recipe = "full"',
+        "selective": 'use activation_checkpoint.recipe = "every_second_matmul"',
+    },
+    "checkpoint.async_mode": {"async_with_pinned_mem": 'async_mode = "async"'},
+}
+
+
 OLD_FLOAT8_RECIPES = {
     "all_tensorwise": "tensorwise",
     "all_axiswise": "rowwise",
@@ -109,8 +119,10 @@ OLD_FLOAT8_RECIPES = {
 """What torchao and torchtitan called recipes of the same arithmetic in earlier releases."""
 
 
-def replacement(key: str) -> str | None:
-    """Say what to write instead of a dotted key of torchtitan, or None if it is none of its keys."""
+def replacement(key: str, value: object = None) -> str | None:
+    """Say what to write instead of a dotted key of torchtitan, or of a value of it, or None if it is none of them."""
+    if isinstance(value, str) and value in _VALUE.get(key, {}):
+        return _VALUE[key][value]
     while key:
         if key in _REPLACEMENT:
             return _REPLACEMENT[key]

@@ -5,7 +5,6 @@ anything else is replaced whole. A config names the files by path, a recipe by n
 found.
 """
 
-import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import tomli
 from titanlite.config.build import show
 from titanlite.config.locate import key_lines
 from titanlite.config.problems import Place
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, describe, nearest
 
 Table = dict[str, Any]
 
@@ -94,9 +93,8 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
 def nearest_file(path: Path) -> str:
     """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
     beside = {p.name: p for p in sorted(path.parent.glob("*.toml")) if os.path.isfile(p)}
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    if near:
-        return f"did you mean {beside[near[0]]}?"
+    if near := nearest(path.name, beside):
+        return f"did you mean {beside[near]}?"
     shipped = sorted(p.name for p in shipped_folder("configs").glob("*.toml"))
     return f"write it, or start from one in {shipped_folder('configs')}: {', '.join(shipped)}"
 

@@ -4,7 +4,6 @@ The names of shipped architectures are known without torch, so that a misspelt p
 checked; those of a model file of the user's own when it is imported.
 """
 
-import difflib
 import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatch
@@ -13,6 +12,7 @@ from titanlite.config.architectures import linear_layers
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Block, ModelRecipe
+from titanlite.errors import nearest
 
 _KEY = "optimizer.weight_decay_exclude"
 
@@ -34,9 +34,9 @@ def without_decay(patterns: Sequence[str], parameters: Collection[str], origin: 
         if not any(fnmatch(name, pattern) for name in parameters):
             # Those of all that end alike, too: "*attention_norm.weight", "*norm.weight", "*weight".
             ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
-            near = difflib.get_close_matches(pattern, [*names, *ends], n=1)
+            near = nearest(pattern, [*names, *ends])
             want = f"a pattern that matches a parameter: {', '.join(list(names)[:4])}, …"
-            problems.add(_KEY, show(pattern), want, f"did you mean {show(near[0])}?" if near else "remove it")
+            problems.add(_KEY, show(pattern), want, f"did you mean {show(near)}?" if near else "remove it")
     problems.raise_all()
     return {name for name in parameters if any(fnmatch(name, pattern) for pattern in patterns)}
 

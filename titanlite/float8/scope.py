@@ -1,8 +1,8 @@
 """Which recipes titanlite's own float8 products carry out, and what they keep: by the recipe alone, without torch."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 
+from titanlite.config.architectures import nearest_layer
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe
@@ -87,9 +87,9 @@ def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: O
     """
     problems, last_names = Problems(origin or Origin("config")), list(dict.fromkeys(n.split(".")[-1] for n in layers))
     for unused in (f for f in filter_fqns if not any(f in name for name in layers)):
-        near = difflib.get_close_matches(unused, [*last_names, *layers], n=1)
+        near = nearest_layer(unused, layers)
         want = f"part of the name of a linear layer: {', '.join(last_names)}, …"
-        fix = f"did you mean {show(near[0])}?" if near else "remove it"
+        fix = f"did you mean {show(near)}?" if near else "remove it"
         problems.add("float8.filter_fqns", show(unused), want, fix)
     problems.raise_all(RecipeError)
 

@@ -6,7 +6,6 @@ in eager mode and under `torch.compile` alike (`save_rules.py` has the classes t
 Whether a rule was used is counted: a rule that matched nothing is reported, and without `optional` it is an error.
 """
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import RecipeError
+from titanlite.errors import RecipeError, nearest
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Float8Matmul
 from titanlite.kernels.products import FLOAT8
@@ -197,8 +196,8 @@ def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
     for i, rule in enumerate(save_list.rules):
         if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
             default = f"{rule.op}.default"
-            near = [default] if default in known else difflib.get_close_matches(rule.op, known, n=1)
-            fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(CLASSES)}"
+            near = default if default in known else nearest(rule.op, known)
+            fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
             want = "an operation of torch with its overload, as aten.mm.default"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', want, fix)
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):

@@ -6,11 +6,9 @@ found where torch is imported (`activation_checkpoint.py`); whether it then runs
 chooses and what carries a float8 recipe out on a device, in the first step.
 """
 
-import difflib
-
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
-from titanlite.errors import RecipeError
+from titanlite.errors import RecipeError, nearest
 from titanlite.parallel.activation_bytes import Layout, price
 from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, add_unknown_layers, is_whole, kernels
 
@@ -33,12 +31,12 @@ def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, str
     for i, rule in enumerate(save_list.rules):
         if rule.op.startswith("titanlite.") and rule.op not in OPERATIONS:
             own = [op for op in OPERATIONS if op.startswith("titanlite.")]
-            near = difflib.get_close_matches(rule.op, own, n=1)
-            fix = f'did you mean "{near[0]}"?' if near else f"name a class: {', '.join(CLASSES)}"
+            near = nearest(rule.op, own)
+            fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', f"an operation of forward: {', '.join(own)}", fix)
         elif strict and not rule.optional and not rule.blocks(sizes.n_layers):
             want = f"some of the model's {sizes.n_layers} blocks"
-            problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule")
+            problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule, or set optional = true")
     problems.raise_all(RecipeError)
     matched = _matched(save_list, sizes, layout)
     for i, rule in enumerate(save_list.rules):

@@ -8,13 +8,13 @@ prepares that layer's input, a reduce-scatter ends the layer of the last matmul.
 arithmetic the layer runs in.
 """
 
-import difflib
 import json
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from titanlite.config.architectures import nearest_layer
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
@@ -246,7 +246,7 @@ def add_unknown_layers(save_list: SaveList, layers: Sequence[str], problems: Pro
     named = [(i, module) for i, rule in enumerate(save_list.rules) if not rule.optional for module in rule.module]
     for i, module in named:
         if not any(is_named(layer, [module]) for layer in layers):
-            near = difflib.get_close_matches(module, last_names, n=1)
-            fix = f'did you mean "{near[0]}"?' if near else "remove it, or set optional = true"
+            near = nearest_layer(module, last_names)
+            fix = f'did you mean "{near}"?' if near else "remove it, or set optional = true"
             want = f"a linear layer of a block: {', '.join(last_names)}"
             problems.add(f"rules[{i}].module", f'"{module}"', want, fix)
