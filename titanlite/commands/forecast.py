@@ -124,16 +124,28 @@ def time_rows(predicted: Forecast) -> list[list[str]]:
     return [*rows, ["total", f"{predicted.step.total:,.1f} ms"], speed]
 
 
-def forecast_table(predicted: Forecast) -> str:
-    """Format a forecast."""
-    text = ""
-    for title, rows in (
-        ("memory of a rank at its peak, GiB (CUDA's context and NCCL's buffers come on top)", memory_rows(predicted)),
-        (f"time of a step by rates of {predicted.device}", time_rows(predicted)),
-    ):
-        if rows:
-            text += f"\n{title}\n{columns(*rows)}"
+def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
+    """Format a forecast.
+
+    Args:
+        predicted: of a run.
+        device_gib: as `check_device` takes it, which refuses what is not said to fit here.
+    """
+    text, (gib, device) = "", _device(device_gib)
+    if predicted.memory is not None:
+        title = "memory of a rank at its peak, GiB (CUDA's context and NCCL's buffers come on top)"
+        text += f"\n{title}\n{columns(*memory_rows(predicted))}"
+        if predicted.memory.total <= usable(gib):
+            text += f"fits {device}: {predicted.memory.total / GIB:,.1f} of {gib:g} GiB\n"
+    if rows := time_rows(predicted):
+        text += f"\ntime of a step by rates of {predicted.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
+
+
+def _device(device_gib: float | None) -> tuple[float, str]:
+    """GiB and name of the device of --device-gib, or of the one whose rates there are."""
+    rates = measured_rates()
+    return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
 
 
 def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gib: float | None) -> None:
@@ -153,9 +165,8 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
             return
         want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
-    rates = measured_rates()
-    gib = device_gib or rates.device_gib
-    saw = f"{gib:g}" + ("" if device_gib else f" (not given, so that of {rates.device.partition(',')[0]})")
+    gib, device = _device(device_gib)
+    saw = f"{gib:g}" + ("" if device_gib else f" (not given, so that of {device})")
     if predicted.memory.total <= usable(gib):
         return
     run = replace(checked, save_list=predicted.save_list)

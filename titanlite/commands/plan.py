@@ -52,14 +52,14 @@ def run(argv: list[str]) -> int:
     if "--why" in given:
         sys.stdout.write(_why(planned, given["--why"], flags[1]))
     else:
-        sys.stdout.write(_tables(planned))
+        sys.stdout.write(_tables(planned, device_gib))
     if world is not None and planned.predicted is not None:
         check_device(checked, world, planned.predicted, device_gib)
     return 0
 
 
-def _tables(planned: PlannedRun) -> str:
-    """All tables of a plan."""
+def _tables(planned: PlannedRun, device_gib: float | None) -> str:
+    """All tables of a plan, and whether it fits."""
     text = ""
     if planned.sharding is not None:
         from titanlite.commands.sharding_table import sharding_table
@@ -78,7 +78,7 @@ def _tables(planned: PlannedRun) -> str:
             header = ("all_reduce of the maximum of", "pass", "at", "times a step")
             text += f"\n{columns(header, *_maxima_rows(planned))}"
             text += "one number each; those of forward once more where it is computed again, and one for all weights\n"
-    return text + (forecast_table(planned.predicted) if planned.predicted else "")
+    return text + (forecast_table(planned.predicted, device_gib) if planned.predicted else "")
 
 
 def _pair_rows(planned: PlannedRun) -> list[list[str]]:
