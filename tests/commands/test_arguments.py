@@ -10,14 +10,15 @@ from titanlite.config.write import to_toml
 from titanlite.run_folder import RunFolder
 
 EXPORT = "titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]"
+FLAGS = "a flag of this command:"
 MISTAKES = {
     "export": ("RUN\n", "a run's folder, with config.toml and checkpoints", "titanlite export outputs/run"),
-    "export run --stp 2": ("--stp\n", "a flag of this command: --step, --out", "did you mean --step?"),
-    "export run --stp=2": ("--stp = 2\n", "a flag of this command: --step, --out", "did you mean --step?"),
-    "export run -step 2": ("-step\n", "a flag of this command: --step, --out", "did you mean --step?"),
-    "export run --run=2": ("--run = 2\n", "a flag of this command: --step, --out", EXPORT),
-    "export run --step": ("--step\n", "a value", EXPORT),
-    "export run --out --step 2": ("--out\n", "a value", EXPORT),
+    "export run --stp 2": ("--stp\n", f"{FLAGS} --step, --out", "did you mean --step?"),
+    "export run --stp=2": ("--stp = 2\n", f"{FLAGS} --step, --out", "did you mean --step?"),
+    "export run -step 2": ("-step\n", f"{FLAGS} --step, --out", "did you mean --step?"),
+    "export run --run=2": ("--run = 2\n", f"{FLAGS} --step, --out", EXPORT),
+    "export run --step": ("--step\n", "a value", "--step N\n"),
+    "export run --out --step 2": ("--out\n", "a value", "--out FOLDER\n"),
     "export run --step two": ("--step = two\n", "one of 2, 10\n", "--step 10"),
     "export run --step -1": ("--step = -1\n", "one of 2, 10\n", "--step 10"),
     "export run --step 1": ("--step = 1\n", "one of 2, 10\n", "--step 10"),
@@ -30,14 +31,27 @@ MISTAKES = {
         "a run's folder, with config.toml and metrics.jsonl; there is no such folder",
         "give the path",
     ),
-    "compare run --outt x.png": ("--outt\n", "a flag of this command: --out\n", "did you mean --out?"),
-    "compare run -v": ("-v\n", "a flag of this command: --out\n", "titanlite compare RUN [RUN ...] [--out FILE]"),
-    "compare run --out": ("--out\n", "a value", "titanlite compare RUN [RUN ...] [--out FILE]"),
-    "validate run.toml --wrld 2": ("--wrld\n", "a flag of this command: --world\n", "did you mean --world?"),
+    "compare run --outt x.png": ("--outt\n", f"{FLAGS} --out\n", "did you mean --out?"),
+    "compare run -v": ("-v\n", f"{FLAGS} --out\n", "titanlite compare RUN [RUN ...] [--out FILE]"),
+    "compare run --out": ("--out\n", "a value", "--out FILE\n"),
+    "validate run.toml --wrld 2": ("--wrld\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
     "validate run.toml more": ("more\n", "flags, as --training.steps 100", "leave it out"),
-    "validate run.toml -world 2": ("-world\n", "a flag of this command: --world\n", "did you mean --world?"),
-    "plan run.toml --device_gib 80": ("--device_gib\n", "a flag of this command: --why", "did you mean --device-gib?"),
-    "verify-resume run.toml --step=2": ("--step = 2\n", "a flag of this command: --steps\n", "did you mean --steps?"),
+    "validate more.toml run.toml": ("FILE = more.toml run.toml\n", "one config", "titanlite validate more.toml"),
+    "validate run.toml -world 2": ("-world\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
+    "validate --confg run.toml": ("--confg\n", f"{FLAGS} --config, --world\n", "did you mean --config?"),
+    "validate --world --config run.toml": ("--world\n", "a value", "--world N\n"),
+    "plan run.toml --device_gib 80": ("--device_gib\n", f"{FLAGS} --config, --world", "did you mean --device-gib?"),
+    "plan run.toml --why --activation-checkpoint": ("--why\n", "a value", "--why TENSOR\n"),
+    "plan run.toml --world 2 --diff=": ("FILE\n", "one config", "titanlite plan configs/debug.toml --world 2\n"),
+    "prepare": ("FILE\n", "one config, as the first", "titanlite prepare configs/debug.toml\n"),
+    "recipes float8 --wrld 2": ("--wrld\n", f"{FLAGS} --job.recipe_dirs, --measure\n", "titanlite recipes [KIND"),
+    "recipes --job.recipe_dir x": ("--job.recipe_dir\n", FLAGS, "did you mean --job.recipe_dirs?"),
+    "recipes float8 --measure=": ("FILE\n", "one config", "titanlite recipes float8 --measure configs/debug.toml\n"),
+    "verify-resume run.toml --step=2": (
+        "--step = 2\n",
+        f"{FLAGS} --config, --world, --steps\n",
+        "did you mean --steps?",
+    ),
 }
 
 

@@ -60,5 +60,7 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], part: str
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "--help"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes", "--help"])
+    assert not ended.value.code
     assert "usage: titanlite recipes [KIND [NAME]]" in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     [
         (["--measure", *DEBUG], "the kind whose recipes are arithmetic: float8"),
         (["model", "--measure", *DEBUG], "the kind whose recipes are arithmetic: float8"),
-        (["float8", "--measure"], "one TOML file"),
+        (["float8", "--measure"], "one config, as the first argument"),
         (["float8", "--measure", *DEBUG, "--training.stepz", "5"], "did you mean training.steps?"),
     ],
 )

@@ -411,6 +411,8 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.split()[:2] == [DEBUG, LARGE]
     assert "weight layers.0-31.attention.wqkv.weight" in out
+    assert main(["plan", DEBUG, *TWO, f"--diff={LARGE}", *TWO[:2]]) == 0
+    assert capsys.readouterr().out == out
     flags = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
     assert main(["plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
@@ -436,7 +438,8 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "titanlite plan configs/llama3_8b.toml"),
+        ([], "titanlite plan configs/debug.toml --world 2"),
+        ([DEBUG, LARGE], f"titanlite plan {DEBUG} --world 2; "),
         ([DEBUG], "parallelism.tensor_parallel_degree = 1"),
         ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
         ([DEBUG, *TWO, "--why"], "--why"),

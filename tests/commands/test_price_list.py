@@ -262,7 +262,7 @@ def test_a_broken_list_beside_others(text: str, tmp_path: Path, capsys: pytest.C
     [
         ([CONFIG], "or --activation-checkpoint for the price of the save-list"),
         ([CONFIG, "--activation-checkpoint", "--why", "x"], "no --why beside --activation-checkpoint"),
-        (["--activation-checkpoint"], "a config, as the first argument"),
+        (["--activation-checkpoint"], "one config, as the first argument"),
         ([CONFIG, "--activation-checkpoint", "--activation_checkpoint.recipe", "ful"], 'did you mean "full"?'),
     ],
 )

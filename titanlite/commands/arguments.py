@@ -1,47 +1,142 @@
-"""The arguments of a command: its own flags, which are no keys of a config, and the words around them."""
+"""The arguments of a command: its words, its own flags, and keys of the config as flags; and its help page.
+
+Most commands take a config, which stands first or behind `--config` as with train.py. What is no flag of their own is
+left to `config/command_line.py`, which has the last word on it. Others take no config, and so no other flags.
+"""
 
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
+from titanlite.config.build import show
+from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
+_CONFIG = "FILE [--section.key VALUE ...]"
 
-def file_and_world(argv: Sequence[str], example: str) -> tuple[list[str], int | None]:
-    """Read a command's FILE and `--world N`, which are no keys of the config.
 
-    Args:
-        argv: FILE [--section.key VALUE ...] [--world N].
-        example: a command line with a file, for the message.
+@dataclass(frozen=True)
+class Given:
+    """What a command line says.
 
-    Returns:
-        The arguments as train.py has them, and the number of processes or None.
-
-    Raises:
-        ConfigError: there is no file, a second one behind `--config`, or no number.
+    Attributes:
+        flags: as train.py takes them; `--config` and the file come first.
+        own: values of the command's own flags; "" of one that takes none.
+        world: number of processes, if `--world` is given.
     """
-    rest, given = take(argv, ("--world",), "--world 8")
-    number = given.get("--world", "1")
-    if not number.isdecimal() or int(number) < 1:
-        problem = Problem("--world", number, "a number of processes, at least 1", "--world 8")
-        raise ConfigError(describe("command line", [problem]))
-    world = int(number) if given else None
-    if {"-h", "--help"} & set(rest):
-        return rest, world
-    if others := [word for word in rest if word.partition("=")[0] == "--config"]:
-        problem = Problem(others[0], "", "no --config: the config is FILE, the first argument", example)
-        raise ConfigError(describe("command line", [problem]))
-    if rest and rest[0] and not rest[0].startswith("-"):
-        return ["--config", *rest], world
-    raise ConfigError(describe("command line", [Problem("FILE", "", "a config, as the first argument", example)]))
+
+    flags: list[str]
+    own: Mapping[str, str]
+    world: int | None
+
+    @property
+    def file(self) -> str:
+        """Path of the config."""
+        return self.flags[1]
 
 
-def take(argv: Sequence[str], names: Sequence[str], fix: str) -> tuple[list[str], dict[str, str]]:
-    """Split a command's own flags off: they are no keys of the config. The last of equal ones counts.
+@dataclass(frozen=True)
+class Command:
+    """A command, as its help page explains it.
 
-    Args:
-        argv: arguments.
-        names: of the flags, each of which has a value: `--name VALUE` or `--name=VALUE`.
-        fix: what to write instead of a flag without one.
+    Attributes:
+        name: behind `titanlite`.
+        about: what it does.
+        rows: its own flags, each with its value if it takes one, as "--world N", and what they are for; and its words,
+            if it takes no config.
+        takes: its words in its usage.
+    """
+
+    name: str
+    about: str
+    rows: Mapping[str, str]
+    takes: str = _CONFIG
+
+    def read(self, argv: Sequence[str]) -> Given:
+        """Read a command line with a config.
+
+        Args:
+            argv: arguments behind the name.
+
+        Raises:
+            ConfigError: there is not one file, or an own flag is misspelt, or has no value or not one that it can have.
+            SystemExit: with 0, after `--help`.
+        """
+        answer_help(argv, self.help)
+        rest, given = _take(argv, ["--config FILE", *self._own])
+        behind, first = given.pop("--config", []), list[str]()
+        while rest and not rest[0].startswith("-") and (rest[0].endswith(".toml") or not behind + first):
+            first.append(rest.pop(0))
+        files = first + behind
+        if len(files) != 1 or not files[0]:
+            want = "one config, as the first argument or behind --config"
+            fix = f"titanlite {self.name} {files[0] if len(files) > 1 else 'configs/debug.toml'}"
+            if "--world" in self._usage:  # without it there may be nothing to plan
+                fix += " --world 2"
+            if len(files) > 1:
+                fix += f"; in a file, extends = {show(files)} merges several"
+            raise _error("FILE", " ".join(files), want, fix)
+        own = {name: values[-1] for name, values in given.items()}
+        world = own.get("--world", "1")
+        if not world.isdecimal() or int(world) < 1:
+            raise _error("--world", world, "a number of processes, at least 1", "--world 8")
+        return Given(["--config", files[0], *rest], own, int(world) if "--world" in own else None)
+
+    def read_words(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Read a command line without a config.
+
+        Args:
+            argv: arguments behind the name.
+
+        Returns:
+            The words that are of no flag, and the values by flag; of equal ones, the last counts.
+
+        Raises:
+            ConfigError: a flag has no value, or there is none of its name.
+            SystemExit: with 0, after `--help`.
+        """
+        if {"-h", "--help"} & set(argv):
+            sys.stdout.write(f"usage: {self.help}\n")
+            raise SystemExit(0)
+        words, given = _take(argv, self._own)
+        unknown = [word.partition("=") for word in words if word.startswith("-")]
+        if unknown:
+            problems = [Problem(name, saw, _want(self._own), self._usage) for name, _, saw in unknown]
+            raise ConfigError(describe("command line", problems))
+        return words, {name: values[-1] for name, values in given.items()}
+
+    @property
+    def help(self) -> str:
+        """What its help page says before it comes to the sections of the config, if it takes one."""
+        file = {"FILE": "a config, as configs/debug.toml; --config FILE is the same"} if self.takes == _CONFIG else {}
+        return f"{self._usage}\n\n{self.about.strip()}\n\n{_table({**file, **self.rows})}"
+
+    @property
+    def _own(self) -> list[str]:
+        return [row for row in self.rows if row.startswith("-")]
+
+    @property
+    def _usage(self) -> str:
+        return " ".join(["titanlite", self.name, self.takes, *(f"[{flag}]" for flag in self._own)])
+
+
+def apart(argv: Sequence[str], flag: str) -> list[str]:
+    """Return the arguments with `--flag=VALUE` as two words, for what comes behind a flag to be more than its value."""
+    return [word for a in argv for word in (a.split("=", 1) if a.startswith(f"{flag}=") else [a])]
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    """Format words and flags, and what they are for."""
+    width = max(map(len, rows))
+    return "\n".join(
+        textwrap.fill(text, 120, initial_indent=f"  {flag:{width}}  ", subsequent_indent=" " * (width + 4))
+        for flag, text in rows.items()
+    )
+
+
+def _take(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Split a command's own flags off: `--name VALUE`, `--name=VALUE`, or `--name` of one that takes no value.
 
     Returns:
         All other arguments, and the values by name.
@@ -49,52 +144,31 @@ def take(argv: Sequence[str], names: Sequence[str], fix: str) -> tuple[list[str]
     Raises:
         ConfigError: a flag has no value, or is all but one of them, as `--wrld`.
     """
-    rest, given = list[str](), dict[str, str]()
+    flags = {flag.partition(" ")[0]: flag for flag in own}
+    rest, given = list[str](), dict[str, list[str]]()
     left = list(argv)
     while left:
-        name, has_value, value = left.pop(0).partition("=")
-        if name not in names:
-            _require_no_near(name, value, names)
-            rest.append(name + has_value + value)
+        word = left.pop(0)
+        name, has_value, value = word.partition("=")
+        takes_value = " " in flags.get(name, "")
+        if name not in flags or (has_value and not takes_value):
+            # Keys of a config have a dot.
+            near = nearest(name.lstrip("-"), [flag.lstrip("-") for flag in flags if ("." in flag) == ("." in name)])
+            if word.startswith("-") and near:
+                raise _error(name, value, _want(own), f"did you mean --{near}?")
+            rest.append(word)
             continue
-        if not has_value:
+        if takes_value and not has_value:
             value = left.pop(0) if left else ""
-        if not value or value.partition("=")[0] in names:
-            raise ConfigError(describe("command line", [Problem(name, "", "a value", fix)]))
-        given[name] = value
+        if takes_value and (not value or value.partition("=")[0] in flags):
+            raise _error(name, "", "a value", flags[name])
+        given.setdefault(name, []).append(value)
     return rest, given
 
 
-def _require_no_near(word: str, value: str, names: Sequence[str]) -> None:
-    """Raise if a word was probably meant to be one of the flags; keys of a config have a dot."""
-    near = nearest(word.lstrip("-"), [name.lstrip("-") for name in names])
-    if word.startswith("-") and "." not in word and near:
-        want = f"a flag of this command: {', '.join(names)}"
-        raise ConfigError(describe("command line", [Problem(word, value, want, f"did you mean --{near}?")]))
+def _want(own: Collection[str]) -> str:
+    return f"a flag of this command: {', '.join(flag.partition(' ')[0] for flag in own)}"
 
 
-def words_and_flags(argv: Sequence[str], names: Sequence[str], page: str) -> tuple[list[str], dict[str, str]]:
-    """Read the arguments of a command that takes no keys of a config.
-
-    Args:
-        argv: arguments.
-        names: of the command's flags.
-        page: what `--help` prints; its first line is the usage.
-
-    Returns:
-        The words that are of no flag, and the values by name.
-
-    Raises:
-        ConfigError: a flag has no value, or there is none of its name.
-        SystemExit: with 0, after `--help`.
-    """
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(page)
-        raise SystemExit(0)
-    usage = page.partition("\n")[0].removeprefix("usage: ")
-    words, given = take(argv, names, usage)
-    unknown = [word.partition("=") for word in words if word.startswith("-")]
-    if unknown:
-        want = f"a flag of this command: {', '.join(names)}"
-        raise ConfigError(describe("command line", [Problem(name, saw, want, usage) for name, _, saw in unknown]))
-    return words, given
+def _error(where: str, saw: str, want: str, fix: str) -> ConfigError:
+    return ConfigError(describe("command line", [Problem(where, saw, want, fix)]))

@@ -1,4 +1,4 @@
-"""`titanlite compare RUN …`: loss curves in one picture, one table of results, how configs differ.
+"""Compare runs: loss curves in one picture, a table of results, the difference of the configs.
 
 Reads nothing but run folders (`metrics.jsonl`, `config.toml`, `status.json`), so it works on runs that are still going,
 were copied from elsewhere or were made by another version.
@@ -14,20 +14,22 @@ from typing import Any
 
 import tomli
 
-from titanlite.commands.arguments import words_and_flags
+from titanlite.commands.arguments import Command
 from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.run_folder import dotted
 
-_HELP = """\
-usage: titanlite compare RUN [RUN ...] [--out FILE]
-
-Compare runs: loss curves in one picture, a table of results, the difference of the configs.
-
-  RUN         run folder, <dump_folder>/<name>; one is enough
-  --out FILE  where the picture goes; not given: loss.png in the folder of a single run, or compare.png here
-"""
+_COMMAND = Command(
+    "compare",
+    __doc__ or "",
+    {
+        "RUN": "run folder, <dump_folder>/<name>; one is enough",
+        "--out FILE": "where the picture goes; if it is not given, loss.png in the folder of a single run, or "
+        "compare.png here",
+    },
+    takes="RUN [RUN ...]",
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
             damaged; or `out` names no kind of picture or cannot be written.
         SystemExit: with 0, after `--help`.
     """
-    words, given = words_and_flags(argv, ("--out",), _HELP)
+    words, given = _COMMAND.read_words(argv)
     folders = [Path(word) for word in words]
     records = read_runs(folders)
     out = Path(given.get("--out", folders[0] / "loss.png" if len(folders) == 1 else "compare.png"))

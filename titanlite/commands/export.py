@@ -1,4 +1,4 @@
-"""Write a checkpoint as a folder that transformers (Hugging Face) loads: export RUN [--step N]."""
+"""Write a checkpoint of a run as a folder that Hugging Face's transformers loads."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlite.checkpoint import publish
-from titanlite.commands.arguments import words_and_flags
+from titanlite.commands.arguments import Command
 from titanlite.config.build import build
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
@@ -20,17 +20,18 @@ from titanlite.run_folder import RunFolder
 
 _RUN = "a run's folder, with config.toml and checkpoints"
 _DTYPES = ("bfloat16", "float32")
-_HELP = """\
-usage: titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]
-
-Write a checkpoint of a run as a folder that Hugging Face's transformers, and what reads its files, loads.
-
-  RUN               run folder, <dump_folder>/<name>
-  --step N          which checkpoint; not given: the newest
-  --out FOLDER      the new folder; not given: hugging_face/step-<step> in the run folder
-  --dtype DTYPE     bfloat16 or float32, of the weights; not given: what the run computed in
-  --tokenizer FILE  the run's tokenizer.json, if it is no longer where data.tokenizer says
-"""
+_COMMAND = Command(
+    "export",
+    __doc__ or "",
+    {
+        "RUN": "run folder, <dump_folder>/<name>",
+        "--step N": "which checkpoint; the newest if it is not given",
+        "--out FOLDER": "the new folder; hugging_face/step-<step> in the run folder if it is not given",
+        "--dtype DTYPE": "of the weights, bfloat16 or float32; what the run computed in if it is not given",
+        "--tokenizer FILE": "the run's tokenizer.json, if it is no longer where data.tokenizer says",
+    },
+    takes="RUN",
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -47,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
             tokenizer is another, or the folder exists or cannot be written; or an argument is none of this command's.
         SystemExit: with 0, after `--help`.
     """
-    words, given = words_and_flags(argv, ("--step", "--out", "--dtype", "--tokenizer"), _HELP)
+    words, given = _COMMAND.read_words(argv)
     folder = RunFolder(_only(words))
     config = _config(folder)
     dtype = given.get("--dtype", config.training.mixed_precision_param)

@@ -1,4 +1,4 @@
-"""Time every float8 recipe on the linear layers of a config, on this GPU: recipes float8 --measure --config FILE.
+"""Time every float8 recipe on the linear layers of a config, on this GPU: recipes float8 --measure FILE.
 
 A layer is its three matmuls, forward and backward, with all casts, compiled if the config compiles. Collectives are not
 part of it, and weights are cast in the layer, also where FSDP would gather them in float8. A layer on which a recipe

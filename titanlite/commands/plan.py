@@ -12,45 +12,55 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titanlite.commands.arguments import file_and_world, take
+from titanlite.commands.arguments import Command, apart
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.columns import columns
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, plan_run
 from titanlite.commands.validate import checked_run
+from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
 
 _PRICES, _DIFF = "--activation-checkpoint", "--diff"
-_USAGE = (
-    f"titanlite plan FILE [--section.key VALUE ...] [--world N] [{_PRICES} | {_DIFF} [OTHER] [--section.key VALUE ...] "
-    "| [--why TENSOR] [--device-gib GIB] [--json FILE]]"
+_COMMAND = Command(
+    "plan",
+    __doc__ or "",
+    {
+        "--world N": "number of processes of the run; also lists FSDP's collectives, memory, and the time of a step",
+        "--device-gib GIB": "memory of a device that the run is to fit into; an H200's if it is not given",
+        "--why TENSOR": "instead of the tables: where the placement of a tensor or of a module's output comes from",
+        "--json FILE": "write all of it there, too",
+        _PRICES: "instead of the sharding plan: what each rule of the save-list keeps and costs, what every list keeps",
+        f"{_DIFF} [OTHER]": "only what another config, or other flags behind it, would change",
+    },
 )
 
 
 def run(argv: list[str]) -> int:
-    """Print a plan; `argv` is what `_USAGE` says behind the command."""
+    """Print a plan."""
+    argv = apart(argv, _DIFF)
     if _DIFF in argv:
         return _diff(argv)
-    rest, given = take([word for word in argv if word != _PRICES], ("--why", "--json", "--device-gib"), _USAGE)
-    flags, world = file_and_world(rest, "titanlite plan configs/llama3_8b.toml")
-    if _PRICES in argv and given:
-        odd = next(iter(given))
+    arguments = _COMMAND.read(argv)
+    given, world = arguments.own, arguments.world
+    odd = next((flag for flag in given if flag not in ("--world", _PRICES)), None)
+    if _PRICES in given and odd:
         problem = Problem(odd, given[odd], f"no {odd} beside {_PRICES}: it is of the sharding plan", "remove one")
         raise ConfigError(describe("command line", [problem]))
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
-    checked = checked_run(flags, _USAGE, world)
-    if _PRICES in argv:
+    checked = checked_run(arguments.flags, world)
+    if _PRICES in given:
         from titanlite.commands.price_list import price_list
 
         check_with_torch(checked)
-        sys.stdout.write(price_list(checked, flags[1], world))
+        sys.stdout.write(price_list(checked, arguments.file, world))
         return 0
-    planned = plan_run(checked, flags[1], world)
+    planned = plan_run(checked, arguments.file, world)
     if "--json" in given:
         _write(json.dumps(_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
-        sys.stdout.write(_why(planned, given["--why"], flags[1]))
+        sys.stdout.write(_why(planned, given["--why"], arguments.file))
     else:
         sys.stdout.write(_tables(planned, device_gib))
     if world is not None and planned.predicted is not None:
@@ -137,22 +147,22 @@ def _diff(argv: list[str]) -> int:
     at = argv.index(_DIFF)
     before, after = argv[:at], argv[at + 1 :]
     for words in (before, after):
-        if {"-h", "--help"} & set(words):
-            checked_run(words, _USAGE)  # answers, and exits
-    if odd := [word for word in argv if word.partition("=")[0] in ("--why", "--json", "--device-gib", _PRICES)]:
-        problem = Problem(odd[0], "", f"no {odd[0]} beside {_DIFF}", "remove one")
-        raise ConfigError(describe("command line", [problem]))
+        answer_help(words, _COMMAND.help)
     if not after or _DIFF in after:
         problem = Problem(_DIFF, "", "one other config, or flags that change this one", f"{_DIFF} configs/other.toml")
         raise ConfigError(describe("command line", [problem]))
-    file, world = file_and_world(before, "titanlite plan configs/llama3_8b.toml")
-    other, own_world = file_and_world(after if not after[0].startswith("-") else [file[1], *file[2:], *after], _USAGE)
+    given = _COMMAND.read(before)
+    is_other = not after[0].startswith("-") or any(word.partition("=")[0] == "--config" for word in after)
+    other = _COMMAND.read(after if is_other else [*given.flags, *after])
+    if odd := [flag for flag in (*given.own, *other.own) if flag != "--world"]:
+        problem = Problem(odd[0], "", f"no {odd[0]} beside {_DIFF}", "remove one")
+        raise ConfigError(describe("command line", [problem]))
     plans = [
-        plan_run(checked_run(flags, _USAGE, n), flags[1], n)
-        for flags, n in ((file, world), (other, own_world or world))
+        plan_run(checked_run(one.flags, world), one.file, world)
+        for one, world in ((given, given.world), (other, other.world or given.world))
     ]
     facts = [_facts(planned) for planned in plans]
-    names = [file[1], other[1]] if file[1] != other[1] else ["before", "after"]
+    names = [given.file, other.file] if given.file != other.file else ["before", "after"]
     rows = [["", *names]]
     for what in dict.fromkeys([*facts[0], *facts[1]]):
         values = [found.get(what, "none") for found in facts]

@@ -1,4 +1,4 @@
-"""Make the token shards of a run before it is started: prepare --config FILE [flags of train.py].
+"""Make the token shards of a run before it is started.
 
 A run prepares what it needs by itself. To do it beforehand pays where many GPUs would wait for one CPU, or where the
 hosts that train cannot reach the source.
@@ -8,18 +8,21 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from titanlite.commands.arguments import Command
 from titanlite.config.check import check
 from titanlite.config.command_line import parse
 from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.shards import TokenShards
 from titanlite.recipes import model_dimensions
 
+_COMMAND = Command("prepare", __doc__ or "", {})
+
 
 def run(argv: Sequence[str]) -> int:
     """Prepare `data.source` and, if it is enabled, `validation.source`, and print what came of it.
 
     Args:
-        argv: arguments after `prepare`; those of train.py.
+        argv: arguments behind `prepare`.
 
     Returns:
         The exit code, 0.
@@ -27,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         TitanliteError: config, source or tokenizer cannot be used.
     """
-    config, origin = parse(argv, "titanlite prepare --config FILE")
+    config, origin = parse(_COMMAND.read(argv).flags, _COMMAND.help)
     dimensions = model_dimensions(config, origin)
     check(config, dimensions, None, origin)
     vocab_size = dimensions.vocab_size

@@ -1,4 +1,4 @@
-"""List recipes, show one, or time them: recipes [KIND [NAME]], recipes float8 --measure --config FILE.
+"""List recipes, show one, or time them: recipes [KIND [NAME]], recipes float8 --measure FILE.
 
 What is shown is what the loader made of the file: defaults filled in, `extends` resolved. So a recipe that extends
 another can be read here without opening both.
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import cast, get_args
 
-from titanlite.commands.arguments import take
+from titanlite.commands.arguments import Command, apart
 from titanlite.commands.validate import checked_run
 from titanlite.config.problems import Origin
 from titanlite.config.write import to_toml
@@ -18,18 +18,33 @@ from titanlite.recipes import Kind, current_name, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _MEASURE, _DIRS = "--measure", "--job.recipe_dirs"
-_USAGE = f"titanlite recipes float8 {_MEASURE} --config FILE [--section.key VALUE ...]"
+_USAGE = f"titanlite recipes float8 {_MEASURE} FILE [--section.key VALUE ...]"
+_TIMED = Command(
+    f"recipes float8 {_MEASURE}",
+    "Time every float8 recipe on the linear layers of a config, on this GPU, and say which layers to leave alone.",
+    {},
+)
+_COMMAND = Command(
+    "recipes",
+    __doc__ or "",
+    {
+        "KIND": f"{', '.join(_KINDS)}; all of them if it is not given",
+        "NAME": "a recipe to be shown in full, or the path of one",
+        f"{_DIRS} FOLDER": "your own recipes, too; several folders are separated by commas",
+        f"{_MEASURE} FILE": "time every float8 recipe on the linear layers of a config, on this GPU, and say which "
+        f"layers to leave alone; `titanlite recipes float8 {_MEASURE} --help` lists the sections of the config",
+    },
+    takes="[KIND [NAME]]",
+)
 
 
 def run(argv: list[str]) -> int:
     """Print the recipes of all kinds or of one kind, or one recipe."""
+    argv = apart(argv, _MEASURE)
     if _MEASURE in argv:
         return _measure([word for word in argv if word != _MEASURE])
-    if {"-h", "--help"} & set(argv):
-        sys.stdout.write(f"usage: titanlite recipes [KIND [NAME]]\n       {_USAGE}\n\n  KIND  {', '.join(_KINDS)}\n")
-        return 0
-    argv, given = take(argv, (_DIRS,), f"{_DIRS} DIR")
-    dirs = [folder for folder in given.get(_DIRS, "").split(",") if folder]
+    argv, given = _COMMAND.read_words(argv)
+    dirs = given[_DIRS].split(",") if _DIRS in given else []
     if len(argv) > 2:
         problem = Problem(" ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME")
         raise RecipeError(describe("command line", [problem]))
@@ -51,7 +66,7 @@ def _measure(argv: list[str]) -> int:
     if argv[:1] != ["float8"] and not {"-h", "--help"} & set(argv):
         problem = Problem(_MEASURE, " ".join(argv), "the kind whose recipes are arithmetic: float8", _USAGE)
         raise RecipeError(describe("command line", [problem]))
-    checked = checked_run(argv[1:] if argv[:1] == ["float8"] else argv, _USAGE)
+    checked = checked_run(_TIMED.read(argv[1:] if argv[:1] == ["float8"] else argv).flags)
 
     from titanlite.commands.measure_float8 import measured  # imports torch
 

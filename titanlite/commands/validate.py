@@ -1,9 +1,8 @@
 """Check a config, its recipes and its data, and say what would run; nothing is started.
 
-What `train.py` checks before it imports torch is `checked_run`, and this command is nothing but that and a summary. A
-file that passes with `--world N` passes there on N processes of this machine, but for what needs torch to be known:
-whether torch has the single operations that a save-list names and, where shapes do not say it, whether they run; and
-the layers and parameters of an architecture of the user's own (`model.file`).
+Before it starts, train.py checks the same. A file that passes with --world N passes there on N processes of this
+machine, but for what needs torch to be known: whether torch has the single operations that a save-list names and, where
+shapes do not say it, whether they run; and the layers and parameters of an architecture of one's own (model.file).
 """
 
 import json
@@ -16,7 +15,7 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
-from titanlite.commands.arguments import file_and_world
+from titanlite.commands.arguments import Command
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
@@ -39,6 +38,11 @@ from titanlite.run_folder import RunFolder
 
 T = TypeVar("T")
 
+_COMMAND = Command(
+    "validate",
+    __doc__ or "",
+    {"--world N": "number of processes of the run: whatever is to divide it is checked, and the budget of `auto`"},
+)
 _OF_SHAPES = ("training.seq_len", "training.local_batch_size", "training.mixed_precision_param")
 
 
@@ -59,14 +63,11 @@ class CheckedRun:
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
 
 
-def checked_run(
-    argv: Sequence[str], usage: str = "train.py --config FILE", world_size: int | None = None
-) -> CheckedRun:
+def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRun:
     """Read and check everything that a command line asks for, without importing torch.
 
     Args:
-        argv: arguments without the program.
-        usage: the first line of the help page.
+        argv: arguments of train.py.
         world_size: number of processes; None if it is not known.
 
     Returns:
@@ -76,7 +77,7 @@ def checked_run(
         ConfigError: something is wrong; all that can be said of the rest in spite of it is in the message.
         SystemExit: with 0, after `--help`.
     """
-    config, problems = parse_what_is_right(argv, usage)
+    config, problems = parse_what_is_right(argv, "train.py --config FILE [--section.key VALUE ...]")
     origin = problems.origin
     unread = {key.partition(".")[0] for key in problems.wrong_keys()}
     # What is no key may have been meant as any of its section.
@@ -223,10 +224,10 @@ def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, wor
 
 
 def run(argv: list[str]) -> int:
-    """Check a config and print a summary of its run; `argv` is FILE [--section.key VALUE ...] [--world N]."""
-    flags, world = file_and_world(argv, "titanlite validate configs/debug.toml")
-    checked = checked_run(flags, "titanlite validate FILE [--world N]", world)
-    sys.stdout.write(summary(checked, flags[1], world))
+    """Check a config and print a summary of its run."""
+    given = _COMMAND.read(argv)
+    checked = checked_run(given.flags, given.world)
+    sys.stdout.write(summary(checked, given.file, given.world))
     return 0
 
 

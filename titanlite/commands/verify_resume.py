@@ -1,4 +1,4 @@
-"""Try whether a run that is stopped goes on bit for bit: verify-resume FILE [flags] [--world N].
+"""Try whether a run that is stopped goes on bit for bit.
 
 Three short runs of the config on this host: one of 2·K steps in one go, and one that is stopped after K and started
 again. Losses, gradient norms, and all tensors of the last checkpoint must be equal bit for bit. What they left is
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.checkpoint.publish import step_folder
-from titanlite.commands.arguments import file_and_world, take
+from titanlite.commands.arguments import Command
 from titanlite.commands.validate import checked_run
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
@@ -22,6 +22,14 @@ from titanlite.observe.metrics import read_metrics
 from titanlite.run_folder import RunFolder
 
 _STEPS = "5"
+_COMMAND = Command(
+    "verify-resume",
+    __doc__ or "",
+    {
+        "--world N": "processes of this host that train; 1 if it is not given",
+        "--steps K": f"steps until the run is stopped, and again after it; {_STEPS} if it is not given",
+    },
+)
 _UNSEEDED = re.compile(r"rng/rank\d+/(python|numpy) ")  # begins at random in every process
 
 
@@ -29,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
     Args:
-        argv: FILE [--section.key VALUE ...] [--world N] [--steps K].
+        argv: arguments behind `verify-resume`.
 
     Returns:
         The exit code, 0: they are equal.
@@ -37,11 +45,10 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         TitanliteError: the config is wrong, one of the runs failed, or they are not equal.
     """
-    rest, given = take(argv, ("--steps",), f"--steps {_STEPS}")
-    flags, world = file_and_world(rest, "titanlite verify-resume configs/debug.toml")
-    processes = world or 1
-    config = checked_run(flags, "titanlite verify-resume FILE [--world N] [--steps K]", processes).config
-    steps = _steps(given.get("--steps", _STEPS), config)
+    given = _COMMAND.read(argv)
+    processes = given.world or 1
+    config = checked_run(given.flags, processes).config
+    steps = _steps(given.own.get("--steps", _STEPS), config)
     folder = Path(config.job.dump_folder).expanduser() / f"{config.job.name}-verify-resume"
     if folder.exists():
         problem = Problem(str(folder), "", "a folder that is not there yet", "delete it: an earlier trial left it")
@@ -49,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     for name, last in (("in one go", 2 * steps), ("stopped", steps), ("stopped", 2 * steps)):
         sys.stdout.write(f"{name}: to step {last}\n")
         sys.stdout.flush()
-        _train(flags, folder, name, last, processes)
+        _train(given.flags, folder, name, last, processes)
     _require_equal(RunFolder(folder / "in one go"), RunFolder(folder / "stopped"), 2 * steps)
     shutil.rmtree(folder)
     sys.stdout.write(f"equal bit for bit: losses, gradient norms and all tensors after step {2 * steps}\n")

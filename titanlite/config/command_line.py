@@ -29,7 +29,7 @@ def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
 
     Args:
         argv: arguments without the program.
-        usage: the first line of the help page, as "train.py --config FILE".
+        usage: what the help page begins with, as "train.py --config FILE".
 
     Returns:
         The config, whose values fit the schema, but are not yet checked against each other; and where each key was
@@ -51,16 +51,12 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
         ConfigError: there is not one file, or it is missing or not TOML.
         SystemExit: with 0, after `--help`.
     """
-    args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
-    args = ["--help" if a == "-h" else a for a in args]
-    if broken := [a for a in args if not a.isascii() and any("\ud800" <= letter <= "\udfff" for letter in a)]:
+    if broken := [a for a in argv if not a.isascii() and any("\ud800" <= letter <= "\udfff" for letter in a)]:
         fix = "write it in UTF-8, and rename the file if it is the name of one"
         raise ConfigError(describe("command line", [Problem(a, "", "a word in UTF-8", fix) for a in broken]))
-    if "--help" in args:
-        sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
-        raise SystemExit(0)
+    answer_help(argv, usage)
     _require_working_directory()
-    flags = _flags(args)
+    flags = _flags(argv)
     files = flags.pop("config", [])
     is_named = files not in ([], [""])  # "" as of a variable that is not set
     unread: tuple[str, ...] = ()
@@ -81,6 +77,24 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
     if unread:
         raise ConfigError(*unread, *problems.error(ConfigError).args)
     return config, problems
+
+
+def answer_help(argv: Sequence[str], usage: str) -> None:
+    """Print a help page and exit, if one is asked for: that of a section, or the one that lists the sections.
+
+    Args:
+        argv: arguments without the program.
+        usage: as `parse` takes it.
+
+    Raises:
+        ConfigError: there is no such section.
+        SystemExit: with 0, after the page.
+    """
+    args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
+    args = ["--help" if a == "-h" else a for a in args]
+    if "--help" in args:
+        sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
+        raise SystemExit(0)
 
 
 def _require_working_directory() -> None:

@@ -20,10 +20,10 @@ def overview(usage: str) -> str:
     """Return the page of `--help`: the usage and one line per section, on 24 lines of 80 columns.
 
     Args:
-        usage: the command, as "train.py --config FILE".
+        usage: the command, as "train.py --config FILE", and whatever else comes before the sections.
     """
     width = max(len(name) for name in sections())
-    lines = [f"usage: {usage} [--section.key VALUE ...]", ""]
+    lines = [f"usage: {usage}", ""]
     for name, cls in sections().items():
         lines.append(f"  {name:{width}}  {_first_sentence(cls)}")
     lines += [
