@@ -1,6 +1,7 @@
 """The check before a run: one message, exit code 2, no torch, well under a second."""
 
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -10,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli
 
+import titanlite
 from tests.data.test_tokenizer import make_tokenizer
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
@@ -531,6 +534,18 @@ def test_help_of_a_command_says_what_it_does_and_explains_its_flags(command: str
         assert f"[{flag}" in usage or flag in usage
         assert [line for line in lines if line.startswith(f"  {flag}") and len(line.split("  ")[-1]) > 10], flag
     assert max(map(len, lines[1:])) <= 120
+
+
+def test_versions_without_importing_torch() -> None:
+    code = "import sys; from titanlite.commands import main; main(['--version']); sys.exit('torch' in sys.modules)"
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    assert done.stdout == f"titanlite {titanlite.__version__}, torch {importlib.metadata.version('torch')}\n"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    text = (Path(titanlite.__file__).parents[1] / "pyproject.toml").read_text()
+    assert tomli.loads(text)["project"]["version"] == titanlite.__version__
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

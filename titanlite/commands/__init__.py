@@ -6,11 +6,13 @@ help. It is imported when it is called, and its help is read without importing i
 
 import ast
 import importlib
+import importlib.metadata
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import titanlite
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe, nearest
 from titanlite.exit_code import print_whatever_the_encoding
 from titanlite.redact import redact
@@ -33,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("--help", "-h"):
         sys.stdout.write(_overview())
         return 0
+    if name == "--version":
+        sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
+        return 0
     try:
         if name not in _COMMANDS:
             near = nearest(name, _COMMANDS)
@@ -50,8 +55,16 @@ def _module(name: str) -> str:
     return name.replace("-", "_")
 
 
+def _version_of_torch() -> str:
+    """What is installed, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+
+
 def _overview() -> str:
-    lines = ["usage: titanlite COMMAND [--help] ...", ""]
+    lines = ["usage: titanlite [--version] COMMAND [--help] ...", ""]
     for name in _COMMANDS:
         source = Path(__file__).with_name(f"{_module(name)}.py").read_text(encoding="utf-8")
         help_text = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
