@@ -12,6 +12,7 @@ from titanlite.config.problems import Origin, Place
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
+from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
 
@@ -287,6 +288,23 @@ def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_pat
     assert len(fixes) == 4
     pasted = [word for fix in fixes for word in fix]
     check(*parse([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
+
+
+def test_a_trial_of_a_long_run_is_told_two_ways() -> None:
+    """Both can be pasted; that without checkpoints, which `job.stop_after` saves, is none."""
+    config = shipped_folder("configs") / "llama3_8b.toml"
+    trial, off = ["--config", str(config), "--training.steps", "10"], ["--checkpoint.enable", "false"]
+    asked, origin = parse(trial, "train.py")
+    with pytest.raises(ConfigError) as caught:
+        check(asked, LLAMA_8B, None, origin)
+    found = re.search(r"fix:  (--\S+ 1) \(or (--\S+ 10) instead of --training.steps 10\)", str(caught.value))
+    assert found
+    for flags in ([*trial, *found[1].split()], [*trial[:2], *found[2].split()]):
+        check(parse(flags, "train.py")[0], LLAMA_8B, None)
+    asked, origin = parse([*trial, *off], "train.py")
+    with pytest.raises(ConfigError) as caught:
+        check(asked, LLAMA_8B, None, origin)
+    assert "stop_after" not in str(caught.value)
 
 
 def test_without_a_model_the_rest_is_checked() -> None:

@@ -152,6 +152,21 @@ def test_a_folder_and_a_binary_file_are_no_config(tmp_path: Path) -> None:
     assert "line 2  job.nam" in message(tmp_path / "x.toml")
 
 
+def test_the_place_of_a_file_that_is_extended_has_no_detour(tmp_path: Path) -> None:
+    for folder in ("mine", "configs", "elsewhere/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+    write(tmp_path, "[training]\nseed = 1\n", "configs/base.toml")
+    path = write(tmp_path, 'extends = ["../configs/base.toml"]\n', "mine/run.toml")
+    assert read_config(path)[1].of("training.seed") == Place(str(tmp_path / "configs/base.toml"), 2)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere/deep")  # whose `..` is elsewhere
+    write(tmp_path, "[training]\nseed = 2\n", "elsewhere/base.toml")
+    write(tmp_path, "[training]\nseed = 3\n", "base.toml")
+    path = write(tmp_path, 'extends = ["link/../base.toml"]\n')
+    config, origin = read_config(path)
+    assert config.training.seed == 2
+    assert origin.of("training.seed") == Place(str(tmp_path / "link/../base.toml"), 2)
+
+
 def test_extends_merges_in_order_and_the_file_itself_wins(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     first = write(tmp_path, "[training]\nsteps = 1\nseed = 1\nseq_len = 64\n", "base/first.toml")

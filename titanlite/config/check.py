@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
-from titanlite.config.problems import Origin, Problems
+from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 
@@ -244,6 +244,8 @@ def _check_steps(config: Config, problems: Problems) -> None:
     warmup, decay_ratio = schedule.warmup_steps, schedule.decay_ratio or 0.0
     if warmup > steps:
         fix = f"warmup_steps = {steps // 10}"
+        if problems.origin.of("training.steps") == COMMAND_LINE and config.checkpoint.enable:  # a trial of a long run
+            fix += f" (or --job.stop_after {steps} instead of --training.steps {steps})"
         problems.add("lr_scheduler.warmup_steps", str(warmup), limit, fix, against="training.steps")
     elif 0 < decay_ratio <= 1 and warmup + round(decay_ratio * steps) > steps:  # any other ratio is out of range
         want = f"at most {(steps - warmup) / steps:.3g}: warm-up takes {warmup} of {steps} steps"

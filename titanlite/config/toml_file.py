@@ -61,12 +61,19 @@ def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...
         base = find(name, Place(str(path), extends_line))
         if not os.path.isfile(base):
             raise refuse(show(name), f"the path of a TOML file; {base} is none", nearest_file(base))
+        base = _without_dots(base)
         if base.resolve() in [p.resolve() for p in chain]:
             circle = " → ".join(str(p) for p in (*chain, base))
             raise refuse(show(name), f"files that do not extend each other in a circle: {circle}", "remove this name")
         _merge(table, places, *_read(base, find, chain))
     _merge(table, places, own, {key: Place(str(path), line) for key, line in lines.items()})
     return table, places
+
+
+def _without_dots(path: Path) -> Path:
+    """The path as a person would write it: without `folder/..`, unless `folder` is a link and leads elsewhere."""
+    plain = os.path.normpath(path)
+    return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path
 
 
 def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
