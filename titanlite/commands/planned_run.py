@@ -58,7 +58,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
     if mesh.tensor_parallel_degree == 1 and world is None:
         want = "more than 1, or --world N: without it a plan is of what is split over tensor-parallel ranks"
         price = "--activation-checkpoint for the price of the save-list"
-        fix = f"--world 8, or --parallelism.tensor_parallel_degree 2, or {price}"
+        fix = f"--world 2, or --parallelism.tensor_parallel_degree 2, or {price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     check_with_torch(checked)
     ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
