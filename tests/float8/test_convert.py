@@ -20,7 +20,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, Lowering, apply_float8
 from titanlite.float8.weight import Float8Weight, WeightShard, local_data
 from titanlite.models.llama3 import Llama3
-from titanlite.observe.receipt import Receipt
+from titanlite.observe.receipt import Entry, Receipt
 from titanlite.training import build
 from titanlite.training.build import Run
 
@@ -121,25 +121,32 @@ def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeyp
     assert isinstance(model.output.matmul.function, BlockScaledFloat8) == by_blocks
 
 
-def test_the_receipt_says_of_each_layer_what_became_of_it():
+@pytest.mark.parametrize(
+    ("ranks", "weight", "gathered"),
+    [
+        (1, "weight cast once", "nothing: each rank has its weights whole, and casts them once"),
+        (2, "weight gathered in float8", "float8"),
+    ],
+)
+def test_the_receipt_says_of_each_layer_what_became_of_it(ranks: int, weight: str, gathered: str):
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=True), 16)
     config = dataclasses.replace(Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)))
-    mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: 1))
+    mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks))
     receipt = Receipt()
     build._float8(model, config, recipes.load("float8", "rowwise"), mesh, 32, receipt)  # type: ignore[arg-type]
-    gathered, joined = "weight gathered in float8", "one function with the rest of its feed-forward"
+    joined = "one function with the rest of its feed-forward"
     assert receipt.entries[0].applied == {
         "layers": 4,
         "lowering": "definition",
         "feed-forwards in float8 throughout": 1,
         "each": {
-            "layers.0.attention.wqkv": f"definition, {gathered}",
-            "layers.0.feed_forward.w13": f"definition, {joined}, {gathered}",
-            "layers.0.feed_forward.w2": f"definition, {joined}, {gathered}",
+            "layers.0.attention.wqkv": f"definition, {weight}",
+            "layers.0.feed_forward.w13": f"definition, {joined}, {weight}",
+            "layers.0.feed_forward.w2": f"definition, {joined}, {weight}",
             "output": "definition",
         },
-        "fsdp_all_gather": "float8; high_precision of output, whose weight the embedding has too",
+        "fsdp_all_gather": f"{gathered}; high_precision of output, whose weight the embedding has too",
     }
 
 
@@ -180,9 +187,15 @@ def in_bfloat16(tmp_path_factory):
     return train(tmp_path_factory.mktemp("bfloat16"), world, [*FLOAT8, "none", *flags], steps=5)
 
 
+def of_float8(run: Run) -> Entry:
+    (entry,) = (entry for entry in run.receipt.entries if entry.feature == "float8")
+    return entry
+
+
 def all_converted(run: Run) -> None:
     """Else it would be bfloat16 that trains as bfloat16 does."""
-    assert run.receipt.entries[0].count == len(BLOCK) * run.sizes.n_layers, run.receipt.entries[0].skipped
+    entry = of_float8(run)
+    assert entry.count == len(BLOCK) * run.sizes.n_layers, entry.skipped
 
 
 @pytest.mark.parametrize(
@@ -235,7 +248,7 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
             with CountCollectives() as seen:
                 take_steps(run, 2)
             counts.append(seen.counts)
-            applied.append(run.receipt.entries[0].applied if asked is not without else {})
+            applied.append(of_float8(run).applied if asked is not without else {})
         # What float8 adds is one reduction of maxima after each of two updates, and none within forward or backward.
         assert counts[2] - counts[0] == {"allreduce_": 2}
         assert not counts[0] - counts[2]
