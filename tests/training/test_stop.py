@@ -1,5 +1,6 @@
 """Signals: all ranks save and leave after the same step, and the same command goes on as if nothing had happened."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -210,6 +211,42 @@ def test_a_process_that_waits_in_native_code_ends_too(desk: Desk, number: signal
     assert time.monotonic() - began < 25
     assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
     assert f"stopped by {number.name} before step 1\n" in run.output
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_a_signal_to_a_forked_process_is_its_own(in_steps: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A pool of a model file, say, ends its workers by SIGTERM: neither they nor this process take it for a stop."""
+    said: list[str] = []
+    with stop.StopSignals(True, last_words=lambda: said.append("stopped")) as signals:
+        stop._TAKEN_UP_S, before = 0.2, stop._TAKEN_UP_S
+        if in_steps:
+            signals.begin_steps()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        child.terminate()
+        child.join(10)
+        time.sleep(0.5)  # the watcher would have ended this process
+        stop._TAKEN_UP_S = before
+    assert child.exitcode == -signal.SIGTERM
+    assert signals.received is None
+    assert not said
+    assert "saving and stopping" not in capfd.readouterr().err
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk: Desk) -> None:
+    def plant() -> None:
+        stop._ONE_REQUEST_S = 0.2
+
+        def waits(*_: object, **__: object) -> None:
+            for after in (0.1, 0.6):
+                threading.Timer(after, kill(signal.SIGTERM)).start()
+            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=50))
+
+        loop.Loop.train = waits  # type: ignore[method-assign]
+
+    began = time.monotonic()
+    desk.run("native twice", 1, plant=plant, ends=128 + signal.SIGTERM)
+    assert time.monotonic() - began < 25
 
 
 def test_a_signal_to_rank_0_before_training_is_what_ended_the_run(desk: Desk) -> None:

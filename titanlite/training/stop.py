@@ -22,7 +22,7 @@ from types import FrameType
 
 _ONE_REQUEST_S = 1.0
 _TAKEN_UP_S = 5.0  # torchrun kills after 30
-_STEPS_BEGIN = 0  # no signal has this number
+_CLOSED = 0  # no signal has this number
 
 
 class StopSignals:
@@ -40,7 +40,6 @@ class StopSignals:
         self._does = "saving and stopping" if saves else "stopping, and nothing is saved (checkpoint.enable = false),"
         self._last_words = last_words
         self.received: str | None = None  # name of the first signal
-        self._at = 0.0
         self._before: dict[int, object] = {}
         self._is_in_steps = False
         self._taken_up = threading.Event()
@@ -51,10 +50,12 @@ class StopSignals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # under nohup
             self._before[number] = signal.signal(number, self._note)
+        global _entered
+        _entered = self
         self._numbers, self._numbers_in = os.pipe()
         os.set_blocking(self._numbers_in, False)
         signal.set_wakeup_fd(self._numbers_in, warn_on_full_buffer=False)
-        self._watcher = threading.Thread(target=self._end_if_not_taken_up, name="signals", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         return self
 
@@ -64,43 +65,83 @@ class StopSignals:
     def begin_steps(self) -> None:
         """From now on a signal waits for the step at hand."""
         self._is_in_steps = True
-        self._end_watcher()
 
     def close(self) -> None:
         """Let signals do what they did before."""
-        self._end_watcher()
+        global _entered
+        _entered = None
+        if self._watcher is not None:
+            signal.set_wakeup_fd(-1)
+            os.write(self._numbers_in, bytes([_CLOSED]))
+            self._watcher.join()
+            self._watcher = None
+            os.close(self._numbers)
+            os.close(self._numbers_in)
+        self._restore()
+
+    def _restore(self) -> None:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Of the signals that it notes."""
+        return frozenset(self._before)
+
+    def forget(self) -> None:
+        """In a process that was forked off: signals to it are its own."""
+        signal.set_wakeup_fd(-1)
+        self._restore()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._taken_up.set()
         if self.received is None:
-            self.received, self._at = signal.Signals(number).name, time.monotonic()
+            self.received = signal.Signals(number).name
             if not self._is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
                     os.write(2, f"{self.received}: {self._does} within two more steps; again ends at once\n".encode())
-        elif time.monotonic() - self._at > _ONE_REQUEST_S:
-            os._exit(128 + number)
 
-    def _end_if_not_taken_up(self) -> None:
-        """Read the numbers of signals, which come here whatever the main thread does."""
-        while (number := os.read(self._numbers, 1)[0]) != _STEPS_BEGIN:
-            if number in self._before and not self._taken_up.wait(_TAKEN_UP_S):
+    def _watch(self) -> None:
+        """Read the numbers of signals, which come here whatever the main thread does, and end what does not stop."""
+        first: float | None = None
+        while (number := os.read(self._numbers, 1)[0]) != _CLOSED:
+            if number not in self._before:
+                continue
+            is_again = first is not None and time.monotonic() - first > _ONE_REQUEST_S
+            first = time.monotonic() if first is None else first
+            if self._is_in_steps:
+                if is_again:
+                    os._exit(128 + number)
+            elif is_again or not self._taken_up.wait(_TAKEN_UP_S):
                 self.received = signal.Signals(number).name
                 said = threading.Thread(target=self._last_words, daemon=True)
                 said.start()
                 said.join(_TAKEN_UP_S)  # the disk may be what the main thread waits for
                 os._exit(128 + number)
 
-    def _end_watcher(self) -> None:
-        if self._watcher is None:
-            return
-        signal.set_wakeup_fd(-1)
-        os.write(self._numbers_in, bytes([_STEPS_BEGIN]))
-        self._watcher.join()
-        self._watcher = None
-        os.close(self._numbers)
-        os.close(self._numbers_in)
+
+_entered: StopSignals | None = None
+
+
+def _hold() -> None:
+    """Before a fork: a signal to the child waits until it has handlers of its own."""
+    if _entered is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _entered.numbers)
+
+
+def _release() -> None:
+    if _entered is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _entered.numbers)
+
+
+def _release_in_child() -> None:
+    if _entered is not None:
+        numbers = _entered.numbers
+        _entered.forget()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_in_child)
