@@ -143,6 +143,20 @@ def test_bad_records_do_not_count_for_max_tokens(tmp_path: Path) -> None:
     assert (shards.meta.n_bad_records, shards.meta.max_tokens) == (1, 4)
 
 
+@pytest.mark.parametrize("between", [[], ["x" * 5_000_000]], ids=["near", "far"])
+@pytest.mark.parametrize("behind", [["bad"], ["good", "bad"], ["bad", "good"]], ids="-".join)
+def test_bad_records_behind_max_tokens_do_not_count(behind: list[str], between: list[str], tmp_path: Path) -> None:
+    """However far it was read ahead."""
+    lines = ['{"txt": "bad"}', '{"text": "one"}', '{"text": "\\u0000"}', '{"text": "two"}']
+    lines += [json.dumps({"text": text}) for text in between]
+    lines += ['{"text": "three"}' if what == "good" else '{"txt": "bad"}' for what in behind]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    shards = prepare_here(tmp_path, str(tmp_path / "in.jsonl"), max_tokens=8, max_bad_records=2)
+    assert bytes(shards.read(0, shards.tokens).tolist()) == b"one\0two\0"
+    assert shards.meta.n_bad_records == len(shards.meta.bad_records) == 2
+    assert shards.meta.max_tokens == 8
+
+
 def test_max_tokens_is_for_text_that_is_trained_on(tmp_path: Path) -> None:
     held_out = write_texts(tmp_path / "in", "one", "two")
     data = Data("python_stdlib", max_tokens=1, cache_dir=str(tmp_path / "cache"))

@@ -79,6 +79,16 @@ def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
     for source in ("snapshot", "snapshot/*.jsonl", "snapshot/more.jsonl"):
         with pytest.raises(DataError, match=r"snapshot/more\.jsonl: No such file or directory\n.*want: files"):
             resolve(str(tmp_path / source)).stamps()
+    with pytest.raises(DataError, match=r"never_fetched: No such file or directory"):  # what `datasets` would read
+        resolve(f"hf:{tmp_path / 'snapshot'}").stamps()
+
+
+@pytest.mark.parametrize("source", ["disk", "disk/**/*.jsonl", "hf:./disk"])
+def test_what_a_file_system_keeps_for_itself_is_no_part_of_a_source(source: str, bound_by_permissions: None) -> None:
+    Path("disk/lost+found").mkdir(parents=True)
+    Path("disk/a.jsonl").write_text('{"text": "a"}')
+    Path("disk/lost+found").chmod(0o000)
+    assert [f.name for f in resolve(source).files] == ["a.jsonl"]
 
 
 CLOSED = ["data", "data/**/*.txt", "data/*/*.txt", "data/*/sub/*.txt", "hf:./data", "data/closed", "data/closed/*.txt"]

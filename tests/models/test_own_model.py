@@ -217,6 +217,8 @@ TENSORS_SHARED = in_model(
     [
         ([("self.cos, self.sin = (", "self.cos, _ = (")], "sin"),
         ([in_model('self.register_buffer("places", torch.arange(seq_len))')], "places"),
+        ([in_model('self.register_buffer("turns", torch.ones(4, dtype=torch.complex64))')], "turns"),
+        ([in_model('self.register_buffer("steps", torch.ones(4, dtype=torch.int32))')], "steps"),
         ([*ONE_ROTARY, TENSORS_SHARED], "layers.1.attention.rotary.cos and 1 more"),
     ],
 )

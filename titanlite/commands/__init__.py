@@ -6,7 +6,6 @@ help. It is imported when it is called, and its help is read without importing i
 
 import ast
 import importlib
-import importlib.metadata
 import signal
 import sys
 from collections.abc import Sequence
@@ -57,9 +56,11 @@ def _module(name: str) -> str:
 
 def _version_of_torch() -> str:
     """What is installed, without importing it."""
+    from importlib import metadata
+
     try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
         return "is not installed"
 
 

@@ -6,7 +6,6 @@ process; what makes that cheap is that it happens once (prepare.py).
 """
 
 import codecs
-import difflib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config.schema import Data
 from titanlite.data.sources import Source, unreadable
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError, Problem, describe, nearest
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
@@ -54,6 +53,12 @@ class Tally:
             self.bad.append(f"{place}: {reason}")
         if self.n_bad > self.limit + _RUNAWAY:
             self.check()
+
+    def take_back(self, first: int, end: int) -> bool:
+        """Forget the bad records with numbers from `first` up to `end`. Returns whether there were any."""
+        del self.bad[first:end]
+        self.n_bad -= end - first
+        return end > first
 
     def check(self) -> None:
         """Raise if there are too many bad records. Called between batches, so that a message names several at once.
@@ -140,8 +145,8 @@ def _check_records(file: Path, data: Data) -> None:
 
 
 def _no_field(file: Path, text_key: str, names: list[str]) -> DataError:
-    near = difflib.get_close_matches(text_key, names, n=1)
-    fix = f"text_key = {json.dumps(near[0])}" if near else "name the one that holds the text"
+    near = nearest(text_key, names)
+    fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"
     want = f"one of the fields of {file}: {', '.join(names) or 'none'}"
     return DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
 

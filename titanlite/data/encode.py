@@ -38,6 +38,7 @@ class _Piece(NamedTuple):
     place: str  # of its document
     text: str
     ends: bool
+    n_bad: int  # records that were bad before its document
 
 
 def encode(
@@ -59,12 +60,11 @@ def encode(
         DataError: a file or a text cannot be used, or too many records are bad.
     """
     is_bad, n_tokens = False, 0  # of the document that a piece is of
-    for batch in _batches(_pieces(documents(source, text_key, tally), tokenizer)):
+    batches = _batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
+    for batch in batches:
         encoded: list[Encoded] = []
-        for piece, ids in zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True):
-            if 0 < max_tokens <= tally.n_tokens:
-                tally.is_cut = True
-                break
+        n_read = tally.n_bad
+        for n, (piece, ids) in enumerate(zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True), 1):
             if not is_bad and (ids == tokenizer.separator_id).any():
                 what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
                 tally.add_bad(piece.place, f"holds {what} separates documents")
@@ -77,11 +77,21 @@ def encode(
             if piece.ends:
                 tally.n_documents, tally.n_tokens = tally.n_documents + (not is_bad), tally.n_tokens + n_tokens
                 is_bad, n_tokens = False, 0
+                if 0 < max_tokens <= tally.n_tokens:
+                    # What was read ahead does not count, but for that there is more.
+                    tally.is_cut = tally.take_back(piece.n_bad, n_read) or n < len(batch) or _is_more(batches, tally)
+                    tally.check()
+                    yield encoded
+                    return
         tally.check()
         yield encoded
-        if tally.is_cut:
-            return
     tally.check()
+
+
+def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:
+    n_bad = tally.n_bad
+    found = next(batches, None) is not None
+    return tally.take_back(n_bad, tally.n_bad) or found
 
 
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -97,19 +107,20 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _pieces(texts: Iterable[Document], tokenizer: Tokenizer) -> Iterator[_Piece]:
+def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> Iterator[_Piece]:
     for document in texts:
+        n_bad = tally.n_bad
         text, at = "", _PIECE_CHARACTERS  # what is left of it, and where in that the next piece may begin
         for block in document.blocks:
             text, start = text + block, 0
             while at + _PIECE_CHARACTERS <= len(text):
                 seam = _seam(text, at, tokenizer)
                 if seam is not None:
-                    yield _Piece(document.place, text[start:seam], ends=False)
+                    yield _Piece(document.place, text[start:seam], False, n_bad)
                     start = at = seam
                 at += _PIECE_CHARACTERS
             text, at = text[start:], at - start
-        yield _Piece(document.place, text, ends=True)
+        yield _Piece(document.place, text, True, n_bad)
 
 
 def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:

@@ -128,6 +128,8 @@ def _glob(pattern: str, source: str, key: str) -> list[str]:
         above, name = os.path.split(above)
         look = os.listdir if glob.has_magic(name) else os.stat
         for folder in glob.glob(os.path.join(above or os.curdir, ""), recursive=True):
+            if os.path.basename(folder.rstrip(os.sep)) == "lost+found":
+                continue  # the file system's own, at the top of a disk
             try:
                 look(os.path.join(folder, os.curdir))  # itself, and so that it must be one that may be entered
             except OSError as e:
@@ -147,5 +149,5 @@ def _resolve_dataset(source: str, key: str) -> Source:
         raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
     config, split = [*parts[1:], "", ""][:2]
     below = sorted(map(Path, _glob(_all_below(path), source, key))) if os.path.isdir(path) else []
-    files = tuple(f.resolve() for f in below if f.is_file())
+    files = tuple(f.resolve() for f in below if f.is_file() or not f.exists())  # a link to nothing is refused by name
     return Source(source, key, "dataset", files, (path, config or None, split or "train"))

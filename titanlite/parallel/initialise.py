@@ -23,14 +23,13 @@ def fill_buffers(model: nn.Module) -> None:
         model: just materialised.
 
     Raises:
-        ConfigError: a buffer of floating-point numbers or indices is not filled.
+        ConfigError: a buffer is not filled; of one-byte numbers, which have none to spare, it cannot be seen.
     """
-    marks = {torch.float32: float("nan"), torch.bfloat16: float("nan"), torch.int64: torch.iinfo(torch.int64).min}
     for buffer in model.buffers():
-        if buffer.dtype in marks:
-            buffer.fill_(marks[buffer.dtype])
+        if (mark := _mark(buffer.dtype)) is not None:
+            buffer.fill_(mark)
     model.fill_buffers()  # type: ignore[operator]
-    left = [name for name, x in model.named_buffers() if x.dtype in marks and _holds(x, marks[x.dtype])]
+    left = [name for name, x in model.named_buffers() if _holds(x, _mark(x.dtype))]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         want = "values for every buffer: a tensor that two modules register is two, once it is off the meta device"
@@ -38,8 +37,17 @@ def fill_buffers(model: nn.Module) -> None:
         raise ConfigError(describe("buffers", [problem]))
 
 
-def _holds(x: Tensor, mark: float) -> bool:
-    return bool((x.isnan() if x.is_floating_point() else x == mark).any())
+def _mark(dtype: torch.dtype) -> float | None:
+    """A number that no buffer means to hold."""
+    if dtype.itemsize == 1:
+        return None
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def _holds(x: Tensor, mark: float | None) -> bool:
+    if mark is None:
+        return False
+    return bool((x.isnan() if x.is_floating_point() or x.is_complex() else x == mark).any())
 
 
 def initialise(model: nn.Module, seed: int) -> None:
