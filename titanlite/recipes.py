@@ -145,17 +145,21 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
             problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
             continue
         if not any(os.path.isdir(folder / one) for one in KINDS):
-            want = f"a folder that has one of {', '.join(KINDS)}: recipes are looked for in these"
+            want = f"a folder with a subfolder {' or '.join(KINDS)}, where recipes are looked up"
             is_one = folder.name in KINDS
-            fix = f"name the folder above it, {folder.parent}" if is_one else "move each recipe into that of its kind"
+            fix = (
+                f"name the folder above it, {folder.parent}"
+                if is_one
+                else "move each recipe into the subfolder of its kind"
+            )
             problems.add("job.recipe_dirs", show(str(folder)), want, fix)
             continue
         for path in sorted((folder / kind).glob("*.toml")):
             if path.stem in KINDS[kind].words:
-                want = f'another name: {KINDS[kind].key} = "{path.stem}" has a meaning of its own'
+                want = f'another name: {KINDS[kind].key} = "{path.stem}" is reserved'
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             elif path.stem in files and path.resolve() != files[path.stem].resolve():  # it may be the shipped one
-                want = f"a name that no other recipe has; {files[path.stem]} has it"
+                want = f"a name of its own; {files[path.stem]} is already called that"
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             files.setdefault(path.stem, path)
     problems.raise_all(RecipeError)

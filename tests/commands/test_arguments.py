@@ -35,7 +35,7 @@ MISTAKES = {
     "compare run -v": ("-v\n", f"{FLAGS} --out\n", "titanlite compare RUN [RUN ...] [--out FILE]"),
     "compare run --out": ("--out\n", "a value", "--out FILE\n"),
     "validate run.toml --wrld 2": ("--wrld\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
-    "validate run.toml more": ("more\n", "flags, as --training.steps 100", "leave it out"),
+    "validate run.toml more": ("more\n", "a flag, such as --training.steps 100", "leave it out"),
     "validate more.toml run.toml": ("FILE = more.toml run.toml\n", "one config", "titanlite validate more.toml"),
     "validate run.toml -world 2": ("-world\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
     "validate --confg run.toml": ("--confg\n", f"{FLAGS} --config, --world\n", "did you mean --config?"),

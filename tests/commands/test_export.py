@@ -119,11 +119,13 @@ def test_the_tokenizer_of_the_run_goes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "one/config.json").read_text())["eos_token_id"] == 2
 
     (theirs / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    with pytest.raises(CheckpointError, match="this is another, or was changed"):
+    with pytest.raises(CheckpointError, match="this file is not it, or was changed"):
         run([str(made.path), "--out", str(tmp_path / "other")])
     assert not (tmp_path / "other").exists()
     moved = theirs.rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"(?s)it is not there, seen from .*fix:  --tokenizer with the path"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)there is no such file, seen from .*fix:  --tokenizer with the path"
+    ):
         run([str(made.path), "--out", str(tmp_path / "other")])
     (moved / "tokenizer_config.json").unlink()
     assert run([str(made.path), "--out", str(tmp_path / "two"), "--tokenizer", str(moved / "tokenizer.json")]) == 0
@@ -158,7 +160,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         run(["x" * 300])
     with pytest.raises(CheckpointError, match=f"did you mean {made.path}"):
         run([str(tmp_path)])
-    with pytest.raises(CheckpointError, match="a folder that is not there yet"):
+    with pytest.raises(CheckpointError, match="a folder that does not exist yet"):
         run([str(made.path), "--out", str(tmp_path)])
     empty = RunFolder(tmp_path / "empty")
     empty.path.mkdir()

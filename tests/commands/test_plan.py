@@ -270,14 +270,14 @@ def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_logits_that_are_not_at_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4"]) == 0
-    assert "where the logits are" not in capsys.readouterr().out
+    assert "the logits (" not in capsys.readouterr().out
     assert (
         main(["plan", LARGE, "--world", "4", "--activation_checkpoint.recipe", "full", "--model.vocab_size", "8192"])
         == 0
     )
     out = capsys.readouterr().out
     assert ["logits", "0.0"] in [line.split() for line in out.splitlines()]
-    assert "the peak is not where the logits are, which take 0.2 GiB and are gone when blocks run backward" in out
+    assert "the logits (0.2 GiB) are not part of the peak: it is in the blocks' backward, after they are freed" in out
 
 
 def test_memory_and_time_need_no_torch() -> None:
@@ -301,7 +301,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
     capsys.readouterr()
     assert main(["plan", LARGE, "--world", "4", "--training.local_batch_size", "8"]) == 2
-    assert "--device-gib = 139.8 (not given, so that of NVIDIA H200)" in capsys.readouterr().err
+    assert "--device-gib = 139.8 (the default: NVIDIA H200)" in capsys.readouterr().err
     # No flag alone: two, or more processes.
     assert main(["plan", LARGE, "--world", "8", "--device-gib", "24"]) == 2
     two = capsys.readouterr().err.partition("one of these\n")[2].split()[:4]
@@ -310,13 +310,13 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     huge = [str(Path(LARGE).with_name("llama3_405b.toml")), "--device-gib", "80", "--world"]
     assert main(["plan", *huge, "64"]) == 2
-    assert "fix:  128 processes: no two flags together are enough" in capsys.readouterr().err
+    assert "fix:  128 processes: no two flags together would make it fit" in capsys.readouterr().err
     assert main(["plan", *huge, "128"]) == 0
 
 
 def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "16"]) == 0
-    assert "collectives between hosts were not measured" in capsys.readouterr().out
+    assert "Collectives between hosts have not been measured" in capsys.readouterr().out
     assert main(["plan", DEBUG, "--world", "2"]) == 0
     out = capsys.readouterr().out
     assert "memory of a rank" in out
@@ -339,8 +339,8 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"the collectives of FSDP are not listed: {why}" in out
     assert main(["plan", DEBUG, *mine, *TWO[:2]]) == 0
     out = capsys.readouterr().out
-    assert f"what is communicated again is not listed: {why}" in out
-    assert "--world N also lists what data-parallel ranks exchange" in out
+    assert f"collectives that backward repeats are not listed: {why}" in out
+    assert "--world N adds the collectives of data-parallel ranks" in out
     assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
     capsys.readouterr()
     assert main(["plan", DEBUG, "--world", "2", *mine, "--optimizer.weight_decay_exclude", "*norms.weight"]) == 2
@@ -352,31 +352,33 @@ def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.Captur
     assert main(["plan", LARGE, "--world", "4", *gpt2]) == 0
     assert "no time: model.vocab_size = 50257; want a multiple of 8" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "4", *gpt2, "--model.vocab_size", "50304"]) == 0
-    assert "time of a step" in capsys.readouterr().out
+    assert "predicted step time" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "4", "--model.name", "qwen3"]) == 0
     out = capsys.readouterr().out
-    assert "time of a step" in out
-    assert "that was measured" not in out
+    assert "predicted step time" in out
+    assert "timed as" not in out
     gemma3 = ["--model.name", "gemma3", "--model.flavor", "1B"]
     assert main(["plan", LARGE, "--world", "4", *gemma3]) == 0
-    assert "measured" not in capsys.readouterr().out
+    assert "timed as" not in capsys.readouterr().out
     (tmp_path / "model").mkdir()
     (tmp_path / "model/gemma3-wide.toml").write_text('extends = "gemma3-1B"\nhead_dim = 512\n')
     wide = ["--model.name", "gemma3", "--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", LARGE, "--world", "4", *wide]) == 0
     out = capsys.readouterr().out
-    assert "attention of heads of 512 counts as the next wider that was measured, or the widest: 64, 128, 256" in out
-    assert "attention to windows" not in out
+    assert (
+        "attention with head width 512 is timed as the next wider one measured, or else the widest (measured: 64" in out
+    )
+    assert "windowed attention" not in out
     narrow = tmp_path / "model/gemma3-narrow.toml"
     narrow.write_text('extends = "gemma3-1B"\nwindow = 256\n')
     assert main(["plan", LARGE, "--world", "4", *wide, "--model.flavor", "narrow"]) == 0
-    assert "attention to windows was measured in one of 512 tokens" in capsys.readouterr().out
+    assert "windowed attention was measured with 512 tokens and head width 256" in capsys.readouterr().out
 
 
 def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "65"]
     assert main(["plan", LARGE, "--world", "4", *flags]) == 0
-    assert "by these rates auto keeps matmul attention.wqkv, attention" in capsys.readouterr().out
+    assert "with these rates auto keeps matmul attention.wqkv, attention" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "8", *flags, "--compile.enable", "false"]) == 0
     assert "no memory: the save-list is chosen when the run starts" in capsys.readouterr().out
 
@@ -445,10 +447,10 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
         ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
         ([DEBUG, *TWO, "--why"], "--why"),
         ([DEBUG, "--world", "2", "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
-        ([DEBUG, *TWO, "--device-gib", "80"], "--world N beside it"),
+        ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
         ([DEBUG, "--world", "2", "--device-gib", "none"], "the GiB of a device"),
-        ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this one"),
-        ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why beside --diff"),
+        ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this run"),
+        ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why together with --diff"),
         ([DEBUG, *TWO, "--why", "layers.3.attention.w0.weight"], "--why layers.3.attention.wo.weight"),
         ([DEBUG, *TWO, "--why", "wo"], "--why layers.0.attention.wo or --why layers.0.attention.wo.weight\n"),
         ([DEBUG, *TWO, "--why", "@norm.weight"], "--why norm.weight"),

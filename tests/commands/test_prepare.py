@@ -62,7 +62,7 @@ def test_what_max_tokens_leaves_out_is_said(tmp_path: Path, capfd: pytest.Captur
     assert out.splitlines()[1:4] == [
         "  documents    1",
         "  tokens       4 as uint16, by bytes",
-        "  cut          there is more, which data.max_tokens = 4 leaves out",
+        "  cut          the source has more; data.max_tokens = 4 leaves it out",
     ]
     assert out.count("cut  ") == 1  # held-out text is whole
 

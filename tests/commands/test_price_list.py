@@ -225,9 +225,7 @@ def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pyte
 def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixture[str]) -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
     lines = said(capsys, *auto, "--world", "4").splitlines()
-    assert lines[2] == (
-        "save-list auto: what is kept is chosen when the run starts, the fastest whose peak is at most 90 GiB"
-    )
+    assert lines[2] == ("save-list auto: chosen when the run starts, as the fastest whose peak is at most 90 GiB")
     assert [line.split()[0] for line in lines[-7:]] == LISTS
     assert main(["plan", CONFIG, "--activation-checkpoint", *auto[:3], "40", "--world", "4"]) == 2
     assert "want: at least 43.3" in capsys.readouterr().err
@@ -260,8 +258,8 @@ def test_a_broken_list_beside_others(text: str, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        ([CONFIG], "or --activation-checkpoint for the price of the save-list"),
-        ([CONFIG, "--activation-checkpoint", "--why", "x"], "no --why beside --activation-checkpoint"),
+        ([CONFIG], "or --activation-checkpoint for what the save-list costs"),
+        ([CONFIG, "--activation-checkpoint", "--why", "x"], "no --why together with --activation-checkpoint"),
         (["--activation-checkpoint"], "one config, as the first argument"),
         ([CONFIG, "--activation-checkpoint", "--activation_checkpoint.recipe", "ful"], 'did you mean "full"?'),
     ],

@@ -111,7 +111,7 @@ def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture
     assert main(["validate", file, "--data.source", "hf:allenai/c4:en"]) == 0
     out = capsys.readouterr().out
     assert "\n  hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step" in out
-    assert "data.max_tokens limits that\n" in out
+    assert "data.max_tokens limits it\n" in out
     limit = ["--data.max_tokens", "2_000_000"]
     assert main(["validate", file, "--data.source", "hf:allenai/c4:en", *limit]) == 0
     out = capsys.readouterr().out
@@ -124,12 +124,12 @@ def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ([], ["model.vocab_size = 50257 is no multiple of 8 (16 bytes in bfloat16):", "--model.vocab_size 50304 "]),
+        ([], ["model.vocab_size = 50257 is not a multiple of 8 (16 bytes in bfloat16):", "--model.vocab_size 50304 "]),
         (["--model.vocab_size", "50304"], []),
         (["--model.vocab_size", "50264"], []),
         (
             ["--model.vocab_size", "50264", "--parallelism.tensor_parallel_degree", "2"],
-            ["is no multiple of 16 (16 bytes in bfloat16 on each of 2 ranks)", "--model.vocab_size 50304 "],
+            ["is not a multiple of 16 (16 bytes in bfloat16 on each of 2 ranks)", "--model.vocab_size 50304 "],
         ),
         (["--training.mixed_precision_param", "float32"], []),
     ],
@@ -579,8 +579,14 @@ def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[
     [
         (["rowwise", "--float8.filter_fqns", "outptu"], 'float8.filter_fqns = "outptu"\n'),
         (["rowwise", "--float8.filter_fqns", "layers.2."], "linear layer: wqkv, wo, w13, w2, output, …"),
-        (["blockwise", "--training.seq_len", "100"], "layers.0.attention.wqkv is left alone (sizes (512, 256), "),
-        (["rowwise", "--float8.filter_fqns", "layers,output"], "is left alone (float8.filter_fqns has 'layers')"),
+        (
+            ["blockwise", "--training.seq_len", "100"],
+            "all are skipped, e.g. layers.0.attention.wqkv (sizes (512, 256), ",
+        ),
+        (
+            ["rowwise", "--float8.filter_fqns", "layers,output"],
+            "all are skipped, e.g. layers.0.attention.wqkv (float8.filter_fqns has 'layers')",
+        ),
         (["blockwise", "--training.seq_len", "100", "--job.strict", "false"], ""),
         (["rowwise", "--float8.filter_fqns", "layers.1."], ""),
         (["rowwise", "--float8.filter_fqns", "layers"], ""),  # the head is left
@@ -603,7 +609,7 @@ def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixtur
         ('["attention.wk"]', 'line 9  float8.filter_fqns = "attention.wk"|did you mean "attention.wqkv"?'),
         ('["w3"]', 'line 9  float8.filter_fqns = "w3"|did you mean "w13"?'),
         ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|remove it'),
-        ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: a linear layer that it can convert'),
+        ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: at least one linear layer to convert'),
     ],
 )
 def test_float8_filters_are_found_by_their_line(

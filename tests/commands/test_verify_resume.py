@@ -69,7 +69,7 @@ def test_what_is_not_equal_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         verify_resume._require_equal(whole, make_run(tmp_path / "other", [5.0, 4.0000001], 1.0000001), 2)
     assert "step 2 = loss 4.0000001, gradient norm 1.0" in str(caught.value)
-    assert "want: 4.0 and 1.0, as in one go" in str(caught.value)
+    assert "want: 4.0 and 1.0, as without interruption" in str(caught.value)
     assert "tensors after step 2 = model/w (0,)\n" in str(caught.value)
     with pytest.raises(CheckpointError, match="step 2 = loss nan"):
         verify_resume._require_equal(whole, make_run(tmp_path / "less", [5.0], 1.0), 2)
@@ -87,13 +87,13 @@ def test_a_run_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main(["verify-resume", DEBUG, *flags(tmp_path), *own]) == 2
     err = capfd.readouterr().err
     assert "nothing_of_this_name" in err
-    assert "in one go, to step 10 = exit code 2" in err
+    assert "uninterrupted, to step 10 = exit code 2" in err
 
 
 def test_what_cannot_be_tried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for steps in ("0", "76", "x"):
         assert main(["verify-resume", DEBUG, *flags(tmp_path), "--steps", steps]) == 2
-        assert "twice of which training.steps = 150 is enough for" in capfd.readouterr().err
+        assert "at least 1, and at most half of training.steps = 150" in capfd.readouterr().err
     (tmp_path / "runs/debug-verify-resume").mkdir(parents=True)
     assert main(["verify-resume", DEBUG, *flags(tmp_path)]) == 2
-    assert "an earlier trial left it" in capfd.readouterr().err
+    assert "an earlier check left it" in capfd.readouterr().err

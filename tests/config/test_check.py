@@ -43,6 +43,19 @@ def test_every_number_of_the_schema_has_a_range() -> None:
     assert set(RANGES) == numeric
 
 
+IN_WORDS = {
+    "[0, inf)": "at least 0",
+    "[1, inf)": "at least 1",
+    "[-1, inf)": "at least -1",
+    "(0, inf)": "above 0",
+    "[0, 1]": "at least 0 and at most 1",
+    "[0, 1)": "at least 0 and below 1",
+    "(0, 1]": "above 0 and at most 1",
+    "[0, 4294967295]": "at least 0 and at most 4294967295",
+    "[1, 31536000]": "at least 1 and at most 31536000",
+}
+
+
 @pytest.mark.parametrize("key", RANGES)
 def test_numbers_out_of_range(key: str) -> None:
     """Just outside each bound is refused, and NaN and infinity wherever a float may stand."""
@@ -59,7 +72,7 @@ def test_numbers_out_of_range(key: str) -> None:
         typed = value if step != 1 else int(value)
         said = message(changed(Config(), **{path: typed}))
         assert f"{key} = " in said
-        assert f"a number in {span}" in said
+        assert f"number, {IN_WORDS[span]}\n" in said
         assert name in said.partition("fix:")[2]
 
 
@@ -99,7 +112,7 @@ def test_numbers_out_of_range(key: str) -> None:
             8,
             [
                 "replicate × shard × tensor = 1 × 4 × 4 to be the number of processes, 8",
-                "data_parallel_shard_degree = 2 (or -1: all that are left), or start 16 processes",
+                "data_parallel_shard_degree = 2 (or -1: all remaining ranks), or start 16 processes",
             ],
         ),
         ({"parallelism__data_parallel_shard_degree": 0}, None, ["-1 (all) or at least 1"]),
@@ -139,7 +152,7 @@ def test_numbers_out_of_range(key: str) -> None:
             ["step 10001 is after training.steps = 10000", "fix:  start_step = 9998"],
         ),
         ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
-        ({"activation_checkpoint__recipe": "auto"}, None, ["budget_gib beside it", "budget_gib = 60.0"]),
+        ({"activation_checkpoint__recipe": "auto"}, None, ["budget_gib as well", "budget_gib = 60.0"]),
         (
             {
                 "activation_checkpoint__recipe": "auto",
@@ -159,7 +172,11 @@ def test_numbers_out_of_range(key: str) -> None:
         ({"job__name": "a/b"}, None, ["the name of a folder"]),
         ({"job__name": ".."}, None, ["the name of a folder"]),
         ({"job__name": "ü" * 128}, None, ["the name of a folder, of at most 255 bytes"]),
-        ({"optimizer__eps": 1e-39}, None, ["optimizer.eps = 1e-39", "in (0, inf) that float32 holds: 1.18e-38 to"]),
+        (
+            {"optimizer__eps": 1e-39},
+            None,
+            ["optimizer.eps = 1e-39", "a number, above 0, that float32 can hold: 1.18e-38 to"],
+        ),
         ({"optimizer__lr": 1e39}, None, ["optimizer.lr = 1e+39", "3.4e+38", "lr = 0.0003 (the default)"]),
         ({"validation__steps": 0}, None, ["-1 (all) or at least 1"]),
     ],

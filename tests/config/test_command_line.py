@@ -106,8 +106,8 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["training.steps=5"], ["training.steps=5", "fix:  --training.steps=5"]),
         (["-training.seq-len", "5"], ["-training.seq-len", "fix:  --training.seq-len"]),
         (["--validation.enable", "training.steps=5"], ["fix:  --training.steps=5"]),
-        (["more"], ["  more\n", "want: flags, as --training.steps 100", "fix:  leave it out, or write the flag"]),
-        (["-v"], ["  -v\n", "want: flags, as --training.steps 100", "fix:  leave it out, or write the flag"]),
+        (["more"], ["  more\n", "want: a flag, such as --training.steps 100", "fix:  leave it out, or write the flag"]),
+        (["-v"], ["  -v\n", "want: a flag, such as --training.steps 100", "fix:  leave it out, or write the flag"]),
         (["--data.source"], ["want: a string\n", 'fix:  --data.source "python_stdlib" (the default)']),
     ],
 )
@@ -135,7 +135,7 @@ def test_the_config_must_be_named_once(file: str) -> None:
     misspelt = message("--confg", file)
     assert f"--confg = {file}\n" in misspelt
     assert "fix:  did you mean --config?" in misspelt
-    assert "flags, as" in message(file)
+    assert "a flag, such as" in message(file)
     assert "want: one TOML file\n      fix:  extends = " in message("--config", file, "--config", file)
 
 

@@ -211,7 +211,7 @@ def test_a_malformed_extends_is_an_error_at_its_line(tmp_path: Path, text: str) 
 def test_what_extends_names_must_be_a_file(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop.toml").symlink_to("loop.toml")
     said = message(write(tmp_path, f'extends = "{name}"'))
-    assert f'line 1  extends = "{name}"\n      want: the path of a TOML file; ' in said
+    assert f'line 1  extends = "{name}"\n      want: the path of an existing TOML file; ' in said
     assert "did you mean loop.toml?" not in said
 
 

@@ -168,7 +168,9 @@ def test_max_tokens_is_for_text_that_is_trained_on(tmp_path: Path) -> None:
         lambda: check_inputs(Config(data=Data(source, max_tokens=5)), 10),
         lambda: check_inputs(Config(data=Data(source, max_tokens=5)), None),
     ):
-        with pytest.raises(DataError, match=r"data.max_tokens = 5\n.*want: 0 for token files, as '.*a\.bin' has them"):
+        with pytest.raises(
+            DataError, match=r"data.max_tokens = 5\n.*want: 0 for token files such as '.*a\.bin', which are used whole"
+        ):
             check()
 
 
@@ -184,8 +186,8 @@ def test_all_of_the_hub_is_told_beforehand(tmp_path: Path, capfd: pytest.Capture
     found, folder = resolve("hf:allenai/c4:en"), resolve(f"hf:{write_texts(tmp_path / 'in', 'one')}")
     notice = whole_from_hub(found, Data())
     assert notice == (
-        "hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step, however much it is: "
-        "data.max_tokens limits that"
+        "hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step, whatever its size; "
+        "data.max_tokens limits it"
     )
     assert "a smaller config or split" in whole_from_hub(resolve("hf:a/b", "validation.source"), Data(max_tokens=5))
     for source, data in ((found, Data(max_tokens=5)), (folder, Data()), (resolve("python_stdlib"), Data())):
@@ -224,7 +226,7 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda file: file.write_text("another"), "whose files changed while they were read"),
+        (lambda file: file.write_text("another"), "whose files changed during reading"),
         (lambda file: file.unlink(), r"data.source = .*1\.txt: No such file"),
     ],
 )

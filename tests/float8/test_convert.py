@@ -92,7 +92,7 @@ def test_tied_weights_stay_tied():
         ("rowwise", (8, 9), "emulated", "it needs compute capability 9.0, this GPU has 8.9"),
         ("rowwise", None, "definition", None),
         ("tensorwise", (8, 9), "fused", None),
-        ("rowwise_with_gw_hp", (9, 0), "torchao", "has a matmul in high precision, for which"),
+        ("rowwise_with_gw_hp", (9, 0), "torchao", "has a matmul in high precision, which"),
         ("rowwise_with_gw_hp", (8, 9), "emulated", "it needs compute capability 9.0, this GPU has 8.9"),
         ("rowwise_with_gw_hp", None, "emulated", "it needs compute capability 9.0, this device is no GPU"),
         ("blockwise", (9, 0), "block scaled", "has scales by block, which no fused kernel takes"),
@@ -166,7 +166,7 @@ def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     assert receipt.entries[0].applied["fsdp_all_gather"] == gathered
     assert receipt.entries[0].applied["each"] == dict.fromkeys(ALL, "emulated")
     if is_error:
-        with pytest.raises(StrictError, match=r"applied nowhere\n.*layers\.0\.attention\.wqkv: emulated: slower than"):
+        with pytest.raises(StrictError, match=r"never applied\n.*layers\.0\.attention\.wqkv: emulated: slower than"):
             receipt.enforce(strict=True, warn=pytest.fail)
     else:
         receipt.enforce(strict=True, warn=pytest.fail)

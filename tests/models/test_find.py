@@ -117,7 +117,7 @@ def test_it_is_predicted_as_a_shipped_one(
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     assert "memory of a rank" in said[0]
-    assert "time of a step" in said[0]
+    assert "predicted step time" in said[0]
 
 
 def test_it_is_counted_and_priced_as_a_shipped_one(
@@ -187,7 +187,9 @@ def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shipped = (Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml").read_text()
     (tmp_path / "model" / "llama3-mine.toml").write_text(f"{shipped}\n[block]\nqk_norms = true\n")
-    with pytest.raises(ConfigError, match="no such table in the recipe llama3-mine: what its blocks have is known"):
+    with pytest.raises(
+        ConfigError, match="no such table in the recipe llama3-mine: titanlite knows the blocks of llama3"
+    ):
         checked(tmp_path, 1, ["--model.flavor", "mine", "--job.recipe_dirs", str(tmp_path)])
 
 
@@ -204,8 +206,11 @@ def test_a_key_of_a_recipe_that_its_architecture_makes_nothing_of(tmp_path: Path
     [
         (["--model.file", "nowhere.py"], 'model.file = "nowhere.py"'),
         (["--model.file", "nowhere"], "want: a Python file"),
-        (["--model.name", "gpt2", "--model.rope_theta", "1e4"], "no such key: gpt2 makes nothing of it"),
-        (["--model.name", "gpt2", "--training.seq_len", "1024"], "at most 512, the positions that the model has"),
+        (["--model.name", "gpt2", "--model.rope_theta", "1e4"], "no such key: gpt2 does not use it"),
+        (
+            ["--model.name", "gpt2", "--training.seq_len", "1024"],
+            "at most 512, the number of position embeddings of the model",
+        ),
         (["--model.name", "qwen3", "--model.flavor", "70B"], "want: one of 0.6B, 1.7B, 4B, 8B, debug"),
         (["--model.name", "gemma3", "--model.flavor", "1B", *TP_2], "of model.n_kv_heads = 1"),
     ],

@@ -44,11 +44,11 @@ def test_requested_and_applied_nowhere_stops_a_strict_run_in_the_words_of_the_ke
     with pytest.raises(StrictError) as error:
         receipt.enforce(True, fail)
     assert str(error.value) == (
-        "not all that was asked for was applied: 1 problem\n"
+        "a requested feature was not fully applied: 1 problem\n"
         '  float8.recipe = "rowwise"\n'
-        "      want: applied somewhere; it was applied nowhere\n"
+        "      want: applied at least once; it was never applied\n"
         "            wqkv: dim 100\n"
-        "      fix:  change float8.recipe, or what stands in its way; job.strict = false trains with what was applied"
+        "      fix:  change float8.recipe or what the reason names; job.strict = false trains with what was applied"
     )
 
 
@@ -57,7 +57,7 @@ def test_an_eligible_case_that_was_missed_stops_it_too_and_a_declared_one_does_n
     receipt.add("parallelism.async_tensor_parallel", True, 5, count=5, skipped=[Skipped("wo", "tuning table")])
     receipt.enforce(True, fail)
     receipt.add("compile.enable", True, 3, count=3, missed=[Skipped("block 3", "graph break")])
-    with pytest.raises(StrictError, match=r"compile\.enable = true\n.*all 4 eligible cases; 1 were missed\n.*block 3"):
+    with pytest.raises(StrictError, match=r"compile\.enable = true\n.*all 4 eligible cases; it missed 1\n.*block 3"):
         receipt.enforce(True, fail)
 
 

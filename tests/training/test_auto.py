@@ -94,7 +94,7 @@ def over_budget() -> None:
 def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
     run = desk.run("over", 2, AUTO, budget(8), plant=over_budget, ends=2)
     assert "activation_checkpoint.budget_gib = 8\n" in run.output
-    assert "want: a peak of at most that; 9.5 GiB are reserved, 0." in run.output
+    assert "want: a peak of at most that; 9.5 GiB are reserved; predicted: 0." in run.output
     assert "fix:  budget_gib = 6.50; job.strict = false trains on" in run.output
     assert len(run.steps) == 1
     assert run.status["error"]["type"] == "StrictError"
@@ -105,7 +105,7 @@ def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
 def test_it_is_a_warning_where_runs_are_not_strict(desk: Desk) -> None:
     run = desk.run("lenient", 1, AUTO, budget(8), "--job.strict=false", *TWO_STEPS, plant=over_budget)
     assert len(run.steps) == 2
-    assert "warning: the run holds more than it may" in run.output
+    assert "warning: the run exceeds its memory budget" in run.output
     assert run.receipt["memory"]["skipped"]
 
 
@@ -137,7 +137,7 @@ def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -
     run = desk.run(f"{plant.__name__} {flags[0][-4:]}", 2, *flags, plant=plant, ends=2)
     said = run.output.partition("--- rank 1")[0]
     assert "rank 0: CUDA out of memory. Tried to allocate 3.91 GiB\n" in said
-    assert "which would fit: the prediction is short, or others hold memory of this device" in said
+    assert "which would fit: the prediction is too low, or other processes use memory of this device" in said
     assert "activations" in said
     assert "Traceback" not in run.output
     assert run.status["error"]["type"] == "OutOfMemoryError"
@@ -155,7 +155,7 @@ def explained(flags: tuple[str, ...], room_gib: float, name: str = "none") -> st
 def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
     said = explained(("--activation_checkpoint.recipe", "none"), 100).splitlines()
     assert said[0] == (
-        "    saw:  78.0 GiB are reserved (peak 79.0), 75.0 of them by tensors (peak 77.0); 100.0 could be"
+        "    saw:  78.0 GiB are reserved (peak 79.0), 75.0 of them by tensors (peak 77.0); 100.0 are available"
     )
     assert said[1] == "    want: 111.6 GiB, as predicted; of these"
     assert said[2].split() == ["73.1", "activations"]
@@ -210,7 +210,7 @@ def test_a_list_without_a_price_has_no_prediction(tmp_path: Path) -> None:
     )
     said = explained(("--activation_checkpoint.recipe", str(mine)), 100, str(mine))
     assert "there is no prediction" in said
-    assert "fix:  a save-list with one" in said
+    assert "fix:  a save-list that names what it keeps" in said
 
 
 def test_a_device_is_measured() -> None:

@@ -257,7 +257,7 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     config = (run.folder / "config.toml").read_text()
     assert 'resume = "auto"' in config  # those that were refused left no trace
     nothing = desk.run("asked", 1, *flags, "--optimizer.lr=7e-4")
-    assert "nothing to do: 5 steps were asked for, 5 are done" in nothing.output
+    assert "nothing to do: the run ends at step 5 (job.stop_after), and step 5 is already done" in nothing.output
     assert "optimizer.lr: 0.002 → 0.0007" in nothing.output
     assert (run.folder / "config.toml").read_text() == config
     desk.run("asked", 1, "--job.stop_after=6", "--optimizer.lr=7e-4")
@@ -283,11 +283,11 @@ def test_a_start_anew_keeps_the_metrics_that_are_there_and_says_so(desk: Desk) -
     second, third = killed.output(), desk.run("anew", 2, "--job.stop_after=3")
     for number, said in ((1, second), (2, third.output)):
         earlier = run.folder / f"metrics.earlier-{number}.jsonl"
-        assert said.count(f"begins at step 0; the metrics of the earlier start are kept in {earlier}\n") == 1
+        assert said.count(f"starting at step 0; the metrics of the earlier start are kept in {earlier}\n") == 1
     assert (run.folder / "metrics.earlier-1.jsonl").read_text() == before
     assert [row["step"] for row in third.rows] == [1, 2, 3]
     rest = desk.run("anew", 2, "--job.stop_after=5")
-    assert "begins at step 0" not in rest.output
+    assert "starting at step 0" not in rest.output
     assert [row["step"] for row in rest.rows] == [1, 2, 3, 4, 5]
 
 
@@ -311,11 +311,11 @@ def test_a_start_that_fails_says_so_in_status_and_log(desk: Desk) -> None:
     again = desk.run("fails", 2, "--optimizer.lr=7e-4", ends=2)
     assert (again.status["state"], again.status["step"]) == ("failed", 2)
     assert again.status["error"]["type"] == "CheckpointError"
-    assert "no older one is whole" in again.status["error"]["message"]
+    assert "no older one is undamaged" in again.status["error"]["message"]
     for rank in (0, 1):
         log = (run.folder / "logs" / f"rank{rank}.log").read_text()
         assert "failed: " in log
-        assert "no older one is whole" in log
+        assert "no older one is undamaged" in log
         assert "Traceback" not in log
     assert (run.folder / "config.toml").read_text() == config
 
@@ -334,10 +334,10 @@ def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
     corpus = desk.folder / "grows.txt"
     corpus.write_text((desk.folder / "train.txt").read_text())
     flags = (f"--data.source={corpus}", "--job.stop_after=2")
-    assert "another text" not in desk.run("grows", 1, *flags).output
+    assert "different text" not in desk.run("grows", 1, *flags).output
     corpus.write_text(corpus.read_text() + "more")
     assert (
-        "warning: data.source holds another text than before"
+        "warning: data.source holds different text than before"
         in desk.run("grows", 1, flags[0], "--job.stop_after=3").output
     )
 
@@ -349,8 +349,8 @@ def test_another_tokenizer_in_the_same_file_is_not_taken_for_another_text(desk: 
     assert "warning" not in desk.run("retrained", 1, *flags, "--job.stop_after=2").output
     make_tokenizer(tokenizer, special=("<other>", "<|endoftext|>"))
     said = desk.run("retrained", 1, *flags, "--job.stop_after=3").output
-    assert "warning: data.tokenizer is another file than before" in said
-    assert "another text" not in said
+    assert "warning: data.tokenizer is a different file than before" in said
+    assert "different text" not in said
 
 
 @pytest.mark.parametrize("key", ["data.source", "validation.source"])
@@ -365,7 +365,7 @@ def test_other_text_on_another_rank_ends_every_rank(desk: Desk, key: str) -> Non
             train.prepare = lambda source, *args, **kw: prepare(str(other) if source == named else source, *args, **kw)
 
     run = desk.run(f"other {key}", 2, "--validation.enable=true", plant=plant, ends=2)
-    assert run.output.count(f"{key} = other tokens on rank 1 than on rank 0") == 2
+    assert run.output.count(f"{key} = different tokens on rank 1 than on rank 0") == 2
 
 
 def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path: Path) -> None:

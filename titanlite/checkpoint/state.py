@@ -132,10 +132,12 @@ class Checkpoints:
         read = store.read(folder, tensors, optional=(RNG,))
         if lost := sorted(random - read):
             then, now = saved["world_size"], world_size()
-            why = f"it was saved by {then} ranks, this run has {now}" if then != now else "it does not have it"
+            why = f"it was saved by {then} ranks, this run has {now}"
+            if then == now:
+                why = f"it does not have {', '.join(lost)}"
             notices.append(
-                f"{folder.name}: random state not restored ({', '.join(lost)}), for {why}. Dropout and the like draw "
-                "other numbers than without the interruption; weights, optimizer and data order are unaffected"
+                f"{folder.name}: random number generators start fresh, since {why}. This affects only dropout and the "
+                "like; weights, optimizer state and data order are restored exactly"
             )
         self._resumed_from = step
         return saved["state"], notices
@@ -152,7 +154,7 @@ class Checkpoints:
             )
         except CheckpointError as damage:
             good = self._newest_good(step)
-            then = f"then step {good} is the newest that is whole" if good is not None else "no older one is whole"
+            then = f"step {good} is the newest that is undamaged" if good is not None else "no older one is undamaged"
             raise CheckpointError(f"{damage}\n  {then}") from damage
 
     def _newest_good(self, before: int) -> int | None:

@@ -1,7 +1,7 @@
-"""Compare runs: loss curves in one picture, a table of results, the difference of the configs.
+"""Compare runs: plot their loss curves, tabulate results, and show how their configs differ.
 
-Reads nothing but run folders (`metrics.jsonl`, `config.toml`, `status.json`), so it works on runs that are still going,
-were copied from elsewhere or were made by another version.
+Reads only run folders (`metrics.jsonl`, `config.toml`, `status.json`), so it works on runs that are still going, were
+copied from elsewhere or were made by another version.
 """
 
 import json
@@ -24,9 +24,8 @@ _COMMAND = Command(
     "compare",
     __doc__ or "",
     {
-        "RUN": "run folder, <dump_folder>/<name>; one is enough",
-        "--out FILE": "where the picture goes; if it is not given, loss.png in the folder of a single run, or "
-        "compare.png here",
+        "RUN": "run folder, <dump_folder>/<name>; one or more",
+        "--out FILE": "file for the plot; default: loss.png in the folder of a single run, else compare.png here",
     },
     takes="RUN [RUN ...]",
 )

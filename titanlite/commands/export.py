@@ -25,9 +25,9 @@ _COMMAND = Command(
     __doc__ or "",
     {
         "RUN": "run folder, <dump_folder>/<name>",
-        "--step N": "which checkpoint; the newest if it is not given",
-        "--out FOLDER": "the new folder; hugging_face/step-<step> in the run folder if it is not given",
-        "--dtype DTYPE": "of the weights, bfloat16 or float32; what the run computed in if it is not given",
+        "--step N": "step of the checkpoint; default: the newest",
+        "--out FOLDER": "folder to create; default: hugging_face/step-<step> in the run folder",
+        "--dtype DTYPE": "dtype of the weights, bfloat16 or float32; default: the run's compute dtype",
         "--tokenizer FILE": "the run's tokenizer.json, if it is no longer where data.tokenizer says",
     },
     takes="RUN",
@@ -107,7 +107,7 @@ def _verify(checkpoint: Path) -> None:
     try:
         publish.verify(checkpoint)
     except OSError as error:
-        want, fix = "files that can be read", "export as the user that trained; or --step with another checkpoint"
+        want, fix = "files that can be read", "export as the user who trained, or name another checkpoint with --step"
         raise CheckpointError(describe(str(checkpoint), [Problem("a file", str(error), want, fix)])) from error
 
 
@@ -116,13 +116,15 @@ def _check(config: Config, out: Path, dtype: str) -> None:
     if dtype not in _DTYPES:
         problems.append(Problem("--dtype", dtype, " or ".join(_DTYPES), f"--dtype {_DTYPES[0]}"))
     if config.model.file:
-        want = "a shipped architecture: what the weights of others are called there is not known"
+        want = "a shipped architecture: for others the Hugging Face names of weights are not known"
         fix = "read the checkpoint with torch.distributed.checkpoint (docs/checkpoint.md)"
         problems.append(Problem("model.file", f'"{config.model.file}"', want, fix))
     if os.path.lexists(out):
-        problems.append(Problem("--out", str(out), "a folder that is not there yet", "name another, or delete it"))
+        problems.append(Problem("--out", str(out), "a folder that does not exist yet", "name another, or delete it"))
     elif os.path.lexists(tmp := out.with_name(f"{out.name}.tmp")):
-        want = f"no {tmp}, where an export writes first: one goes on or was killed, or it is something else"
+        want = (
+            f"no {tmp}, where an export writes first: another export is running or was killed, or it is something else"
+        )
         problems.append(Problem("--out", str(out), want, "name another, or delete what is there"))
     if problems:
         raise CheckpointError(describe("titanlite export", problems))
@@ -144,7 +146,7 @@ def _tokenizer(name: str, fingerprint: str) -> Tokenizer | None:
     is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
     tokenizer = load(name) if is_there else None
     if tokenizer is None or tokenizer.fingerprint != fingerprint:
-        saw = "this is another, or was changed" if is_there else f"it is not there, seen from {Path.cwd()}"
+        saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
         want = f"the tokenizer that the run was trained with; {saw}"
         fix = "--tokenizer with the path of that tokenizer.json"
         raise CheckpointError(describe("titanlite export", [Problem("data.tokenizer", repr(name), want, fix)]))

@@ -15,6 +15,12 @@ from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
 from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
 
+_CLASSES = {  # of work, where the name in `StepTime` says too little
+    "tokens": "TP collectives",
+    "weights": "FSDP copies and casts",
+    "fsdp": "FSDP collectives not overlapped",
+}
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -67,37 +73,39 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
         if time is None or chosen.budget_gib is None:
-            notes.append("no memory: the save-list is chosen when the run starts, by times that are not known here")
+            notes.append("no memory: the save-list is chosen when the run starts, from timings that are not known here")
             return Forecast(notes=tuple(notes))
         choice = choose(memory, time.times(), chosen.budget_gib)
         save_list = choice.save_list
         notes.append(
-            f"by these rates auto keeps {in_words(choice)}; a run times its own blocks, and may choose otherwise"
+            f"with these rates auto keeps {in_words(choice)}; a run times its own blocks and may choose otherwise"
         )
     if why := without_price(save_list):
         return Forecast(save_list, notes=(f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}",))
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
     if peak.gradients_in_place:
-        notes.append("no gradients of blocks at the peak: they take the place of activations as those go")
+        notes.append("the peak has no gradients of blocks: they take the memory of activations as those are freed")
     if not peak.logits and memory.logits >= GIB / 10:
         gib = f"{memory.logits / GIB:,.1f} GiB"
-        notes.append(f"the peak is not where the logits are, which take {gib} and are gone when blocks run backward")
+        notes.append(
+            f"the logits ({gib}) are not part of the peak: it is in the blocks' backward, after they are freed"
+        )
     if time is None:
         return Forecast(save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
     if sizes.head_width not in rates.attention:
         measured = ", ".join(map(str, rates.attention))
-        wider = f"the next wider that was measured, or the widest: {measured}"
-        notes.append(f"attention of heads of {sizes.head_width} counts as {wider}")
+        wider = f"is timed as the next wider one measured, or else the widest (measured: {measured})"
+        notes.append(f"attention with head width {sizes.head_width} {wider}")
     windows = {window for window in sizes.windows if is_windowed(memory.layout, window)}
     if windows - {rates.window}:
         notes.append(
-            f"attention to windows was measured in one of {rates.window} tokens, of heads of 256, and counts so"
+            f"windowed attention was measured with {rates.window} tokens and head width 256, and is timed as that"
         )
     if world > rates.host:
-        hosts = f"{world} GPUs are more than a host's {rates.host}, and collectives between hosts were not measured"
-        notes.append(f"{hosts}: FSDP's are counted as if inside one, so the step is the least that it can be")
+        hosts = f"{world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
+        notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
     return Forecast(save_list, peak, step, time.tokens_per_second(step), rates.device, tuple(notes))
 
 
@@ -119,7 +127,7 @@ def time_rows(predicted: Forecast) -> list[list[str]]:
     """Milliseconds by class of work, their sum, and tokens per second and GPU; each with its unit."""
     if predicted.step is None:
         return []
-    rows = [[name, f"{ms:,.1f} ms"] for name, ms in predicted.step.categories().items()]
+    rows = [[_CLASSES.get(name, name), f"{ms:,.1f} ms"] for name, ms in predicted.step.categories().items()]
     speed = ["tok/s/GPU", f"{predicted.tokens_per_second:,.0f}"]
     return [*rows, ["total", f"{predicted.step.total:,.1f} ms"], speed]
 
@@ -133,12 +141,12 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     """
     text, (gib, device) = "", _device(device_gib)
     if predicted.memory is not None:
-        title = "memory of a rank at its peak, GiB (CUDA's context and NCCL's buffers come on top)"
+        title = "peak memory of a rank, GiB (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
         if predicted.memory.total <= usable(gib):
             text += f"fits {device}: {predicted.memory.total / GIB:,.1f} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
-        text += f"\ntime of a step by rates of {predicted.device}\n{columns(*rows)}"
+        text += f"\npredicted step time, from rates measured on {predicted.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 
@@ -166,16 +174,16 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
         want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
     gib, device = _device(device_gib)
-    saw = f"{gib:g}" + ("" if device_gib else f" (not given, so that of {device})")
+    saw = f"{gib:g}" + ("" if device_gib else f" (the default: {device})")
     if predicted.memory.total <= usable(gib):
         return
     run = replace(checked, save_list=predicted.save_list)
     asked = (run.config, run.dimensions, run.float8, world, predicted.save_list, usable(gib))
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
-    want = f"at least {predicted.memory.total / usable(1):.1f}: the predicted peak, of which {MARGIN:.1%} stay free"
+    want = f"at least {predicted.memory.total / usable(1):.1f}: the predicted peak, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
         fix = f"one of these{listed}" + (f"\n          or {more} processes" if more else "")
     else:
-        fix = f"{f'{more} processes' if more else 'a smaller model'}: no two flags together are enough"
+        fix = f"{f'{more} processes' if more else 'a smaller model'}: no two flags together would make it fit"
     raise ConfigError(describe("the run does not fit", [Problem("--device-gib", saw, want, fix)]))

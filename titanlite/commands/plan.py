@@ -1,9 +1,9 @@
-"""Print what a config would do, before it runs: how it is sharded, what it holds, how fast it is; no GPU.
+"""Predict a run without a GPU: sharding, collectives, memory, step time.
 
 titanlite plan FILE                              the sharding plan: placements, their origins, and collectives
 titanlite plan FILE --world N                    also FSDP's collectives, memory by category, and the time of a step
-titanlite plan FILE --world N --device-gib G     the same; exit code 2 and what would help, if it needs more than that
-titanlite plan FILE --world N --diff [OTHER] …   what another config, or other flags behind --diff, would change
+titanlite plan FILE --world N --device-gib G     the same; exit code 2, with what would help, if it needs more than that
+titanlite plan FILE --world N --diff [OTHER] …   what another config, or the flags after --diff, would change
 titanlite plan FILE --activation-checkpoint      the price of each rule of the save-list, and what every list keeps
 """
 
@@ -27,12 +27,12 @@ _COMMAND = Command(
     "plan",
     __doc__ or "",
     {
-        "--world N": "number of processes of the run; also lists FSDP's collectives, memory, and the time of a step",
-        "--device-gib GIB": "memory of a device that the run is to fit into; an H200's if it is not given",
-        "--why TENSOR": "instead of the tables: where the placement of a tensor or of a module's output comes from",
-        "--json FILE": "write all of it there, too",
-        _PRICES: "instead of the sharding plan: what each rule of the save-list keeps and costs, what every list keeps",
-        f"{_DIFF} [OTHER]": "only what another config, or other flags behind it, would change",
+        "--world N": "number of processes of the run; adds FSDP's collectives, memory and step time",
+        "--device-gib GIB": "memory of the device that the run must fit into; default: an H200's",
+        "--why TENSOR": "print only where the placement of a tensor, or of a module's output, comes from",
+        "--json FILE": "also write the whole plan to this file",
+        _PRICES: "print only what each rule of the save-list keeps and costs, and what every list keeps",
+        f"{_DIFF} [OTHER]": "print only what another config, or the flags after it, would change",
     },
 )
 
@@ -46,7 +46,9 @@ def run(argv: list[str]) -> int:
     given, world = arguments.own, arguments.world
     odd = next((flag for flag in given if flag not in ("--world", _PRICES)), None)
     if _PRICES in given and odd:
-        problem = Problem(odd, given[odd], f"no {odd} beside {_PRICES}: it is of the sharding plan", "remove one")
+        problem = Problem(
+            odd, given[odd], f"no {odd} together with {_PRICES}: it belongs to the sharding plan", "remove one"
+        )
         raise ConfigError(describe("command line", [problem]))
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     checked = checked_run(arguments.flags, world)
@@ -83,11 +85,11 @@ def _tables(planned: PlannedRun, device_gib: float | None) -> str:
             rows = _pair_rows(planned)
             text += f"\n{columns(('collective', 'pass', 'at', 'with its matmul'), *rows)}"
         else:
-            text += "\nnone is fused with a matmul: parallelism.async_tensor_parallel is off\n"
+            text += "\nno collective is fused with a matmul: parallelism.async_tensor_parallel is off\n"
         if planned.maxima:
             header = ("all_reduce of the maximum of", "pass", "at", "times a step")
             text += f"\n{columns(header, *_maxima_rows(planned))}"
-            text += "one number each; those of forward once more where it is computed again, and one for all weights\n"
+            text += "one number each; those of forward are repeated where it is recomputed, and all weights share one\n"
     return text + (forecast_table(planned.predicted, device_gib) if planned.predicted else "")
 
 
@@ -149,13 +151,13 @@ def _diff(argv: list[str]) -> int:
     for words in (before, after):
         answer_help(words, _COMMAND.help)
     if not after or _DIFF in after:
-        problem = Problem(_DIFF, "", "one other config, or flags that change this one", f"{_DIFF} configs/other.toml")
+        problem = Problem(_DIFF, "", "one other config, or flags that change this run", f"{_DIFF} configs/other.toml")
         raise ConfigError(describe("command line", [problem]))
     given = _COMMAND.read(before)
     is_other = not after[0].startswith("-") or any(word.partition("=")[0] == "--config" for word in after)
     other = _COMMAND.read(after if is_other else [*given.flags, *after])
     if odd := [flag for flag in (*given.own, *other.own) if flag != "--world"]:
-        problem = Problem(odd[0], "", f"no {odd[0]} beside {_DIFF}", "remove one")
+        problem = Problem(odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
         raise ConfigError(describe("command line", [problem]))
     plans = [
         plan_run(checked_run(one.flags, world), one.file, world)
@@ -205,7 +207,11 @@ def _gib(value: str, world: int | None) -> float:
     except ValueError:
         gib = 0.0
     if not 0 < gib < float("inf") or world is None:
-        want = "the GiB of a device" if world else "--world N beside it: what a rank holds depends on their number"
+        want = (
+            "the GiB of a device"
+            if world
+            else "--world N as well: what a rank holds depends on the number of processes"
+        )
         fix = "--device-gib 80" if world else f"--device-gib {value} --world 8"
         raise ConfigError(describe("command line", [Problem("--device-gib", value, want, fix)]))
     return gib

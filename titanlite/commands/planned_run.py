@@ -56,8 +56,8 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
     """
     config, mesh = checked.config, checked.config.parallelism
     if mesh.tensor_parallel_degree == 1 and world is None:
-        want = "more than 1, or --world N: without it a plan is of what is split over tensor-parallel ranks"
-        price = "--activation-checkpoint for the price of the save-list"
+        want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
+        price = "--activation-checkpoint for what the save-list costs"
         fix = f"--world 2, or --parallelism.tensor_parallel_degree 2, or {price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     check_with_torch(checked)
@@ -105,7 +105,7 @@ def _traffic(
     t = checked.config.parallelism.tensor_parallel_degree
     if world is None:
         return tuple(of_update(replicated, t, 1)), (
-            "--world N also lists what data-parallel ranks exchange, and the reductions over all ranks",
+            "--world N adds the collectives of data-parallel ranks and the reductions over all ranks",
         )
     memory = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
     if memory.layout.unpriced and world > t:
@@ -128,4 +128,4 @@ def _repeated(checked: CheckedRun, predicted: Forecast | None) -> tuple[list[set
         why = f"save-list {config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
     else:
         return [again(block) for block in block_prices(sizes, layout, save_list)], ()
-    return [], (f"what is communicated again is not listed: {why}",)
+    return [], (f"collectives that backward repeats are not listed: {why}",)

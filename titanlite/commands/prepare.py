@@ -1,7 +1,7 @@
-"""Make the token shards of a run before it is started.
+"""Tokenize a run's data ahead of time.
 
-A run prepares what it needs by itself. To do it beforehand pays where many GPUs would wait for one CPU, or where the
-hosts that train cannot reach the source.
+A run tokenizes its data itself if needed. Doing it ahead of time pays off where many GPUs would sit idle meanwhile, or
+where the training hosts cannot reach the source.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ def _summary(shards: TokenShards) -> str:
     lines = [
         meta.source,
         f"  documents    {meta.documents:,}" if meta.tokenizer else "  documents    not counted in token files",
-        f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'somebody else'}",
-        *[f"  cut          there is more, which data.max_tokens = {meta.max_tokens:,} leaves out"]
+        f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'another program'}",
+        *[f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"]
         * bool(meta.max_tokens),
         f"  bytes        {meta.input_bytes:,} read",
         f"  bad records  {meta.n_bad_records:,}",

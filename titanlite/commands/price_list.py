@@ -69,7 +69,7 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
             f"{layout.tokens:,} tokens a micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
             *(_of_rules(sizes, layout, save_list) if save_list else [_chosen_later(checked)]),
-            "\nall layers, on one rank; what is kept, and what is computed again in a micro-step:\n",
+            "\nall layers, on one rank: what is kept, and what is recomputed in a micro-step:\n",
             _of_all_lists(checked, layout, world),
         ]
     )
@@ -77,7 +77,7 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
 
 def _chosen_later(checked: CheckedRun) -> str:
     budget = checked.config.activation_checkpoint.budget_gib
-    return f": what is kept is chosen when the run starts, the fastest whose peak is at most {budget:g} GiB\n"
+    return f": chosen when the run starts, as the fastest whose peak is at most {budget:g} GiB\n"
 
 
 def _of_rules(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[str]:
@@ -85,7 +85,7 @@ def _of_rules(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[s
     block_prices(sizes, layout, save_list)  # a list without a price is refused before anything is printed
     prices, n_layers = rule_prices(sizes, layout, save_list), sizes.n_layers
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
-    introduction = ", on one rank and per layer; what is kept, and what computing it again would cost:\n"
+    introduction = ", on one rank and per layer: what is kept, and what recomputing it would cost:\n"
     if not save_list.rules and save_list.default == "save":
         return [introduction, "  no rules: everything is kept\n"]
     size = f"{block_input(sizes, layout) / _MIB:,.1f}"

@@ -1,7 +1,7 @@
 """List recipes, show one, or time them: recipes [KIND [NAME]], recipes float8 --measure FILE.
 
-What is shown is what the loader made of the file: defaults filled in, `extends` resolved. So a recipe that extends
-another can be read here without opening both.
+Recipes are shown as loaded: defaults filled in, `extends` resolved. So a recipe that extends another can be read here
+without opening both.
 """
 
 import sys
@@ -21,18 +21,18 @@ _MEASURE, _DIRS = "--measure", "--job.recipe_dirs"
 _USAGE = f"titanlite recipes float8 {_MEASURE} FILE [--section.key VALUE ...]"
 _TIMED = Command(
     f"recipes float8 {_MEASURE}",
-    "Time every float8 recipe on the linear layers of a config, on this GPU, and say which layers to leave alone.",
+    "Time every float8 recipe on the linear layers of a config, on this GPU, and say which layers to exclude.",
     {},
 )
 _COMMAND = Command(
     "recipes",
     __doc__ or "",
     {
-        "KIND": f"{', '.join(_KINDS)}; all of them if it is not given",
-        "NAME": "a recipe to be shown in full, or the path of one",
-        f"{_DIRS} FOLDER": "your own recipes, too; several folders are separated by commas",
+        "KIND": f"{', '.join(_KINDS)}; default: all of them",
+        "NAME": "recipe to show in full, or the path of one",
+        f"{_DIRS} FOLDER": "also list your own recipes; separate several folders with commas",
         f"{_MEASURE} FILE": "time every float8 recipe on the linear layers of a config, on this GPU, and say which "
-        f"layers to leave alone; `titanlite recipes float8 {_MEASURE} --help` lists the sections of the config",
+        f"layers to exclude; `titanlite recipes float8 {_MEASURE} --help` lists the sections of the config",
     },
     takes="[KIND [NAME]]",
 )

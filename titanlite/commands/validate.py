@@ -1,8 +1,8 @@
-"""Check a config, its recipes and its data, and say what would run; nothing is started.
+"""Check a config, its recipes and its data, and print what would run, without starting it.
 
-Before it starts, train.py checks the same. A file that passes with --world N passes there on N processes of this
-machine, but for what needs torch to be known: whether torch has the single operations that a save-list names and, where
-shapes do not say it, whether they run; and the layers and parameters of an architecture of one's own (model.file).
+train.py runs the same checks before it starts. A config that passes with --world N also starts on N processes of this
+machine, except for what only torch can tell: whether torch has the single operations that a save-list names and, where
+shapes do not show it, whether they run; and the layers and parameters of your own architecture (model.file).
 """
 
 import json
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _COMMAND = Command(
     "validate",
     __doc__ or "",
-    {"--world N": "number of processes of the run: whatever is to divide it is checked, and the budget of `auto`"},
+    {"--world N": "number of processes of the run; checks what must divide it, and the budget of `auto`"},
 )
 _OF_SHAPES = ("training.seq_len", "training.local_batch_size", "training.mixed_precision_param")
 
@@ -112,7 +112,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     if float8_name != "none":
         float8 = attempt(lambda: recipes.load("float8", float8_name, dirs, origin), "float8.recipe", "job.recipe_dirs")
     if float8 and (name := recipes.current_name("float8", float8_name, dirs)) != float8_name:
-        hints = (f'float8.recipe = "{float8_name}" is called "{name}" here; write that',)
+        hints = (f'float8.recipe = "{float8_name}" is the old name of "{name}"; it still works, but write the new one',)
         config = replace(config, float8=replace(config.float8, recipe=name))
     attempt(lambda: check(config, dimensions, world_size, origin, unread))
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
@@ -157,7 +157,7 @@ def _other_tokenizer(config: Config) -> tuple[str, ...]:
             is_same = Path(config.data.tokenizer).expanduser().read_bytes() == content
     except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
         is_same = False
-    why = f"is not {theirs}, by whose ids the weights of checkpoint.initial_load_path know text"
+    why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
     return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
 
 
@@ -173,8 +173,8 @@ def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]
         return ()
     larger = -(-size // (64 * ranks)) * 64 * ranks
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    why = f"is no multiple of {8 * ranks} (16 bytes in bfloat16{each})"
-    slow = "the head's three products have no aligned kernel on a GPU and run several times slower"
+    why = f"is not a multiple of {8 * ranks} (16 bytes in bfloat16{each})"
+    slow = "on a GPU the head's three matmuls find no aligned kernel and run several times slower"
     return (f"model.vocab_size = {size} {why}: {slow}; --model.vocab_size {larger} costs less than that",)
 
 
@@ -204,8 +204,8 @@ def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, bloc
     whys = {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
     if config.job.strict and None not in whys.values():
         first, why = next(iter(whys.items()))
-        want = f"a linear layer that it can convert; {first} is left alone ({why}), and so are all others"
-        fix = "change float8.recipe, or what stands in its way; job.strict = false trains without it"
+        want = f"at least one linear layer to convert; all are skipped, e.g. {first} ({why})"
+        fix = "change float8.recipe or what the reason names; job.strict = false trains without float8"
         problems = Problems(origin)
         problems.add("float8.recipe", show(config.float8.recipe), want, fix)
         problems.raise_all(RecipeError)
@@ -250,7 +250,9 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         shard = world // (replicate * tensor)
     if shard == -1:
         unit = replicate * tensor
-        processes = f"{f'a multiple of {unit}' if unit > 1 else 'any number of'} processes; --world N checks a number"
+        processes = (
+            f"{f'a multiple of {unit}' if unit > 1 else 'any number of'} processes; pass --world N to check a number"
+        )
         ranks = None
     else:
         processes, ranks = f"{replicate * shard * tensor} processes", replicate * shard
@@ -264,9 +266,10 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     limit = f", its first {config.data.max_tokens:,} tokens" if config.data.max_tokens else ""
+    shards = "(all remaining)" if shard == -1 else shard
     rows = {
         "model": _model(checked),
-        "mesh": f"replicate {replicate} × shard {'rest' if shard == -1 else shard} × tensor {tensor}: {processes}",
+        "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}",

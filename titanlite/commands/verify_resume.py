@@ -1,8 +1,7 @@
-"""Try whether a run that is stopped goes on bit for bit.
+"""Check that a stopped and resumed run matches an uninterrupted one bit for bit.
 
-Three short runs of the config on this host: one of 2·K steps in one go, and one that is stopped after K and started
-again. Losses, gradient norms, and all tensors of the last checkpoint must be equal bit for bit. What they left is
-deleted if they are.
+Trains 2·K steps on this host without interruption, then K steps, stops, and resumes for K more. Losses, gradient norms
+and all tensors of the last checkpoint must be equal bit for bit. If they are, the files of these runs are deleted.
 """
 
 import math
@@ -22,12 +21,13 @@ from titanlite.observe.metrics import read_metrics
 from titanlite.run_folder import RunFolder
 
 _STEPS = "5"
+_WHOLE = "uninterrupted"
 _COMMAND = Command(
     "verify-resume",
     __doc__ or "",
     {
-        "--world N": "processes of this host that train; 1 if it is not given",
-        "--steps K": f"steps until the run is stopped, and again after it; {_STEPS} if it is not given",
+        "--world N": "number of training processes on this host; default: 1",
+        "--steps K": f"steps before the stop, and again after the resume; default: {_STEPS}",
     },
 )
 _UNSEEDED = re.compile(r"rng/rank\d+/(python|numpy) ")  # begins at random in every process
@@ -51,13 +51,13 @@ def run(argv: Sequence[str]) -> int:
     steps = _steps(given.own.get("--steps", _STEPS), config)
     folder = Path(config.job.dump_folder).expanduser() / f"{config.job.name}-verify-resume"
     if folder.exists():
-        problem = Problem(str(folder), "", "a folder that is not there yet", "delete it: an earlier trial left it")
+        problem = Problem(str(folder), "", "a folder that does not exist yet", "delete it: an earlier check left it")
         raise CheckpointError(describe("titanlite verify-resume", [problem]))
-    for name, last in (("in one go", 2 * steps), ("stopped", steps), ("stopped", 2 * steps)):
+    for name, last in ((_WHOLE, 2 * steps), ("stopped", steps), ("stopped", 2 * steps)):
         sys.stdout.write(f"{name}: to step {last}\n")
         sys.stdout.flush()
         _train(given.flags, folder, name, last, processes)
-    _require_equal(RunFolder(folder / "in one go"), RunFolder(folder / "stopped"), 2 * steps)
+    _require_equal(RunFolder(folder / _WHOLE), RunFolder(folder / "stopped"), 2 * steps)
     shutil.rmtree(folder)
     sys.stdout.write(f"equal bit for bit: losses, gradient norms and all tensors after step {2 * steps}\n")
     return 0
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 def _steps(given: str, config: Config) -> int:
     if given.isdecimal() and 0 < 2 * int(given) <= config.training.steps:
         return int(given)
-    want = f"a number of steps, at least 1, twice of which training.steps = {config.training.steps} is enough for"
+    want = f"at least 1, and at most half of training.steps = {config.training.steps}"
     raise ConfigError(describe("command line", [Problem("--steps", given, want, "--steps 1")]))
 
 
@@ -89,7 +89,7 @@ def _train(flags: Sequence[str], folder: Path, name: str, last: int, processes: 
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         sys.stderr.write(done.stdout)
-        problem = Problem(f"{name}, to step {last}", f"exit code {done.returncode}", "0", "mend what is said above")
+        problem = Problem(f"{name}, to step {last}", f"exit code {done.returncode}", "0", "fix the error printed above")
         raise CheckpointError(describe("titanlite verify-resume", [problem]))
 
 
@@ -100,17 +100,19 @@ def _require_equal(whole: RunFolder, stopped: RunFolder, last: int) -> None:
         {row["step"]: (row["loss"], row["grad_norm"]) for row in read_metrics(run.metrics) if "loss" in row}
         for run in (whole, stopped)
     )
-    fix = "training.deterministic = true, unless it is; then what the model keeps or draws is not all in its checkpoint"
+    fix = "training.deterministic = true; if it is set, the model has state or randomness that is not in its checkpoint"
     problems: list[Problem] = []
     for step, (loss, norm) in of_whole.items():
         if of_stopped.get(step) != (loss, norm):
             own = of_stopped.get(step, (math.nan, math.nan))
-            saw, want = f"loss {own[0]!r}, gradient norm {own[1]!r}", f"{loss!r} and {norm!r}, as in one go"
+            saw, want = f"loss {own[0]!r}, gradient norm {own[1]!r}", f"{loss!r} and {norm!r}, as without interruption"
             problems.append(Problem(f"step {step}", saw, want, fix))
             break
     tensors, own = (digests(step_folder(run.checkpoints, last)) for run in (whole, stopped))
     differ = [name for name in tensors | own if tensors.get(name) != own.get(name) and not _UNSEEDED.match(name)]
     if differ:
-        problems.append(Problem(f"tensors after step {last}", few_names(differ), "the bits of the run in one go", fix))
+        problems.append(
+            Problem(f"tensors after step {last}", few_names(differ), "the bits of the uninterrupted run", fix)
+        )
     if problems:
-        raise CheckpointError(describe(f"{whole.path.parent}: stopped and started again", problems))
+        raise CheckpointError(describe(f"{whole.path.parent}: stopped and resumed", problems))

@@ -108,7 +108,7 @@ def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
     if block_of(model, sizes) is not None:
         return None
     want = "[block] in its recipe, which says what its blocks are made of (docs/models.md)"
-    return Problem("model.file", f'"{model.file}"', want, "add it: predictions and prices follow from it")
+    return Problem("model.file", f'"{model.file}"', want, "add it: predictions and prices are computed from it")
 
 
 def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
@@ -123,7 +123,7 @@ def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
         return
     known = ARCHITECTURES[model.name]
     if recipe.block is not None:
-        want = f"no such table in the recipe {model.name}-{model.flavor}: what its blocks have is known"
+        want = f"no such table in the recipe {model.name}-{model.flavor}: titanlite knows the blocks of {model.name}"
         problems.add("[block]", "a table", want, "remove it from the recipe; it is for a model file of your own")
     defaults = {field.name: field.default for field in dataclasses.fields(ModelRecipe)}
     for key in _OPTIONAL:
@@ -132,7 +132,7 @@ def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
         if is_given and key not in known.needs + known.may_have:
             is_own = getattr(model, key, None) is not None
             where, at = (f"model.{key}", "") if is_own else (key, f" in the recipe {model.name}-{model.flavor}")
-            problems.add(where, show(value), f"no such key{at}: {model.name} makes nothing of it", "remove it")
+            problems.add(where, show(value), f"no such key{at}: {model.name} does not use it", "remove it")
         if not is_given and key in known.needs:
             want = f"a value: {model.name} needs it"
             problems.add(f"model.{key}", "", want, f"{key} = the published value, in the recipe")

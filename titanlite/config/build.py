@@ -86,7 +86,8 @@ def _convert(
     if any(_fits(o, value) for o in options):
         widen = float in options and int not in options and type(value) is int
         return float(cast("int", value)) if widen else value
-    problems.add(path, show(value), describe_type(hint), repair(hint, value, path, default))
+    want = describe_type(hint) + (" in quotes" if options == [str] else "")
+    problems.add(path, show(value), want, repair(hint, value, path, default))
     return None
 
 
@@ -117,7 +118,7 @@ def describe_type(hint: Any) -> str:
         elif dataclasses.is_dataclass(option):
             words.append("a table")
         else:
-            names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string in quotes"}
+            names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
             words.append(names[option])
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 

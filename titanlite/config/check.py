@@ -94,7 +94,7 @@ def check(
         _check_model(model, bool(config.model.file), problems)
         longest, seq_len = model.max_seq_len, config.training.seq_len
         if 0 < longest < seq_len and are_read("training"):
-            want = f"at most {longest}, the positions that the model has an embedding for"
+            want = f"at most {longest}, the number of position embeddings of the model"
             problems.add("training.seq_len", str(seq_len), want, f"seq_len = {longest}")
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
     is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
@@ -149,9 +149,11 @@ def _check_ranges(config: Config, problems: Problems) -> None:
         value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
         fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
         if isinstance(value, int | float) and not _inside(value, span):
-            problems.add(key, show(value), f"a number in {span}", fix)
+            problems.add(key, show(value), _in_words(span, value), fix)
         elif isinstance(value, float) and value and not least <= value <= most:
-            problems.add(key, show(value), f"a number in {span} that float32 holds: {least:.3g} to {most:.3g}", fix)
+            problems.add(
+                key, show(value), f"{_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}", fix
+            )
     for key in ("parallelism.data_parallel_shard_degree", "validation.steps"):
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) == 0:
@@ -161,6 +163,15 @@ def _check_ranges(config: Config, problems: Problems) -> None:
 def _inside(value: float, span: str) -> bool:
     low, high = (float(bound) for bound in span[1:-1].split(","))
     return (value >= low if span[0] == "[" else value > low) and (value <= high if span[-1] == "]" else value < high)
+
+
+def _in_words(span: str, value: float) -> str:
+    """Say which numbers a range holds, as "a whole number, at least 1"."""
+    low, high = span[1:-1].split(", ")
+    bounds = [f"{'at least' if span[0] == '[' else 'above'} {low}"]
+    if high != "inf":
+        bounds.append(f"{'at most' if span[-1] == ']' else 'below'} {high}")
+    return f"{'a whole number' if isinstance(value, int) else 'a number'}, {' and '.join(bounds)}"
 
 
 def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:
@@ -217,7 +228,7 @@ def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, pr
     elif world is not None and not any_number and shard != -1 and replicate * shard * tensor != world:
         left, asked = world // (replicate * tensor), replicate * shard * tensor
         want = f"replicate × shard × tensor = {replicate} × {shard} × {tensor} to be {ranks}"
-        fix = f"data_parallel_shard_degree = {left} (or -1: all that are left), or start {asked} processes"
+        fix = f"data_parallel_shard_degree = {left} (or -1: all remaining ranks), or start {asked} processes"
         problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
 
 
@@ -252,7 +263,7 @@ def _check_steps(config: Config, problems: Problems) -> None:
         fix = "leave decay_ratio out: decay then starts when warm-up ends"
         problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     elif 0 < decay_ratio <= 1 and round(decay_ratio * steps) == 0:
-        want, fix = f"a decay of at least one of {steps} steps", "min_lr_factor = 1.0, if none is meant"
+        want, fix = f"a decay of at least one of {steps} steps", "min_lr_factor = 1.0, if you want no decay"
         problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
@@ -293,13 +304,13 @@ def _check_features(config: Config, model: ModelRecipe | None, problems: Problem
         problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
     chosen = config.activation_checkpoint
     if chosen.recipe == "auto" and chosen.budget_gib is None:
-        want = "activation_checkpoint.budget_gib beside it: the GiB that the run may hold on each GPU"
+        want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
     if chosen.recipe == "auto" and model and (obstacle := unpriced(config.model, model)):
         fix = f'{obstacle.fix}; or name a save-list: recipe = "attention"'
         problems.add(obstacle.where, obstacle.saw, f'{obstacle.want}, for recipe = "auto"', fix)
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
-        want = f'not given beside recipe = {show(chosen.recipe)}: only "auto" keeps to a budget'
+        want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')
     if not checkpoint.enable:
         for key, value, asked in (

@@ -124,7 +124,7 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
         elif key and not (key == "config" and flags[key]):
             flags[key].append(arg)
         else:
-            want = "flags, as --training.steps 100"
+            want = "a flag, such as --training.steps 100"
             fix = "leave it out, or write the flag whose value it is" if key else "write --config FILE for the config"
             raise ConfigError(describe("command line", [Problem(arg, "", want, fix)]))
     return flags
@@ -168,7 +168,7 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
             section, _, name = key.partition(".")
             default = getattr(getattr(Config(), section), name)
             fix = repair(hint, saw, key, default).replace(f"{name} = ", f"--{key} ", 1)
-            problems.add(f"--{key}", saw, describe_type(hint).replace(" in quotes", ""), fix, at=COMMAND_LINE)
+            problems.add(f"--{key}", saw, describe_type(hint), fix, at=COMMAND_LINE)
     return _tyro([word for words in spelled.values() for word in words], config) or config
 
 

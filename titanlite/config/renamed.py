@@ -3,7 +3,7 @@
 Its users come with files full of these, so the error names the replacement. A section stands for all its keys.
 """
 
-_NEVER = "remove it; this version has no"
+_NEVER = "remove it; titanlite has no"
 
 _REPLACEMENT: dict[str, str] = {
     "job.config_file": "name the file with --config FILE",
@@ -26,8 +26,8 @@ _REPLACEMENT: dict[str, str] = {
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree",
     "training.compile": "use compile.enable",
     "training.dtype": "remove it; master weights are float32. Compute is training.mixed_precision_param",
-    "training.gc_freq": "remove it; there is no setting of garbage collection",
-    "training.gc_debug": "remove it; there is no setting of garbage collection",
+    "training.gc_freq": "remove it; garbage collection is not configurable",
+    "training.gc_debug": "remove it; garbage collection is not configurable",
     "training.enable_cpu_offload": f"{_NEVER} CPU offload",
     "training.warmup_steps": "use lr_scheduler.warmup_steps",
     "debug": "use training.seed and training.deterministic",
@@ -52,13 +52,13 @@ _REPLACEMENT: dict[str, str] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": "write a save-list whose rules name modules",
     "activation_checkpoint.memory_budget": 'use activation_checkpoint.recipe = "auto" with budget_gib (in GiB)',
     "activation_checkpoint.early_stop": "remove it; recomputation always stops early",
-    "activation_checkpoint.preserve_rng_state": "remove it; what is drawn again is the same",
+    "activation_checkpoint.preserve_rng_state": "remove it; recomputation always restores the RNG state",
     "float8.recipe_name": "use float8.recipe",
-    "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe says it (fsdp_all_gather)",
-    "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; it comes with fsdp_all_gather of the float8 recipe",
+    "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe sets it (fsdp_all_gather)",
+    "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; fsdp_all_gather in the float8 recipe includes it",
     "float8.force_recompute_fp8_weight_in_bwd": f"{_NEVER} recomputation of float8 weights",
     "float8.moe_fqns_prototype": f"{_NEVER} mixture of experts",
-    "float8.emulate": "remove it; a device without float8 emulates, and receipt.json says so",
+    "float8.emulate": "remove it; a device without float8 emulates it, and receipt.json says so",
     "quantize": "use float8.recipe and float8.filter_fqns",
     "mx": 'use float8.recipe = "mxfp8", which is emulated',
     "compile.components": "remove it; compile.enable compiles the blocks and the loss",
@@ -68,15 +68,15 @@ _REPLACEMENT: dict[str, str] = {
     "checkpoint.load_step": "use checkpoint.resume (auto, never, or a step)",
     "checkpoint.create_seed_checkpoint": "remove it; the same seed gives the same weights under any layout",
     "checkpoint.interval_type": "remove it; checkpoint.interval counts steps",
-    "checkpoint.initial_load_model_only": "remove it; nothing but weights is loaded from checkpoint.initial_load_path",
-    "checkpoint.initial_load_in_hf": "remove it; checkpoint.initial_load_path is in Hugging Face's layout",
+    "checkpoint.initial_load_model_only": "remove it; only weights are loaded from checkpoint.initial_load_path",
+    "checkpoint.initial_load_in_hf": "remove it; checkpoint.initial_load_path is always in Hugging Face's layout",
     "checkpoint.initial_load_in_hf_quantized": f"{_NEVER} start from quantized weights",
     "checkpoint.exclude_from_loading": "remove it; a checkpoint is loaded whole",
     "checkpoint.load_only": "remove it; a run that resumes also saves",
     "checkpoint.enable_first_step_checkpoint": "remove it; to try saving, set job.stop_after = 1",
-    "checkpoint.last_save_model_only": "remove it; every checkpoint is complete, the last one too",
+    "checkpoint.last_save_model_only": "remove it; every checkpoint is complete, including the last",
     "checkpoint.last_save_in_hf": "remove it; titanlite export RUN writes a checkpoint in Hugging Face's layout",
-    "checkpoint.export_dtype": "remove it; checkpoints are in float32; titanlite export RUN --dtype rounds",
+    "checkpoint.export_dtype": "remove it; checkpoints are in float32. titanlite export RUN --dtype converts them",
     "metrics.enable_wandb": 'use metrics.wandb ("off", "offline" or "online")',
     "metrics.enable_tensorboard": "remove it; use metrics.wandb, or metrics.jsonl of the run folder",
     "metrics.disable_color_printing": "set the environment variable NO_COLOR=1",
@@ -95,7 +95,7 @@ _REPLACEMENT: dict[str, str] = {
     "validation.local_batch_size": "remove it; validation uses training.local_batch_size",
     "validation.seq_len": "remove it; validation uses training.seq_len",
     "comm.trace_buf_size": "set the environment variable TORCH_FR_BUFFER_SIZE",
-    "experimental": f"{_NEVER} section for experiments",
+    "experimental": f"{_NEVER} experimental section",
     "fault_tolerance": f"{_NEVER} torchft; restart with torchrun --max-restarts",
     "memory_estimation": "remove it; titanlite plan FILE --world N prints the memory of a run",
 }

@@ -20,11 +20,11 @@ class Job:
     dump_folder: str = "outputs"
     """Folder that holds the run folders."""
     strict: bool = True
-    """A feature that was asked for and was applied nowhere, or to less than it declares, stops the run before step 2."""
+    """Stop before step 2 if a requested feature was not applied, or only partly."""
     stop_after: int = 0
-    """Save and end with exit code 0 after this step, though `training.steps` is larger. 0: do not."""
+    """Save and exit with code 0 after this step, before `training.steps` is reached. 0: off."""
     recipe_dirs: tuple[str, ...] = ()
-    """Folders with your own recipes, in subfolders `model`, `float8` and `activation_checkpoint`. A name that a shipped recipe has is an error."""
+    """Folders with your own recipes, in subfolders `model`, `float8` and `activation_checkpoint`. Reusing the name of a shipped recipe is an error."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Model:
     name: Literal["llama3", "qwen3", "gemma3", "gpt2"] = "llama3"
     """Architecture."""
     file: str = ""
-    """Path of a Python file with an architecture of your own, instead of `name`; its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
+    """Path of a Python file with your own architecture, used instead of `name`. Its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
     flavor: str = "8B"
-    """Size, looked up as `recipes/model/<name>-<flavor>.toml`, as debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1), or your own."""
+    """Size, looked up as `recipes/model/<name>-<flavor>.toml`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1), or your own."""
     n_layers: int | None = None
     """Transformer blocks."""
     dim: int | None = None
@@ -55,7 +55,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """What to train on. Text is tokenized once into token shards, memory-mapped from then on."""
+    """What to train on. Text is tokenized once into token shards, which every run memory-maps."""
 
     source: str = "python_stdlib"
     """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl, .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
@@ -64,11 +64,11 @@ class Data:
     text_key: str = "text"
     """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
     max_tokens: int = 0
-    """Tokens of `source` to prepare: reading ends with the document that reaches so many. Not for token files. 0: all of it."""
+    """Limit on the tokens taken from `source`: reading ends with the document that reaches it. Not for token files. 0: no limit."""
     max_bad_records: int = 0
-    """Records that may be skipped because they cannot be decoded; the first ten are named, and one more is an error."""
+    """Maximum number of unusable records to skip. The first ten are named; exceeding the maximum is an error."""
     cache_dir: str = "~/.cache/titanlite/data"
-    """Folder for token shards. Every host must be able to read its own."""
+    """Folder for token shards. Hosts may share it; where each has its own, each tokenizes."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,17 @@ class Training:
     local_batch_size: int = 1
     """Sequences per data-parallel rank per micro-step."""
     global_batch_size: int | None = None
-    """Sequences per optimizer step over all ranks; gradient accumulation follows. Not given: one micro-step."""
+    """Sequences per optimizer step over all ranks; it determines gradient accumulation. Not given: one micro-step."""
     max_norm: float = 1.0
-    """Global L2 norm to which gradients are clipped. 0: no clipping."""
+    """Maximum global L2 norm of gradients; larger ones are clipped. 0: no clipping."""
     seed: int = 0
     """Seed of the initial weights and of the data order. The same seed gives the same run under any layout."""
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a NaN or Inf loss or gradient norm does. It never reaches the weights. `stop` ends the run; `skip` drops the step and ends the run after 10 in a row."""
+    """What to do when the loss or gradient norm is NaN or Inf. It never reaches the weights. `stop` ends the run; `skip` drops the step, and ends the run after 10 in a row."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of compute and of gathered parameters; masters are float32."""
+    """Dtype of compute and of gathered parameters; master weights are float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient reduction over data-parallel ranks."""
 
@@ -110,13 +110,13 @@ class Optimizer:
     beta2: float = 0.95
     """Decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     weight_decay_exclude: tuple[str, ...] = ("*norm.weight",)
-    """Parameters without weight decay: shell patterns over their names. A pattern that matches nothing is an error."""
+    """Parameters without weight decay, as shell patterns of their names. A pattern that matches nothing is an error."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the two moments are kept."""
+    """Dtype of the stored moments."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +126,11 @@ class LRScheduler:
     warmup_steps: int = 200
     """Steps of linear warm-up."""
     decay_ratio: float | None = None
-    """Share of `training.steps` that decays, at the end (warm-up, stable, decay). Not given: decay starts when warm-up ends."""
+    """Fraction of `training.steps`, at the end, over which the rate decays (warm-up, stable, decay). Not given: decay starts when warm-up ends."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: float = 0.1
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)
@@ -140,33 +140,33 @@ class Parallelism:
     data_parallel_replicate_degree: int = 1
     """Replicas of the sharded model (HSDP)."""
     data_parallel_shard_degree: int = -1
-    """Ranks over which FSDP shards parameters, gradients and optimizer state. -1: all that are left."""
+    """Ranks over which FSDP shards parameters, gradients and optimizer state. -1: all remaining ranks."""
     tensor_parallel_degree: int = 1
-    """Ranks over which each layer is split; sequence parallelism and a vocabulary-parallel loss come with it."""
+    """Ranks over which each layer is split; includes sequence parallelism and a vocabulary-parallel loss."""
     async_tensor_parallel: bool = False
-    """Hide the collectives of tensor parallelism behind the matmuls they belong to, in kernels that do both at once."""
+    """Overlap the collectives of tensor parallelism with their matmuls, in kernels that do both at once."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward. `default`: in every block, but not in the head, which backward needs first."""
+    """Free gathered parameters after forward. `default`: in every block but not in the head, which backward needs first."""
 
 
 @dataclass(frozen=True)
 class Comm:
-    """Time limits of collectives. Past them the run ends with a message instead of hanging."""
+    """Time limits of collectives. When one is exceeded, the run ends with a message instead of hanging."""
 
     init_timeout_seconds: int = 600
-    """While a compiler or a disk is at work: start-up and the first step, validation, saving."""
+    """Limit where the compiler or the disk is at work: start-up, the first step, validation, saving."""
     train_timeout_seconds: int = 120
-    """In every other step; the whole of it may take a minute longer than that."""
+    """Limit for each collective in every other step. The whole step may take a minute longer than this."""
 
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """Which activations are kept; the others are recomputed."""
+    """Which activations are kept; the rest are recomputed."""
 
     recipe: str = "none"
     """Name of a save-list (`titanlite recipes activation_checkpoint`), the path of one, or `auto`: the fastest within `budget_gib`."""
     budget_gib: float | None = None
-    """With `auto`: GiB that the whole run may hold on each GPU, as its peak reserved (`memory_gib` of metrics.jsonl). CUDA itself and NCCL take a few more."""
+    """With `auto`: peak memory, in GiB, that the run may reserve on each GPU (`memory_gib` in metrics.jsonl). CUDA and NCCL need a few GiB more."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Float8:
     recipe: str = "none"
     """`none`, the name of a float8 recipe (`titanlite recipes float8`), or the path of one."""
     filter_fqns: tuple[str, ...] = ("output",)
-    """Modules left alone: a linear layer is skipped if one of these is part of its name."""
+    """Layers to exclude: a linear layer is skipped if its name contains one of these."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loss on text that is not trained on."""
+    """Loss on held-out text."""
 
     enable: bool = False
     """Validate every `freq` steps and after the last one."""
@@ -206,33 +206,33 @@ class Checkpoint:
     """Saving and resuming."""
 
     enable: bool = True
-    """Save, and resume from what was saved."""
+    """Save checkpoints, and resume from them."""
     interval: int = 500
     """Steps between checkpoints; the last step is always saved."""
     keep_latest_k: int = 3
     """Complete checkpoints to keep. 0: all."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """`disabled`: training waits until the checkpoint is written. `async`: only until its tensors are copied to the host; a thread writes them."""
+    """`disabled`: training waits until the checkpoint is written. `async`: training waits only until the tensors are copied to host memory; a thread then writes them."""
     resume: Literal["auto", "never"] | int = "auto"
-    """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A step: exactly that one."""
+    """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A number: the checkpoint of that step."""
     initial_load_path: str = ""
-    """Folder in Hugging Face's layout (config.json, safetensors) whose weights a fresh start takes; one that resumes does not look at it. Empty: weights are drawn by `training.seed`."""
+    """Folder in Hugging Face's layout (config.json, safetensors) from which a fresh run loads its weights; ignored when resuming. Empty: random weights from `training.seed`."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is logged, and where to."""
+    """What is logged, and where."""
 
     log_freq: int = 1
-    """Steps between log lines. Between them the host does not wait for the device."""
+    """Steps between log lines. In between, the host does not wait for the device."""
     float8_numerics_freq: int = 0
-    """Steps between measurements of what float8 does to each converted layer: one more forward pass, without the compiler, on the step's first micro-batch. Into metrics.jsonl go, by layer, `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>` (share of numbers beyond the range), `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>` (share that became zero), and `float8_output_sqnr_db.<layer>` (the product against that in `training.mixed_precision_param`). 0: none."""
+    """Steps between measurements of float8 error in each converted layer. Each takes one more forward pass, without the compiler, on the step's first micro-batch. It logs to metrics.jsonl, per layer, `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>` (fraction of values beyond the range), `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>` (fraction that became zero), and `float8_output_sqnr_db.<layer>` (signal-to-noise ratio of the output against that in `training.mixed_precision_param`). 0: off."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases. It can never end a run: what it cannot send stays in metrics.jsonl."""
+    """Weights & Biases. It never ends a run: what it cannot send stays in metrics.jsonl."""
     wandb_project: str = "titanlite"
     """Project in Weights & Biases."""
     wandb_group: str = ""
-    """Runs of one group are overlaid."""
+    """Group in Weights & Biases; runs of one group are plotted together."""
 
 
 @dataclass(frozen=True)

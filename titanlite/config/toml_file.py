@@ -60,7 +60,7 @@ def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...
             raise refuse(show(name), "a list of names, in quotes", 'extends = ["base.toml"]')
         base = find(name, Place(str(path), extends_line))
         if not os.path.isfile(base):
-            raise refuse(show(name), f"the path of a TOML file; {base} is none", nearest_file(base))
+            raise refuse(show(name), f"the path of an existing TOML file; there is no file {base}", nearest_file(base))
         base = _without_dots(base)
         if base.resolve() in [p.resolve() for p in chain]:
             circle = " → ".join(str(p) for p in (*chain, base))

@@ -69,8 +69,10 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
             else:
                 meta = _tokenize(found, tokenizer, data, max_tokens, dtype, unfinished, report)
             if found.stamps() != stamps:
-                saw = f"{source!r}, whose files changed while they were read"
-                raise DataError(describe("data", [Problem(key, saw, "files that stay as they are", "run again")]))
+                saw = f"{source!r}, whose files changed during reading"
+                raise DataError(
+                    describe("data", [Problem(key, saw, "files that do not change meanwhile", "run again")])
+                )
             meta.write(unfinished)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +174,8 @@ def whole_from_hub(source: Source, data: Data) -> str:
     """Say that a source of unknown size is read to its end before a run takes its first step; "" if it is not so."""
     if source.kind != "dataset" or source.files or _max_tokens(source, data):
         return ""
-    less = "data.max_tokens limits that" if source.key == "data.source" else "a smaller config or split takes less"
-    return f"{source.name} is on the hub, and all of it is tokenized before the first step, however much it is: {less}"
+    less = "data.max_tokens limits it" if source.key == "data.source" else "a smaller config or split takes less"
+    return f"{source.name} is on the hub, and all of it is tokenized before the first step, whatever its size; {less}"
 
 
 def _max_tokens(source: Source, data: Data) -> int:
@@ -181,8 +183,8 @@ def _max_tokens(source: Source, data: Data) -> int:
     if source.key != "data.source" or data.max_tokens <= 0:  # less is out of range, and reported
         return 0
     if source.kind == "tokens":
-        want = f"0 for token files, as {source.name!r} has them: they are used as they are"
-        problem = Problem("data.max_tokens", str(data.max_tokens), want, "max_tokens = 0, or name fewer of the files")
+        want = f"0 for token files such as {source.name!r}, which are used whole"
+        problem = Problem("data.max_tokens", str(data.max_tokens), want, "max_tokens = 0, or name fewer files")
         raise DataError(describe("data", [problem]))
     return data.max_tokens
 

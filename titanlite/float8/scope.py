@@ -18,12 +18,12 @@ def obstacle(recipe: Float8Recipe) -> str | None:
     if recipe.has_blocks:
         return "has scales by block, which no fused kernel takes"
     if not recipe.all_in_float8:
-        return "has a matmul in high precision, for which its tokens would be gathered once more"
+        return "has a matmul in high precision, which would need its tokens gathered again"
     if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
-        return "has scales by row that are no powers of two: its bytes cannot be cast again without loss"
+        return "has row scales that are not powers of two: its bytes cannot be cast again without loss"
     x, grad = recipe.input, recipe.grad_output
     if x.output == grad.grad_input == "tensor" and "row" in (x.grad_weight, grad.grad_weight):
-        return "has finer scales for its weights' gradients than for what they are made of"
+        return "has finer scales for its weights' gradients than for the operands these are made of"
     return None
 
 

@@ -56,9 +56,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tup
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     known = None if device.type == "cpu" else dense_bf16_flops(name)
     if known is not None:
-        return known, f"dense bf16 of the data sheet, {name}"
+        return known, f"dense bf16 in the data sheet of {name}"
     flops, size = _measure(device, dtype)
-    return flops, f"measured with a {size}×{size} matmul in {str(dtype).removeprefix('torch.')}, {name}"
+    return flops, f"measured with a {size}×{size} {str(dtype).removeprefix('torch.')} matmul on this {name}"
 
 
 def dense_bf16_flops(name: str) -> float | None:

@@ -109,7 +109,7 @@ class Receipt:
         problems = [problem for entry in self.entries if (problem := _problem(entry))]
         if not problems:
             return
-        message = describe("not all that was asked for was applied", problems)
+        message = describe("a requested feature was not fully applied", problems)
         if strict:
             raise StrictError(message)
         warn(message)
@@ -120,13 +120,13 @@ def _problem(entry: Entry) -> Problem | None:
     if entry.requested in _NOT_REQUESTED:
         return None
     if entry.count == 0:
-        want = "applied somewhere; it was applied nowhere" + _cases((*entry.missed, *entry.skipped))
+        want = "applied at least once; it was never applied" + _cases((*entry.missed, *entry.skipped))
     elif entry.missed:
         total = entry.count + len(entry.missed)
-        want = f"applied to all {total} eligible cases; {len(entry.missed)} were missed" + _cases(entry.missed)
+        want = f"applied to all {total} eligible cases; it missed {len(entry.missed)}" + _cases(entry.missed)
     else:
         return None
-    fix = f"change {entry.key}, or what stands in its way; job.strict = false trains with what was applied"
+    fix = f"change {entry.key} or what the reason names; job.strict = false trains with what was applied"
     return Problem(entry.key, json.dumps(entry.requested), want, fix)
 
 

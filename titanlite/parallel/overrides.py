@@ -158,8 +158,8 @@ def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None
     enough = math.ceil(least / usable(1) * 10) / 10
     raised = f"--activation_checkpoint.budget_gib {enough}"
     want = (
-        f"at least {enough}: {least / GIB:.1f} are predicted when blocks keep nothing but their input, and "
-        f"{MARGIN:.1%} stay free for what a prediction misses"
+        f"at least {enough}: {least / GIB:.1f} are predicted when blocks keep only their input, and "
+        f"{MARGIN:.1%} stay free as a margin for the prediction"
     )
     fix = f"{raised}, or" + "".join(f"\n          {flag}" for flag in flags) if flags else raised
     raise ConfigError(describe("config", [Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)]))

@@ -67,7 +67,10 @@ class Loop:
         in_flight: deque[InFlight] = deque()
         stopping, step = False, start
         if start >= last:
-            report.console.notice(f"nothing to do: {last} steps were asked for, {start} are done")
+            key = "training.steps" if last == config.training.steps else "job.stop_after"
+            report.console.notice(
+                f"nothing to do: the run ends at step {last} ({key}), and step {start} is already done"
+            )
         self._limit(config.comm.init_timeout_seconds)  # of the mesh's groups too, which were made with torch's own
         report.restart_clock()
         for step in range(start + 1, last + 1):

@@ -36,7 +36,7 @@ class Measured:
     def __str__(self) -> str:
         return (
             f"{self.reserved:.1f} GiB are reserved (peak {self.peak_reserved:.1f}), {self.allocated:.1f} of them by "
-            f"tensors (peak {self.peak_allocated:.1f}); {self.could_be_reserved:.1f} could be"
+            f"tensors (peak {self.peak_allocated:.1f}); {self.could_be_reserved:.1f} are available"
         )
 
 
@@ -130,14 +130,17 @@ def explanation(
     try:
         predicted = model.peak_under(save_list)
     except RecipeError:
-        reason, fix = "for what the save-list keeps without naming it has no price", "a save-list with one"
+        reason, fix = (
+            "because the save-list keeps results that it does not name",
+            "a save-list that names what it keeps",
+        )
         if unpriced := model.layout.unpriced:
             reason = f"with {unpriced.where} = {unpriced.saw}"
             fix = "--training.local_batch_size 1, or a save-list that keeps less"
         lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
         return "\n".join(lines)
     fits = predicted.total <= room
-    but = ", which would fit: the prediction is short, or others hold memory of this device" if fits else ""
+    but = ", which would fit: the prediction is too low, or other processes use memory of this device" if fits else ""
     lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
@@ -146,5 +149,7 @@ def explanation(
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]
     else:
-        lines.append("    fix:  more GPUs or a smaller model: no save-list, layout or batch would fit, nor two of them")
+        lines.append(
+            "    fix:  more GPUs or a smaller model: no save-list, layout or batch makes it fit, nor do any two"
+        )
     return "\n".join(lines)

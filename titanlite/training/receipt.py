@@ -45,10 +45,10 @@ def add_data(receipt: Receipt, key: str, meta: Meta) -> str | None:
     unnamed = meta.n_bad_records - len(meta.bad_records)
     more = [f"and {unnamed:,} more"] * (unnamed > 0)
     left_out = [Skipped(record, "a bad record") for record in (*meta.bad_records, *more)]
-    left_out += [Skipped(file, "left out by rule") for file in meta.skipped]
+    left_out += [Skipped(file, "python_stdlib skips files that are not UTF-8") for file in meta.skipped]
     if meta.max_tokens:
         applied["max_tokens"] = meta.max_tokens
-        left_out.append(Skipped("what follows in the source", f"data.max_tokens = {meta.max_tokens}"))
+        left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}"))
     receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
     if not meta.n_bad_records:
         return None
@@ -81,7 +81,9 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     receipt.add("parallelism", requested, layout, count=dist.get_world_size())
     if run.mesh.tp_size > 1:
         layers = [(name, m) for name, m in run.model.named_modules() if isinstance(m, Linear | Embedding)]
-        whole = [Skipped(name, "annotated to be whole on every rank") for name, m in layers if is_replicated(m.weight)]
+        whole = [
+            Skipped(name, "annotated to be replicated on every rank") for name, m in layers if is_replicated(m.weight)
+        ]
         key, split = "parallelism.tensor_parallel_degree", len(layers) - len(whole)
         receipt.add("tensor_parallel", run.mesh.tp_size, {"layers": split}, count=split, skipped=whole, key=key)
 
@@ -120,7 +122,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         console.notice(f"receipt, with each layer, rule and shape: {folder.receipt}")
     receipt.enforce(config.job.strict, console.warning)
     if over_budget is not None:
-        message = describe("the run holds more than it may", [over_budget])
+        message = describe("the run exceeds its memory budget", [over_budget])
         if config.job.strict:
             raise StrictError(message)
         console.warning(message)
@@ -137,7 +139,7 @@ def _held(run: Run, rules: list[str]) -> dict[str, object]:
     if not rules:
         return {}
     if run.rule_prices is None:
-        return {"predicted_mib_per_layer": "no price"}
+        return {"predicted_mib_per_layer": "unknown"}
     prices = zip(rules, run.rule_prices, strict=True)
     return {"predicted_mib_per_layer": {rule: round(price.held / 2**20, 3) for rule, price in prices}}
 
@@ -153,11 +155,11 @@ def _add_memory(run: Run, receipt: Receipt) -> Problem | None:
     peaks = torch.tensor(memory_gib(run.mesh.device), device=run.mesh.device)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)  # of the rank with the highest
     reserved, allocated = (round(gib, 2) for gib in peaks.tolist())
-    predicted = round(run.predicted.total / GIB, 2) if run.predicted else "no price"
+    predicted = round(run.predicted.total / GIB, 2) if run.predicted else "unknown"
     applied = {"predicted_gib": predicted, "reserved_gib": reserved, "allocated_gib": allocated}
     budget, key, over = run.config.activation_checkpoint.budget_gib, "activation_checkpoint.budget_gib", []
     if budget is not None and reserved > budget:
-        over = [Skipped("peak", f"{reserved} GiB are reserved, {predicted} were predicted")]
+        over = [Skipped("peak", f"{reserved} GiB are reserved; predicted: {predicted}")]
     receipt.add("memory", budget, applied, count=1, skipped=over, key=key)
     if budget is None or not over:
         return None
@@ -172,9 +174,13 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
     modules = list(run.model.named_modules())
     layers = [(name, m) for name, m in modules if isinstance(m, ParallelLinear)]
     looked_up = [
-        Skipped(n, "no matmul: it looks its tokens up") for n, m in modules if isinstance(m, VocabParallelEmbedding)
+        Skipped(n, "no matmul: an embedding looks tokens up")
+        for n, m in modules
+        if isinstance(m, VocabParallelEmbedding)
     ]
-    plain = [Skipped(name, "its collectives were left beside its matmuls") for name, m in layers if not m.asynchronous]
+    plain = [
+        Skipped(name, "its collectives were not fused with its matmuls") for name, m in layers if not m.asynchronous
+    ]
     count = sum(m.fused is not None for _, m in layers)
     applied: dict[str, object] = {"layers": count, "lowering": "definition"}
     if run.mesh.device.type == "cuda":
@@ -243,7 +249,7 @@ def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> 
 
         graphs = counters["stats"]["unique_graphs"]
     plain = [i for i, block in enumerate(blocks) if block._compiled_call_impl is None]
-    missed = [Skipped(f"layers.{i}", "runs as it is") for i in plain] if requested else []
+    missed = [Skipped(f"layers.{i}", "is not compiled") for i in plain] if requested else []
     applied = {"blocks": len(blocks) - len(plain), "graphs": graphs}
     receipt.add(
         "compile", requested, applied, count=applied["blocks"] if graphs else 0, missed=missed, key="compile.enable"
@@ -255,7 +261,7 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
     backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", []
     if not fused and dtype == "float32":
-        skipped = [Skipped("attention", "no fused kernel computes in float32 with grouped-query heads or to a window")]
+        skipped = [Skipped("attention", "no fused kernel supports float32 with grouped-query heads or a window")]
     count = blocks if fused or skipped else 0
     receipt.add("attention", "fused", backend, count=count, skipped=skipped, key="model.n_heads")
 

@@ -124,7 +124,7 @@ class Report:
         self._flops = flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
-        console.notice(f"MFU counts against {self._peak / 1e12:,.1f} TFLOP/s: {how}")
+        console.notice(f"MFU is relative to {self._peak / 1e12:,.1f} TFLOP/s ({how})")
         self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
         self.restart_clock()
 
@@ -208,11 +208,11 @@ class Report:
             f"{first + self._batch - 1} of the data order"
         )
         if self.config.training.on_nonfinite == "skip" and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
-            self.console.warning(f"{seen}; not finite, so the update was left out")
+            self.console.warning(f"{seen}; not finite, so this update was skipped")
             return
         source = "the loss" if not math.isfinite(outcome.loss) else "a gradient"
         raise StepError(
-            f"{seen}\n    want: finite numbers; {source} is not, and nothing of this step reached the weights\n"
-            f"    fix:  look at that data, lower optimizer.lr or raise lr_scheduler.warmup_steps; "
-            f'training.on_nonfinite = "skip" leaves out up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row'
+            f"{seen}\n    want: finite numbers; {source} is not finite. Nothing of this step reached the weights\n"
+            f"    fix:  inspect that data, lower optimizer.lr or raise lr_scheduler.warmup_steps; "
+            f'training.on_nonfinite = "skip" skips up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row'
         )

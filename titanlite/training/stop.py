@@ -37,7 +37,7 @@ class StopSignals:
     """
 
     def __init__(self, saves: bool, last_words: Callable[[], object]) -> None:
-        self._does = "saving and stopping" if saves else "stopping, and nothing is saved (checkpoint.enable = false),"
+        self._does = "will save and stop" if saves else "will stop without saving (checkpoint.enable = false)"
         self._last_words = last_words
         self.received: str | None = None  # name of the first signal
         self._before: dict[int, object] = {}
@@ -101,8 +101,9 @@ class StopSignals:
             if not self._is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
+                again = "a second signal ends the run at once, without saving"
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
-                    os.write(2, f"{self.received}: {self._does} within two more steps; again ends at once\n".encode())
+                    os.write(2, f"{self.received}: {self._does} within two more steps; {again}\n".encode())
 
     def _watch(self) -> None:
         """Read the numbers of signals, which come here whatever the main thread does, and end what does not stop."""

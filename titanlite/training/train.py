@@ -140,10 +140,10 @@ def _train(
     data = {"corpus": shards.fingerprint, "tokenizer": shards.tokenizer}
     if state.get("corpus", data["corpus"]) != data["corpus"]:
         if state.get("tokenizer", data["tokenizer"]) == data["tokenizer"]:
-            console.warning("data.source holds another text than before: the samples of this epoch are dealt anew")
+            console.warning("data.source holds different text than before: this epoch's samples are shuffled anew")
         else:
-            what = "data.tokenizer is another file than before, and data.source has other ids"
-            console.warning(f"{what}: weights that know the old ones do not fit; restore it, or take another job.name")
+            what = "data.tokenizer is a different file than before, so data.source has different ids"
+            console.warning(f"{what}, which the weights do not know; restore the old file, or use another job.name")
 
     placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
     placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
@@ -158,7 +158,7 @@ def _train(
     metrics = _open(folder, config, start, validates_first)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     if metrics is not None and metrics.earlier is not None:
-        console.notice(f"begins at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
+        console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
     status.progress(start)
     wandb = None
     if metrics is not None and config.metrics.wandb != "off":
@@ -211,6 +211,9 @@ def _check_same(key: str, corpus: str) -> None:
     of_ranks = on_all_ranks(lambda: corpus)
     different = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
     if different:
-        seen = f"other tokens on rank {different[0]} than on rank 0"
-        want, fix = "the same files on every host", "name files of your own; python_stdlib differs between Pythons"
+        seen = f"different tokens on rank {different[0]} than on rank 0"
+        want, fix = (
+            "the same files on every host",
+            "name files of your own; python_stdlib differs between Python versions",
+        )
         raise DataError(describe("data", [Problem(key, seen, want, fix)]))
