@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("--help", "-h"):
         sys.stdout.write(_overview())
         return 0
-    if name == "--version":
+    if name == "--version" and not rest:
         sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
         return 0
     try:

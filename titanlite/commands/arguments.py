@@ -71,7 +71,9 @@ class Command:
         files = first + behind
         if len(files) != 1 or not files[0]:
             want = "one config, as the first argument or behind --config"
-            fix = f"titanlite {self.name} {files[0] if len(files) > 1 else 'configs/debug.toml'}"
+            misplaced = [word for word in rest if word.endswith(".toml") and not word.startswith("-")]
+            meant = files[0] if len(files) > 1 else next(iter(misplaced), "configs/debug.toml")
+            fix = f"titanlite {self.name} {meant}"
             if "--world" in self._usage:  # without it there may be nothing to plan
                 fix += " --world 2"
             if len(files) > 1:

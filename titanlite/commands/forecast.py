@@ -180,7 +180,8 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
     run = replace(checked, save_list=predicted.save_list)
     asked = (run.config, run.dimensions, run.float8, world, predicted.save_list, usable(gib))
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
-    want = f"at least {predicted.memory.total / usable(1):.1f}: the predicted peak, with {MARGIN:.1%} of the device left free"
+    least = predicted.memory.total / usable(1)
+    want = f"at least {least:.1f}: the predicted peak, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
         fix = f"one of these{listed}" + (f"\n          or {more} processes" if more else "")

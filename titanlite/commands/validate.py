@@ -275,10 +275,11 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}",
         "folder": os.path.join(os.path.expanduser(config.job.dump_folder), config.job.name),
     }
-    sources = [resolve(config.data.source)]
+    sources = {"data.source": config.data.source}
     if config.validation.enable:
-        sources.append(resolve(config.validation.source, "validation.source"))
-    long = (whole_from_hub(source, config.data) for source in sources)  # which a run says when it does it
+        sources["validation.source"] = config.validation.source
+    from_hub = [resolve(source, key) for key, source in sources.items() if source.startswith("hf:")]
+    long = (whole_from_hub(source, config.data) for source in from_hub)  # which a run says when it does it
     hints = "".join(f"  {hint}\n" for hint in (*checked.hints, *long) if hint)
     return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
 

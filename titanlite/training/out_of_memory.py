@@ -4,6 +4,7 @@ torch says how much it could not allocate. What the user needs to know is what a
 prediction (`parallel/memory.py`) can say: the allocator knows sizes and no names.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
-from titanlite.errors import OutOfMemoryError, RecipeError
+from titanlite.errors import OutOfMemoryError, Problem, RecipeError, describe
 from titanlite.observe.memory import memory_gib
 from titanlite.parallel.memory import GIB, MemoryModel
 from titanlite.parallel.overrides import overrides_that_fit, predicted_peak
@@ -69,8 +70,10 @@ def foreseen(
     room, budget = measured.could_be_reserved, config.activation_checkpoint.budget_gib
     if save_list is None:
         assert budget is not None  # noqa: S101  # `config/check.py` sees to it
-        free = f"the {room:.1f} GiB that this device has free"
-        return f"activation_checkpoint.budget_gib = {budget:g} is more than {free}" if budget > room else None
+        want = f"at most {room:.1f}, which this device has free"
+        fix = f"--activation_checkpoint.budget_gib {math.floor(room)}"
+        problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
+        return describe("this run may run out of memory", [problem]) if budget > room else None
     world = dist.get_world_size()
     with suppress(RecipeError):
         if predicted_peak(config, sizes, float8, world, save_list) > room * GIB:
