@@ -94,6 +94,8 @@ def test_an_empty_trace_says_so():
         ("aten::comm", "other"),
         ("triton_red_fused_abs_amax_scaled_matmul_silu_0", "triton"),
         ("_swiglu_grad_rows", "triton"),
+        ("_norm_rope", "triton"),
+        ("_norm_rope_grad", "triton"),
         ("_cast_turned", "triton"),
         ("_cast_blocks", "triton"),
         ("_adamw", "optimizer"),

@@ -70,10 +70,12 @@ def foreseen(
     room, budget = measured.could_be_reserved, config.activation_checkpoint.budget_gib
     if save_list is None:
         assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+        if budget <= room:
+            return None
         want = f"at most {room:.1f}, which this device has free"
         fix = f"--activation_checkpoint.budget_gib {math.floor(room)}"
         problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
-        return describe("this run may run out of memory", [problem]) if budget > room else None
+        return describe("this run may run out of memory", [problem])
     world = dist.get_world_size()
     with suppress(RecipeError):
         if predicted_peak(config, sizes, float8, world, save_list) > room * GIB:
@@ -133,10 +135,8 @@ def explanation(
     try:
         predicted = model.peak_under(save_list)
     except RecipeError:
-        reason, fix = (
-            "because the save-list keeps results that it does not name",
-            "a save-list that names what it keeps",
-        )
+        reason = "because the save-list keeps results that it does not name"
+        fix = "a save-list that names what it keeps"
         if unpriced := model.layout.unpriced:
             reason = f"with {unpriced.where} = {unpriced.saw}"
             fix = "--training.local_batch_size 1, or a save-list that keeps less"
