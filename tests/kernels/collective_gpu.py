@@ -432,8 +432,10 @@ def run(
     if not todo:
         name = names(world, device)[0]
         raise ValueError(f"no check of {world} ranks on {device} has {only!r} in its name; one is called {name!r}")
-    # Sets of ranks that share the checks and the devices: most of a check's time is compilation.
-    workers = min(8, max(1, (os.cpu_count() or 1) // world))
+    # Sets of ranks that share the checks and the devices: most of a check's time is compilation. Where ranks of a set
+    # take turns on a GPU already, each further set makes all of them wait longer.
+    most = 2 if device == "cuda" and world > torch.cuda.device_count() else 8
+    workers = min(most, max(1, (os.cpu_count() or 1) // world))
     with ThreadPoolExecutor(workers) as pool:
         parts = [pool.submit(_run, world, device, todo[i::workers], end, check_timeout_s, tell) for i in range(workers)]
     return [result for part in parts for result in part.result()]
