@@ -33,7 +33,8 @@ E4M3, E5M2 = FLOAT8
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 # Lower case: ragged. On "cuda", rows of k, n and m numbers are whole multiples of 16 bytes and of no tile; those of x,
-# y and z are neither; T and K are in whole tiles on every rank.
+# y and z are neither; T and K are in whole tiles on every rank. Float8 that is added up in steps has wide tiles for N,
+# P and w, of which w fills the last but in part, and narrow ones for n.
 SIZES = {
     "cpu": {
         "T": 24,
@@ -46,6 +47,7 @@ SIZES = {
         "s": 9,
         "k": 18,
         "n": 14,
+        "w": 10,
         "x": 7,
         "y": 5,
         "z": 11,
@@ -61,6 +63,7 @@ SIZES = {
         "s": 200,
         "k": 336,
         "n": 208,
+        "w": 568,
         "x": 333,
         "y": 77,
         "z": 131,
@@ -210,6 +213,8 @@ _GATHERS_OF_A_DTYPE = [
     Gather("e4m3-odd", "x y", 0, ("y z",), dtype=E4M3, scale_of="row", other_scale_of="row", devices=("cpu",)),
     Gather("e4m3-one-row", "1 K", 0, ("K N",), dtype=E4M3, scale_of="row", other_scale_of="row"),
     Gather("e4m3-one-row-by-shard", "1 K", 0, ("K N",), dtype=E4M3, scale_of="shard"),
+    Gather("e4m3-whole-tiles", "T K", 0, ("K w",), dtype=E4M3, bias=True, scale_of="row", other_scale_of="row"),
+    Gather("e4m3-narrow-tiles", "T K", 0, ("K n",), dtype=E4M3, bias=True, scale_of="row", other_scale_of="row"),
     Gather("e4m3-transposed", "M K", 0, ("K N",), dtype=E4M3, memory="transposed"),
     Gather("e4m3-padded-by-row", "2 S K", 1, ("K N",), dtype=E4M3, memory="padded", scale_of="row"),
     Gather("e4m3-by-shard", "M K", 0, ("K N", "K P"), dtype=E4M3, scale_of="shard"),
@@ -296,6 +301,8 @@ _SCATTERS_OF_A_DTYPE = [
     Scatter("e4m3-ragged", "m", ("K",), 0, dtype=E4M3, left_scale_of="row", right_scale_of="row"),
     Scatter("e4m3-ragged-columns", "2 S", ("K",), 2, "n", dtype=E4M3, right_scale_of="row"),
     Scatter("e4m3-odd", "x", ("y", "x"), 0, "z", dtype=E4M3, left_scale_of="row", devices=("cpu",)),
+    Scatter("e4m3-whole-tiles", "T", ("K",), 0, "w", dtype=E4M3, left_scale_of="row", right_scale_of="row"),
+    Scatter("e4m3-narrow-tiles", "T", ("K",), 0, "n", dtype=E4M3, left_scale_of="row", right_scale_of="row"),
     Scatter("e4m3-transposed", "M", ("K",), 0, dtype=E4M3, memory="transposed"),
     Scatter("e4m3-by-row", "M", ("K",), 0, dtype=E4M3, left_scale_of="row", right_scale_of="row", bias=True),
     Scatter("e4m3-by-row-batch", "2 S", ("K", "P"), 1, dtype=E4M3, left_scale_of="row", right_scale_of="row"),

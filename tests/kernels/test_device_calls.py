@@ -306,6 +306,25 @@ def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyP
     assert gather.obstacle(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
 
 
+@pytest.mark.parametrize(
+    ("itemsize", "N", "fast", "out_itemsize", "columns"),
+    [
+        (1, 14336, False, 2, 192),
+        (1, 568, False, 2, 192),
+        (1, 1024, False, 2, 128),  # an eighth more columns than there are
+        (1, 14336, False, 4, 128),
+        (1, 14336, True, 2, 256),
+        (2, 14336, False, 2, 256),
+    ],
+)
+def test_tiles_that_are_added_up_in_steps_are_as_wide_as_registers_allow(
+    itemsize: int, N: int, fast: bool, out_itemsize: int, columns: int
+):
+    pick = tiles.tiles("all_gather_matmul", itemsize, 2, 16384, N, 4096, fast, out_itemsize)
+    assert pick.n == columns
+    assert pick.narrow().n == (128 if columns == 192 else columns)
+
+
 @pytest.mark.parametrize("x_tiles", [1, 15, 16, 40])
 @pytest.mark.parametrize("y_tiles", [1, 6, 28])
 @pytest.mark.parametrize("group", [1, 4, 16])

@@ -26,7 +26,16 @@ from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, cdiv, ready
 from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
 from titanlite.kernels.device.protocol import meet, signal_peers, wait_for_count, wait_for_peers
-from titanlite.kernels.device.specialised import PART, blocks, gather_matmul, peer_blocks, stages, teams
+from titanlite.kernels.device.specialised import (
+    PART,
+    blocks,
+    gather_matmul,
+    operand_blocks,
+    peer_blocks,
+    rest_blocks,
+    stages,
+    teams,
+)
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of
 from titanlite.kernels.shapes import Split, split
@@ -426,10 +435,10 @@ def all_gather_matmul(
             gather_matmul, launched, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
             lambda: (
                 blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
-                blocks(o, o_rows.shape, o_rows.stride, (BN, BK) if o_rows.k_major else (BK, BN)),
-                blocks(out, (M, N), N, (BM // by, PART.value)), bias, scale_whole, o_scale,
+                operand_blocks(o, o_rows, BN, BK), blocks(out, (M, N), N, (BM // by, PART.value)),
+                bias, scale_whole, o_scale,
                 blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
-                *peer_blocks(to, shard.dtype, at.columns, copied),
+                *peer_blocks(to, shard.dtype, at.columns, copied), rest_blocks(o, o_rows, BN, BK),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, at.rows, at.segment, N, at.K, to.rank,
                 to.ranks, min(pick.group, at.rows // BM), bias is not None,
@@ -565,15 +574,18 @@ def _plan(
     dtype = out_dtype_of(shard.dtype, out_dtype)
     M, N = _product(at, other, form)
     pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K, fast_accum, dtype.itemsize)
+    aligned_rows = N * dtype.itemsize % 16 == 0
+    specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
+    specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
+    specialised = specialised and at.segment % pick.m == 0
+    specialised = specialised and pick.n // PART.value <= cdiv(at.K, pick.k)  # stored in parts, one a step
+    pick = pick if specialised else pick.narrow()
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)
     together = at.whole.chunk if by_columns else at.segment
     moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
-    tma_store = whole_tiles and N * dtype.itemsize % 16 == 0
-    specialised = pick.specialised and form == "left" and at.wait == ROWS and tma_store
-    specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
-    specialised = specialised and pick.n // PART.value <= cdiv(at.K, pick.k)  # stored in parts, one a step
+    tma_store = whole_tiles and aligned_rows
     own = at.whole.length(to.rank)
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))

@@ -18,7 +18,16 @@ from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multip
 from titanlite.kernels.device.launch import Blocks, cdiv, ready
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
-from titanlite.kernels.device.specialised import PART, blocks, matmul_push, peer_blocks, stages, teams
+from titanlite.kernels.device.specialised import (
+    PART,
+    blocks,
+    matmul_push,
+    operand_blocks,
+    peer_blocks,
+    rest_blocks,
+    stages,
+    teams,
+)
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of, product_shape
 from titanlite.kernels.shapes import Split, split
@@ -280,8 +289,9 @@ def matmul_reduce_scatter(
             matmul_push, launched, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
             lambda: (
                 blocks(a[0], a_rows[0].shape, a_rows[0].stride, (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
-                blocks(b[0], b_rows[0].shape, b_rows[0].stride, (pick.n, pick.k) if b_k_major else (pick.k, pick.n)),
-                scale, other_scale, *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m // by, PART.value)),
+                operand_blocks(b[0], b_rows[0], pick.n, pick.k), scale, other_scale,
+                *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m // by, PART.value)),
+                rest_blocks(b[0], b_rows[0], pick.n, pick.k),
                 to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
                 slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
                 to.ranks, pick.group, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
@@ -400,12 +410,14 @@ def _plan(
     segment = whole.chunk if by_cols else whole.chunk * whole.inner // N
     staged_rows, staged_cols = (M, segment) if by_cols else (whole.outer * segment, N)
     row_bytes = staged_cols * dtype.itemsize
+    aligned_rows = row_bytes % 16 == 0
+    specialised = pick.specialised and not by_cols and len(lefts) == 1 and aligned_rows and whole.even
+    specialised = specialised and dtype.itemsize == 2 and segment % pick.m == 0
+    specialised = specialised and pick.n // PART.value <= cdiv(K, pick.k)  # stored in parts, one a step
+    pick = pick if specialised else pick.narrow()
     # A tile that reaches beyond its owner's part would write into what another rank has pushed.
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
-    tma_store = row_bytes % 16 == 0 and whole_tiles and whole.even
-    specialised = pick.specialised and tma_store and not by_cols and len(lefts) == 1
-    specialised = specialised and dtype.itemsize == 2
-    specialised = specialised and pick.n // PART.value <= cdiv(K, pick.k)  # stored in parts, one a step
+    tma_store = aligned_rows and whole_tiles and whole.even
     own = whole.length(to.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N

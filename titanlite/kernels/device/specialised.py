@@ -33,7 +33,8 @@ from titanlite.kernels.device import protocol
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.channel import MAX_RANKS, PIECES, Channel
 from titanlite.kernels.device.launch import Blocks
-from titanlite.kernels.device.tiles import Tiles
+from titanlite.kernels.device.operands import Rows
+from titanlite.kernels.device.tiles import WIDE, Tiles
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name from Triton 3.7 on, and before
 WORKER_REGISTERS = gl.constexpr(72)
@@ -44,6 +45,12 @@ OWN_PER_DRAW = gl.constexpr(8)
 """Copies of the own shard that are drawn and counted together; of the peers', as many as a tile is high."""
 PART = gl.constexpr(64)
 """Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
+
+
+@gluon.constexpr_function
+def first_columns(n: int) -> int:
+    """How many of a tile's columns are one tensor, whose sizes are powers of two; the rest are one part, or none."""
+    return 128 if n == WIDE else n
 
 
 # The instructions of `protocol`, compiled as Gluon.
@@ -222,42 +229,24 @@ def _step(
 
 
 @gluon.jit
-def _add(acc, sums, it, empty, HAS_BEFORE: gl.constexpr, FAST: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for a product and give its buffers back; FAST: for the one before, which is in the same sum."""
-    if FAST:
-        sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
-        if HAS_BEFORE:
-            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-    else:
-        acc, sums = _take(acc, sums, it, empty, 0, STAGES)
-    return acc, sums
-
-
-@gluon.jit
-def _take(acc, sums, it, empty, BEHIND: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for the product of step `it`, with BEHIND of them started after it; give its buffers back, and add it."""
-    sums = warpgroup_mma_wait(num_outstanding=BEHIND, deps=(sums,))
-    mbarrier.arrive(empty.index(it % STAGES), count=1)
-    return acc + sums, sums
-
-
-@gluon.jit
-def _steps(K, BN: gl.constexpr, BK: gl.constexpr, FAST: gl.constexpr):
-    """Steps of a tile. Where products are taken in pairs there may be one behind the end, whose operands are zeros."""
-    steps = gl.cdiv(K, BK)
-    if not FAST:
-        parts: gl.constexpr = BN // PART
-        steps = parts + gl.cdiv(steps - parts, 2) * 2
-    return steps
+def _give_back(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until the tensor cores have done with the step before `it` in the same sum, and give its buffers back."""
+    sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
+    if HAS_BEFORE:
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+    return sums
 
 
 @gluon.jit
 def _scaled(
-    acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
-    OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    TEAM: gl.constexpr,
+    acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
+    BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, TEAM: gl.constexpr, FROM: gl.constexpr,
 ):  # fmt: skip
-    """A tile, or a team's rows, times the operands' scales: 0 none, 1 one number, 2 one for each row, or column."""
+    """A tile's columns from FROM on, or a team's rows of them, times the operands' scales, and a bias added.
+
+    OF_ROWS, OF_COLUMNS: scales: 0 none, 1 one number, 2 one for each row, or column.
+    """
     if OF_ROWS == 1:
         acc = acc * gl.load(row_scale)
     elif OF_ROWS == 2:
@@ -267,11 +256,13 @@ def _scaled(
         ROWS: gl.constexpr = acc.shape[0]
         rows = row + TEAM * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         acc = acc * gl.load(row_scale + rows)[:, None]
+    columns = (tile % y_tiles) * BN + FROM + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
     if OF_COLUMNS == 1:
         acc = acc * gl.load(column_scale)
     elif OF_COLUMNS == 2:
-        columns = (tile % y_tiles) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         acc = acc * gl.load(column_scale + columns, mask=columns < N, other=0.0)[None, :]
+    if BIAS:
+        acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
     return acc
 
 
@@ -279,7 +270,7 @@ def _scaled(
 def _multiply(
     given,
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
-    FAST: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr, TEAM: gl.constexpr,
 ):  # fmt: skip
     """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column.
@@ -289,8 +280,8 @@ def _multiply(
     OWNERS: among how many the rows of the operand are dealt out, `segment` rows each; a destination is an owner.
     TEAM: of TEAMS, which compute as many rows of each tile each.
     """
-    dests, bias, row_scale, column_scale, a_bufs, b_bufs, c_bufs, tiles, ready, empty = given[:10]
-    first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[10:]
+    dests, bias, row_scale, column_scale, a_bufs, b_bufs, _rest, c_bufs, tiles, ready, empty = given[:11]
+    first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]
     ROWS: gl.constexpr = BM // TEAMS
     WARPS: gl.constexpr = 8 // TEAMS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -305,38 +296,24 @@ def _multiply(
     mbarrier.wait(ready.index(0), 0)
     tile = _read_word(tiles.index(0), WARPS)
     while tile >= 0:
-        acc = gl.zeros((ROWS, BN), gl.float32, layout)
         sums = gl.zeros((ROWS, BN), gl.float32, layout)
         parts = _parts(out)
         for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
-            sums = _step(sums, FAST and k > 0, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
+            sums = _step(sums, k > 0, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
             if before >= 0:
                 _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
-            acc, sums = _add(acc, sums, it, empty, k > 0, FAST, STAGES)
+            sums = _give_back(sums, it, empty, k > 0, STAGES)
             it += 1
-        if FAST:
-            for _ in range(PARTS, steps):
-                sums = _step(sums, True, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
-                acc, sums = _add(acc, sums, it, empty, True, FAST, STAGES)
-                it += 1
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-        else:  # one product is added while the tensor cores make the other; more in flight want more registers
-            others = gl.zeros((ROWS, BN), gl.float32, layout)
-            for _ in range((steps - PARTS) // 2):
-                first = _step(sums, False, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
-                second = _step(others, False, it + 1, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
-                acc, sums = _take(acc, first, it, empty, 1, STAGES)
-                acc, others = _take(acc, second, it + 1, empty, 0, STAGES)
-                it += 2
-        acc = _scaled(
-            acc, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
-            OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, TEAM,
-        )  # fmt: skip
-        if BIAS:
-            columns = (tile % y_tiles) * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-            acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
-        out = acc.to(c_buf.dtype)
+        for _ in range(PARTS, steps):
+            sums = _step(sums, True, it, a_bufs, b_bufs, ready, TEAM, A_K_MAJOR, B_K_MAJOR, STAGES)
+            sums = _give_back(sums, it, empty, True, STAGES)
+            it += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        out = _scaled(
+            acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
+            BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, TEAM, 0,
+        ).to(c_buf.dtype)  # fmt: skip
         before = tile
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
         tile = _read_word(tiles.index(it % STAGES), WARPS)
@@ -344,6 +321,65 @@ def _multiply(
         parts = _parts(out)
         for p in gl.static_range(PARTS):
             _store(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+    _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
+
+
+@gluon.jit
+def _multiply_in_steps(
+    given,
+    BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, TEAM: gl.constexpr,
+):  # fmt: skip
+    """As `_multiply`, by one of two teams, with the product of each step added to the others in float32.
+
+    One team adds, and stores, while the other has the tensor cores. Sums and products take twice the registers, which
+    a tile of 256 columns would not leave; one of 192 comes as 128 and 64, for tensors have powers of two.
+    """
+    dests, bias, row_scale, column_scale, a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = given[:11]
+    first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]
+    ROWS: gl.constexpr = BM // 2
+    FIRST: gl.constexpr = first_columns(BN)
+    REST: gl.constexpr = BN - FIRST
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 32])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    c_buf = c_bufs.index(TEAM)
+    first_row += TEAM * ROWS
+    it = 0
+    mbarrier.wait(ready.index(0), 0)
+    tile = _read_word(tiles.index(0), 4)
+    while tile >= 0:
+        acc = gl.zeros((ROWS, FIRST), gl.float32, layout)
+        sums = gl.zeros((ROWS, FIRST), gl.float32, layout)
+        rest = gl.zeros((ROWS, PART), gl.float32, rest_layout)
+        rest_sums = gl.zeros((ROWS, PART), gl.float32, rest_layout)
+        for _ in range(steps):
+            sums = _step(sums, False, it, a_bufs, b_bufs, ready, TEAM, True, True, STAGES)
+            if REST > 0:
+                rest_sums = _step(rest_sums, False, it, a_bufs, rest_bufs, ready, TEAM, True, True, STAGES)
+                sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
+                acc += sums
+                rest_sums = warpgroup_mma_wait(num_outstanding=0, deps=(rest_sums,))
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                rest += rest_sums
+            else:
+                sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                acc += sums
+            it += 1
+        parts = _parts(_scaled(
+            acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
+            BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, TEAM, 0,
+        ).to(c_buf.dtype))  # fmt: skip
+        for p in gl.static_range(FIRST // PART):
+            _store(parts[p], p, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+        if REST > 0:
+            part = _scaled(
+                rest, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, rest_layout,
+                BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, TEAM, FIRST,
+            ).to(c_buf.dtype)  # fmt: skip
+            _store(part, FIRST // PART, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+        mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
+        tile = _read_word(tiles.index(it % STAGES), 4)
     _do("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
 
 
@@ -356,14 +392,21 @@ def _announce(tile, tiles, empty, it, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load(
-    a_desc, b_desc, a_bufs, b_bufs, ready, empty, it, steps, m0, n0,
+    a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, m0, n0,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loads for one tile."""
+    n_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
     for k in range(steps):
         slot = it % STAGES
         mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(slot), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+        if rest_desc is None:
+            mbarrier.expect(ready.index(slot), n_bytes)
+        else:
+            mbarrier.expect(ready.index(slot), n_bytes + rest_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                rest_desc, [n0 + b_desc.block_type.shape[0], k * BK], ready.index(slot), rest_bufs.index(slot)
+            )
         if A_K_MAJOR:
             tma.async_copy_global_to_shared(a_desc, [m0, k * BK], ready.index(slot), a_bufs.index(slot))
         else:
@@ -423,8 +466,8 @@ def _gather_load(
     RANKS: gl.constexpr, GROUP: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure = given[:12]
-    rank, segments, per_segment, y_tiles, segment, steps, count = given[12:]
+    s_desc, g_desc, o_desc, rest_desc, a_bufs, b_bufs, rest_bufs, tiles, ready, empty = given[:10]
+    counters, epoch, deadline, failure, rank, segments, per_segment, y_tiles, segment, steps, count = given[10:]
     units = segments * per_segment
     x_tiles = units * RANKS
     it = 0
@@ -445,12 +488,14 @@ def _gather_load(
         _announce(row // BM * y_tiles + y, tiles, empty, it, STAGES)
         if theirs >= 0:
             it = _load(
-                g_desc, o_desc, a_bufs, b_bufs, ready, empty, it, steps, row, y * BN, True, B_K_MAJOR, BK, STAGES
-            )
+                g_desc, o_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, row, y * BN,
+                True, B_K_MAJOR, BK, STAGES,
+            )  # fmt: skip
         else:
             it = _load(
-                s_desc, o_desc, a_bufs, b_bufs, ready, empty, it, steps, unit * BM, y * BN, True, B_K_MAJOR, BK, STAGES
-            )
+                s_desc, o_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, unit * BM, y * BN,
+                True, B_K_MAJOR, BK, STAGES,
+            )  # fmt: skip
         drawn = following
     _end(tiles, ready, empty, it, STAGES)
 
@@ -669,7 +714,7 @@ def _gather_copy(
 @gluon.jit(do_not_specialize=["rank"])
 def gather_matmul(
     s_desc, g_desc, o_desc, c_desc, bias, scale, other_scale,
-    shard_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7,
+    shard_desc, w_desc, p0, p1, p2, p3, p4, p5, p6, p7, rest_desc,
     counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr,
@@ -680,13 +725,17 @@ def gather_matmul(
     """As `all_gather_matmul._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
 
     s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
-    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied. OF_ROWS, OF_COLUMNS: scales of
-    G and of O: 0 none, 1 one number, 2 one for each row.
-    FAST: add all products in the tensor cores.
+    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied; rest_desc: O again, in blocks of
+    what a tile of 192 columns has beyond 128. OF_ROWS, OF_COLUMNS: scales of G and of O: 0 none, 1 one number, 2 one
+    for each row. FAST: add all products in the tensor cores.
     """
     epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(g_desc.dtype, [STAGES, BM, BK], g_desc.layout)
-    b_bufs = gl.allocate_shared_memory(o_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], o_desc.layout)
+    b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
+    b_bufs = gl.allocate_shared_memory(o_desc.dtype, b_shape, o_desc.layout)
+    rest_bufs = b_bufs  # where there is no rest they are not used
+    if rest_desc is not None:
+        rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, [STAGES, PART, BK], rest_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [TEAMS, BM // TEAMS, PART], c_desc.layout)
     ring = gl.allocate_shared_memory(w_desc.dtype, [4, CM, CN], w_desc.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -702,13 +751,14 @@ def gather_matmul(
     segments = rows // segment
     per_segment = segment // BM
     y_tiles = gl.cdiv(N, BN)
-    steps = _steps(K, BN, BK, FAST)
+    steps = gl.cdiv(K, BK)
     multiply = (
-        (c_desc,), bias, scale, other_scale, a_bufs, b_bufs, c_bufs, tiles, ready, empty,
+        (c_desc,), bias, scale, other_scale, a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty,
         0, RANKS * (rows // BM), y_tiles, steps, N, segment, per_segment,
     )  # fmt: skip
     load = (
-        s_desc, g_desc, o_desc, a_bufs, b_bufs, tiles, ready, empty, counters, epoch, deadline, failure,
+        s_desc, g_desc, o_desc, rest_desc, a_bufs, b_bufs, rest_bufs, tiles, ready, empty,
+        counters, epoch, deadline, failure,
         rank, segments, per_segment, y_tiles, segment, steps, (BM // CM) * col_blocks,
     )  # fmt: skip
     copy = (
@@ -718,14 +768,21 @@ def gather_matmul(
     )  # fmt: skip
     if TEAMS == 1:
         gl.warp_specialize([
-            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
+            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
             (_gather_load, (load, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
             (_gather_copy, (copy, RANKS, BM, CM, CN)),
         ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    elif FAST:
+        gl.warp_specialize([
+            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
+            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (_gather_load, (load, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
+            (_gather_copy, (copy, RANKS, BM, CM, CN)),
+        ], [4, 1, 1], [TEAM_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
-            (_multiply, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, FAST, True, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (_multiply_in_steps, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, BM, BN, STAGES, 0)),
+            (_multiply_in_steps, (multiply, BIAS, OF_ROWS, OF_COLUMNS, 1, BM, BN, STAGES, 1)),
             (_gather_load, (load, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
             (_gather_copy, (copy, RANKS, BM, CM, CN)),
         ], [4, 1, 1], [TEAM_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
@@ -742,8 +799,8 @@ def _push_load(
     RANKS: gl.constexpr, GROUP: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters = given[:8]
-    rank, staged_tiles, per_segment, y_tiles, segment, steps = given[8:]
+    a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, tiles, ready, empty, counters = given[:10]
+    rank, staged_tiles, per_segment, y_tiles, segment, steps = given[10:]
     x_tiles = staged_tiles * RANKS
     it = 0
     drawn = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
@@ -755,25 +812,33 @@ def _push_load(
         row = (staged // per_segment * RANKS + owner) * segment + staged % per_segment * BM
         _announce((owner * staged_tiles + staged) * y_tiles + y, tiles, empty, it, STAGES)
         it = _load(
-            a_desc, b_desc, a_bufs, b_bufs, ready, empty, it, steps, row, y * BN, A_K_MAJOR, B_K_MAJOR, BK, STAGES
-        )
+            a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, row, y * BN,
+            A_K_MAJOR, B_K_MAJOR, BK, STAGES,
+        )  # fmt: skip
         drawn = following
     _end(tiles, ready, empty, it, STAGES)
 
 
 @gluon.jit(do_not_specialize=["rank"])
 def matmul_push(
-    a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7,
+    a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7, rest_desc,
     counters, flags, peer_flags, epoch_word, deadline, failure,
     slot_rows, staged_rows, segment, N, K, rank,
     RANKS: gl.constexpr, GROUP: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TEAMS: gl.constexpr,
 ):  # fmt: skip
-    """As `matmul_reduce_scatter._matmul_push`, for one product scattered along rows in whole tiles."""
+    """As `matmul_reduce_scatter._matmul_push`, for one product scattered along rows in whole tiles.
+
+    rest_desc: as of `gather_matmul`.
+    """
     epoch = gl.load(epoch_word)
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BN, BK] if B_K_MAJOR else [STAGES, BK, BN], b_desc.layout)
+    b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
+    rest_bufs = b_bufs  # where there is no rest they are not used
+    if rest_desc is not None:
+        rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, [STAGES, PART, BK], rest_desc.layout)
     c_bufs = gl.allocate_shared_memory(d0.dtype, [TEAMS, BM // TEAMS, PART], d0.layout)
     tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -783,31 +848,31 @@ def matmul_push(
         mbarrier.init(empty.index(i), count=TEAMS)
     staged_tiles = staged_rows // BM
     y_tiles = gl.cdiv(N, BN)
-    steps = _steps(K, BN, BK, FAST)
+    steps = gl.cdiv(K, BK)
     multiply = (
         _those_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, scale, other_scale,
-        a_bufs, b_bufs, c_bufs, tiles, ready, empty,
+        a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty,
         (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N, segment, segment // BM,
     )  # fmt: skip
     load = (
-        a_desc, b_desc, a_bufs, b_bufs, tiles, ready, empty, counters,
+        a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, tiles, ready, empty, counters,
         rank, staged_tiles, segment // BM, y_tiles, segment, steps,
     )  # fmt: skip
     if TEAMS == 1:
         gl.warp_specialize([
-            (_multiply, (
-                multiply, False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0,
-            )),
+            (_multiply, (multiply, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
             (_push_load, (load, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [1], [WORKER_REGISTERS])  # fmt: skip
+    elif FAST:
+        gl.warp_specialize([
+            (_multiply, (multiply, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
+            (_multiply, (multiply, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (_push_load, (load, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+        ], [4, 1], [TEAM_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_multiply, (
-                multiply, False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0,
-            )),
-            (_multiply, (
-                multiply, False, OF_ROWS, OF_COLUMNS, RANKS, FAST, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1,
-            )),
+            (_multiply_in_steps, (multiply, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 0)),
+            (_multiply_in_steps, (multiply, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 1)),
             (_push_load, (load, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [4, 1], [TEAM_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     _leave(counters, HEADER, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, True, RANKS, TEAMS)
@@ -847,6 +912,18 @@ def stages(pick: Tiles, itemsize: int, ring: int = 0) -> int:
     words = 2048  # barriers and what warp specialisation keeps there
     free = SHARED_MEMORY - words - ring - pick.m * PART.value * 2
     return free // ((pick.m + pick.n) * pick.k * itemsize)
+
+
+def operand_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks:
+    """An operand whose rows [N, K] are a tile's columns, in blocks of a step: of the first columns, if not of all."""
+    box = (first_columns(n), k) if rows.k_major else (k, n)
+    return blocks(operand, rows.shape, rows.stride, box)
+
+
+def rest_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks | None:
+    """The same for the rest of a tile's columns, if there is one."""
+    rest = n - first_columns(n)
+    return blocks(operand, rows.shape, rows.stride, (rest, k)) if rest else None
 
 
 def blocks(matrix: Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Blocks:

@@ -39,6 +39,10 @@ class Tiles:
     plain: bool = False
     specialised: bool = True
 
+    def narrow(self) -> "Tiles":
+        """The same for the kernels that are not specialised, whose tiles have powers of two."""
+        return replace(self, n=128) if self.n == WIDE else self
+
 
 @cache
 def tiles(
@@ -58,7 +62,8 @@ def tiles(
     """
     if (itemsize == 1 and not fast_accum) or out_itemsize > 2:
         # Each step's sum is added to the whole, and both take registers; or a tile on its way out takes twice the room.
-        return replace(tiles(op, itemsize, ranks, M, N, K, True), n=128, stages=4)
+        wide = out_itemsize == 2 and -N % WIDE <= N / 20
+        return replace(tiles(op, itemsize, ranks, M, N, K, True), n=WIDE if wide else 128, stages=4)
     known = _table().get((op, itemsize, ranks, M, N, K))
     if known is not None:
         return known
@@ -74,6 +79,9 @@ def tiles(
     return Tiles(k=k, group=group, copy_rows=rows)
 
 
+WIDE = 192
+"""Columns of a tile that is added up in steps, where that leaves few of them unused and the kernel is specialised:
+wider than 128, since an H100 reads operands from its L2 cache no faster than such tiles are multiplied."""
 LINK = 340e9
 """Bytes per second to and from all peers of an H200 together (`docs/performance.md`)."""
 MATMUL = 700e12
