@@ -5,11 +5,10 @@ import pytest
 from titanlite import recipes
 from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.check import sequences_per_step
-from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
-from titanlite.parallel.memory import GIB
-from titanlite.parallel.overrides import LEAST, overrides_that_fit, predicted_peak
+from titanlite.parallel.memory import GIB, MemoryModel
+from titanlite.parallel.overrides import LEAST, overrides_that_fit
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
 
@@ -18,8 +17,12 @@ def checked(*flags: str, world: int = 4) -> CheckedRun:
     return checked_run(["--config", CONFIG, *flags], world_size=world)
 
 
-def peak(run: CheckedRun, save_list: SaveList | None = None, world: int = 4) -> int:
-    return predicted_peak(run.config, run.dimensions, run.float8, world, save_list or run.save_list or LEAST)
+def model_of(run: CheckedRun, world: int = 4) -> MemoryModel:
+    return MemoryModel(run.config, run.dimensions, run.float8, world)
+
+
+def peak(run: CheckedRun, world: int = 4) -> int:
+    return model_of(run, world).peak_under(run.save_list or LEAST).total
 
 
 @pytest.mark.parametrize("limit_gib", [100, 70, 60, 50])
@@ -28,7 +31,7 @@ def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...])
     run = checked("--activation_checkpoint.recipe", "none", *flags)
     assert run.save_list is not None
     now = peak(run)
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, limit_gib * GIB)
+    found = overrides_that_fit(model_of(run), run.save_list, limit_gib * GIB)
     assert len(found) == 3 or limit_gib < 70
     assert found
     for override in found:
@@ -43,7 +46,7 @@ def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...])
 def test_one_of_each_kind_and_of_the_lists_the_one_that_auto_chooses() -> None:
     run = checked("--activation_checkpoint.recipe", "none")
     assert run.save_list is not None
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 100 * GIB)
+    found = overrides_that_fit(model_of(run), run.save_list, 100 * GIB)
     assert [override.flag for override in found] == [
         "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 100.0",
         "--parallelism.tensor_parallel_degree 2 --training.global_batch_size 8",
@@ -55,7 +58,7 @@ def test_what_frees_nothing_is_not_proposed_and_kinds_stay_together() -> None:
     run = checked("--activation_checkpoint.recipe", "none", "--training.local_batch_size", "1", world=1)
     assert run.save_list is not None
     limit = peak(run, world=1)  # the list that the run has would fit, and frees nothing
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 1, run.save_list, limit)
+    found = overrides_that_fit(model_of(run, 1), run.save_list, limit)
     assert all(override.frees > 0 for override in found)
     keys = [override.flag.split()[0] for override in found]
     assert keys == ["--activation_checkpoint.recipe"] * 2 + ["--parallelism.fsdp_reshard_after_forward"]
@@ -65,19 +68,19 @@ def test_a_batch_that_the_global_batch_cannot_be_made_of_is_not_proposed() -> No
     """Three sequences a step over three ranks: one at a time on each."""
     run = checked("--training.local_batch_size", "3", "--training.global_batch_size", "12")
     assert run.save_list is not None
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 80 * GIB)
+    found = overrides_that_fit(model_of(run), run.save_list, 80 * GIB)
     assert "--training.local_batch_size 2" not in {override.flag for override in found}
 
 
 def test_replicas_are_given_up() -> None:
     run = checked("--activation_checkpoint.recipe", "full", "--parallelism.data_parallel_replicate_degree", "2")
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, LEAST, 45 * GIB)
+    found = overrides_that_fit(model_of(run), LEAST, 45 * GIB)
     assert found[0].flag == "--parallelism.data_parallel_replicate_degree 1"
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:
     run = checked("--activation_checkpoint.recipe", "full")
-    assert overrides_that_fit(run.config, run.dimensions, run.float8, 4, LEAST, 20 * GIB) == []
+    assert overrides_that_fit(model_of(run), LEAST, 20 * GIB) == []
 
 
 AUTO = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
@@ -85,7 +88,7 @@ AUTO = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budge
 
 def test_a_chosen_list_is_given_less() -> None:
     run, list_of_now = checked(*AUTO, "90"), recipes.load("activation_checkpoint", "matmuls")
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, list_of_now, 75.25 * GIB)
+    found = overrides_that_fit(model_of(run), list_of_now, 75.25 * GIB)
     assert found[0].flag == "--activation_checkpoint.budget_gib 75.2"
     assert all("recipe" not in override.flag for override in found)
 
@@ -118,5 +121,5 @@ def test_a_list_that_is_broken_is_not_proposed(tmp_path) -> None:
     assert "broken" in recipes.names("activation_checkpoint", run.config.job.recipe_dirs)
     assert run.save_list is not None
     # A layout and a batch would stand between auto and the list that keeps most, but for one sequence on each rank.
-    found = overrides_that_fit(run.config, run.dimensions, run.float8, 4, run.save_list, 70 * GIB)
+    found = overrides_that_fit(model_of(run), run.save_list, 70 * GIB)
     assert found[1].flag == "--activation_checkpoint.recipe matmuls"

@@ -7,7 +7,6 @@ import torch
 
 import titanlite.training.build as build
 import titanlite.training.loop as loop
-import titanlite.training.out_of_memory as out_of_memory
 import titanlite.training.receipt as training_receipt
 from tests.training.launched import Desk
 from titanlite import recipes
@@ -15,9 +14,9 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.choose_save_list import Times
-from titanlite.parallel.memory import usable
+from titanlite.parallel.memory import MemoryModel, usable
 from titanlite.parallel.overrides import LEAST
-from titanlite.training.out_of_memory import Measured, explanation
+from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure
 
 AUTO = "--activation_checkpoint.recipe=auto"
 TWO_STEPS = ("--job.stop_after=2",)
@@ -149,7 +148,7 @@ def explained(flags: tuple[str, ...], room_gib: float, name: str = "none") -> st
     run = checked_run(["--config", config, *flags], world_size=4)
     chosen = recipes.load("activation_checkpoint", name)
     measured = Measured(78.0, 75.0, 79.0, 77.0, room_gib)
-    return explanation(run.config, run.dimensions, run.float8, chosen, 4, measured)
+    return explanation(MemoryModel(run.config, run.dimensions, run.float8, 4), chosen, measured)
 
 
 def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
@@ -168,31 +167,30 @@ def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
     ]
 
 
-def foreseen(monkeypatch: pytest.MonkeyPatch, room_gib: float, *flags: str) -> str | None:
-    monkeypatch.setattr(out_of_memory.dist, "get_world_size", lambda: 4)
+def said_before(room_gib: float, *flags: str) -> str | None:
     config = str(shipped_folder("configs") / "llama3_8b.toml")
     run = checked_run(["--config", config, *flags], world_size=4)
     empty = Measured(0.0, 0.0, 0.0, 0.0, room_gib)
-    return out_of_memory.foreseen(run.config, run.dimensions, run.float8, run.save_list, empty)
+    return foreseen(MemoryModel(run.config, run.dimensions, run.float8, 4), run.save_list, empty)
 
 
-def test_what_is_predicted_not_to_fit_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_predicted_not_to_fit_is_said_before_the_first_step() -> None:
     none = ("--activation_checkpoint.recipe", "none")  # 111.6 GiB
-    said = foreseen(monkeypatch, 111, *none)
+    said = said_before(111, *none)
     assert said is not None
     assert said.startswith("this run is predicted to run out of memory\n    saw:  0.0 GiB are reserved")
     assert "want: 111.6 GiB, as predicted" in said
     assert "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 111.0" in said
-    assert foreseen(monkeypatch, 112, *none) is None
+    assert said_before(112, *none) is None
 
 
-def test_a_budget_beyond_the_device_is_said_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_beyond_the_device_is_said_before_the_first_step() -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
-    said = foreseen(monkeypatch, 79.4, *auto)
+    said = said_before(79.4, *auto)
     assert said is not None
     assert "activation_checkpoint.budget_gib = 90\n      want: at most 79.4, which this device has free\n" in said
     assert said.endswith("fix:  --activation_checkpoint.budget_gib 79")
-    assert foreseen(monkeypatch, 91, *auto) is None
+    assert said_before(91, *auto) is None
 
 
 def test_a_prediction_that_would_fit_is_not_trusted() -> None:
@@ -215,5 +213,5 @@ def test_a_list_without_a_price_has_no_prediction(tmp_path: Path) -> None:
 
 
 def test_a_device_is_measured() -> None:
-    seen = out_of_memory.measure(torch.device("cpu"))
+    seen = measure(torch.device("cpu"))
     assert 0 < seen.allocated <= seen.peak_reserved < seen.could_be_reserved

@@ -3,7 +3,7 @@
 The formulas are those of `titanlite/parallel/memory.py` and `step_time.py`. What they do not know is said, not guessed.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
@@ -177,8 +177,8 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
     saw = f"{gib:g}" + ("" if device_gib else f" (the default: {device})")
     if predicted.memory.total <= usable(gib):
         return
-    run = replace(checked, save_list=predicted.save_list)
-    asked = (run.config, run.dimensions, run.float8, world, predicted.save_list, usable(gib))
+    model = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
+    asked = model, predicted.save_list, usable(gib)
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
     least = predicted.memory.total / usable(1)
     want = f"at least {least:.1f}: the predicted peak, with {MARGIN:.1%} of the device left free"

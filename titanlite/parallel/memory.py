@@ -102,6 +102,7 @@ class MemoryModel:
         world: number of processes.
 
     Attributes:
+        config, sizes, float8, world: as given; `layout` is the rank's.
         shards: ranks that FSDP splits each parameter over; `replicas` hold the same.
         micro_steps: of a step.
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
@@ -114,7 +115,8 @@ class MemoryModel:
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
-        self.sizes, self.layout = sizes, layout_of(config, sizes, float8)
+        self.config, self.sizes, self.float8, self.world = config, sizes, float8, world
+        self.layout = layout_of(config, sizes, float8)
         self._whole_block = held_without_checkpointing(sizes, self.layout)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t

@@ -39,32 +39,7 @@ class Override:
         return f"{self.flag:<44}  frees {self.frees / GIB:.1f} GiB, peak {self.peak / GIB:.1f} GiB"
 
 
-def predicted_peak(
-    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int, save_list: SaveList
-) -> int:
-    """Predict the peak of a run, in bytes.
-
-    Args:
-        config: checked.
-        sizes: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
-        world: number of processes.
-        save_list: what blocks keep.
-
-    Raises:
-        RecipeError: the list has no price.
-    """
-    return MemoryModel(config, sizes, float8, world).peak_under(save_list).total
-
-
-def overrides_that_fit(
-    config: Config,
-    sizes: ModelRecipe,
-    float8: Float8Recipe | None,
-    world: int,
-    save_list: SaveList,
-    limit: float,
-) -> list[Override]:
+def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> list[Override]:
     """List changes with which a run would fit.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
@@ -73,30 +48,27 @@ def overrides_that_fit(
     alone, two together.
 
     Args:
-        config: checked.
-        sizes: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
-        world: number of processes.
+        model: of the run.
         save_list: of the run; it has a price.
         limit: bytes.
     """
-    now = predicted_peak(config, sizes, float8, world, save_list)
+    config, now = model.config, model.peak_under(save_list).total
 
     def fitting(changes: "Iterable[_Change]") -> list[Override]:
         found: list[Override] = []
         for change in changes:
-            peak = _peak_if_possible(change.config, sizes, float8, world, change.save_list)
+            peak = _peak_if_possible(model, change.config, model.world, change.save_list)
             if peak is not None and peak <= limit and peak < now:
                 found.append(Override(change.flag, peak, now - peak))
         return sorted(found, key=lambda override: -override.peak)
 
     lists = fitting(_save_lists(config, save_list))
     budget = math.floor(limit / GIB * 10) / 10
-    if limit < now and predicted_peak(config, sizes, float8, world, LEAST) <= usable(budget):
+    if limit < now and model.peak_under(LEAST).total <= usable(budget):
         peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
         flag = f"--activation_checkpoint.budget_gib {budget}"
         lists = [Override(flag if is_auto else f"--activation_checkpoint.recipe auto {flag}", peak, now - peak), *lists]
-    sequences = sequences_per_step(config, world)
+    sequences = sequences_per_step(config, model.world)
     layouts, batches = fitting(_layouts(config, save_list, sequences)), fitting(_batches(config, save_list))
     if not (lists or layouts or batches):
         lists = fitting(
@@ -111,27 +83,23 @@ def overrides_that_fit(
     )
 
 
-def processes_that_fit(
-    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int, save_list: SaveList, limit: float
-) -> int | None:
+def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> int | None:
     """Double the processes until the run fits; None if a thousand times as many are not enough.
 
     Takes what `overrides_that_fit` takes.
     """
-    for more in (world << n for n in range(1, 11)):
-        peak = _peak_if_possible(config, sizes, float8, more, save_list)
+    for more in (model.world << n for n in range(1, 11)):
+        peak = _peak_if_possible(model, model.config, more, save_list)
         if peak is not None and peak <= limit:
             return more
     return None
 
 
-def _peak_if_possible(
-    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int, save_list: SaveList
-) -> int | None:
-    """The predicted peak of a config that has not been checked; None if it cannot be, or has no price."""
+def _peak_if_possible(model: MemoryModel, config: Config, world: int, save_list: SaveList) -> int | None:
+    """The predicted peak of a run with a config that has not been checked; None if it cannot be, or has no price."""
     try:
-        check(config, sizes, world)
-        return predicted_peak(config, sizes, float8, world, save_list)
+        check(config, model.sizes, world)
+        return MemoryModel(config, model.sizes, model.float8, world).peak_under(save_list).total
     except ConfigError:
         return None
 
@@ -151,10 +119,11 @@ def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None
     budget = config.activation_checkpoint.budget_gib
     if budget is None:
         return
-    least = predicted_peak(config, sizes, float8, world, LEAST)
+    model = MemoryModel(config, sizes, float8, world)
+    least = model.peak_under(LEAST).total
     if least <= usable(budget):
         return
-    flags = overrides_that_fit(config, sizes, float8, world, LEAST, usable(budget))
+    flags = overrides_that_fit(model, LEAST, usable(budget))
     enough = math.ceil(least / usable(1) * 10) / 10
     raised = f"--activation_checkpoint.budget_gib {enough}"
     want = (

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
-from titanlite.config.schema import Config
+from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import OutOfMemoryError, Problem, RecipeError, describe
 from titanlite.observe.memory import memory_gib
 from titanlite.parallel.memory import GIB, MemoryModel
-from titanlite.parallel.overrides import overrides_that_fit, predicted_peak
+from titanlite.parallel.overrides import overrides_that_fit
 
 _MARGIN = 0.95
 """Of a prediction that says that the run fits, though it did not: what must fit instead."""
@@ -52,22 +51,18 @@ def measure(device: torch.device) -> Measured:
     return Measured(reserved / GIB, allocated / GIB, peak_reserved, peak_allocated, (reserved + free) / GIB)
 
 
-def foreseen(
-    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList | None, measured: Measured
-) -> str | None:
+def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured) -> str | None:
     """Say, before the first step, that a run is predicted not to fit.
 
     Args:
-        config: of the run.
-        sizes: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
+        model: of the run.
         save_list: what blocks keep; None: what `activation_checkpoint.budget_gib` has room for.
         measured: of this rank, while it holds nothing yet.
 
     Returns:
         A warning; None if the run fits, or nothing is known of its memory.
     """
-    room, budget = measured.could_be_reserved, config.activation_checkpoint.budget_gib
+    room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
     if save_list is None:
         assert budget is not None  # noqa: S101  # `config/check.py` sees to it
         if budget <= room:
@@ -76,24 +71,18 @@ def foreseen(
         fix = f"--activation_checkpoint.budget_gib {math.floor(room)}"
         problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
         return describe("this run may run out of memory", [problem])
-    world = dist.get_world_size()
     with suppress(RecipeError):
-        if predicted_peak(config, sizes, float8, world, save_list) > room * GIB:
-            why = explanation(config, sizes, float8, save_list, world, measured)
-            return f"this run is predicted to run out of memory\n{why}"
+        if model.peak_under(save_list).total > room * GIB:
+            return f"this run is predicted to run out of memory\n{explanation(model, save_list, measured)}"
     return None
 
 
 @contextmanager
-def explained(
-    config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList, device: torch.device
-) -> Iterator[None]:
+def explained(model: MemoryModel, save_list: SaveList, device: torch.device) -> Iterator[None]:
     """Turn torch's error into one that explains itself.
 
     Args:
-        config: of the run.
-        sizes: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
+        model: of the run.
         save_list: what blocks keep.
         device: this rank's.
 
@@ -104,34 +93,23 @@ def explained(
         yield
     except torch.OutOfMemoryError as error:
         said = ". ".join(str(error).split(". ")[:2]).rstrip(".")
-        rank, world = dist.get_rank(), dist.get_world_size()
-        message = explanation(config, sizes, float8, save_list, world, measure(device))
-        raise OutOfMemoryError(f"rank {rank}: {said}\n{message}") from error
+        message = explanation(model, save_list, measure(device))
+        raise OutOfMemoryError(f"rank {dist.get_rank()}: {said}\n{message}") from error
 
 
-def explanation(
-    config: Config,
-    sizes: ModelRecipe,
-    float8: Float8Recipe | None,
-    save_list: SaveList,
-    world: int,
-    measured: Measured,
-) -> str:
+def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> str:
     """Say what holds the memory of a run, and what would make it fit.
 
     Args:
-        config: of the run.
-        sizes: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
+        model: of the run.
         save_list: what blocks keep.
-        world: number of processes.
         measured: of the rank that ran out.
 
     Returns:
         A few lines.
     """
     lines = [f"    saw:  {measured}"]
-    room, model = measured.could_be_reserved * GIB, MemoryModel(config, sizes, float8, world)
+    room = measured.could_be_reserved * GIB
     try:
         predicted = model.peak_under(save_list)
     except RecipeError:
@@ -148,7 +126,7 @@ def explanation(
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
     limit = _MARGIN * predicted.total if fits else room
-    if flags := overrides_that_fit(config, sizes, float8, world, save_list, limit):
+    if flags := overrides_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]
     else:

@@ -25,6 +25,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
+from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.overrides import LEAST
 from titanlite.parallel.process_group import check_launcher, start_process_group
 from titanlite.run_folder import RunFolder
@@ -118,9 +119,10 @@ def _train(
     if held_out is not None:  # ranks that validate on unequal numbers of batches would wait for each other
         _check_same("validation.source", held_out.fingerprint)
     cleanup.enter_context(fastest_attention())
-    if device.type == "cuda" and (text := foreseen(config, sizes, float8, save_list, measure(device))):
+    memory = MemoryModel(config, sizes, float8, dist.get_world_size())
+    if device.type == "cuda" and (text := foreseen(memory, save_list, measure(device))):
         console.warning(text)
-    with explained(config, sizes, float8, save_list or LEAST, device):
+    with explained(memory, save_list or LEAST, device):
         run = build(config, sizes, save_list, float8, device)
     for text in run.warnings:
         console.warning(text)
@@ -179,7 +181,7 @@ def _train(
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop.begin_steps()
     cleanup.callback(stop.close)  # before what else is closed, which has nothing to save either
-    with explained(config, sizes, float8, run.save_list, device):
+    with explained(memory, run.save_list, device):
         if validates_first:
             loop.validate(start)
         last = loop.train(start)
