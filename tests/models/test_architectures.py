@@ -34,9 +34,8 @@ from titanlite.models.find import model_class
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import export
-from titanlite.parallel.sharding.layers import LayerPlan, layers_of, plan_layers
+from titanlite.parallel.sharding.layers import LayerPlan, plan_layers, planned_layers
 from titanlite.parallel.tensor import apply_tensor_parallel, reduce_replicated_gradients
 from titanlite.run_folder import RunFolder
 from titanlite.training.state import dimensions_of
@@ -254,8 +253,7 @@ def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) ->
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])
     assert len(model.sharding) <= 6
-    full = layers_of(graph, *derive(graph, {"tp": 4}, model.sharding))
-    assert plan_layers(model, B * S, 4) == full
+    assert plan_layers(model, B * S, 4) == planned_layers(graph, model.sharding, 4, {})[1]
 
 
 LAYOUTS = {"TP 2": (1, 2), "TP 4": (1, 4), "FSDP 2 × TP 2": (2, 2)}

@@ -18,9 +18,8 @@ from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.derive import derive
 from titanlite.parallel.sharding.graph import export
-from titanlite.parallel.sharding.layers import LayerPlan, layers_of, plan_layers
+from titanlite.parallel.sharding.layers import LayerPlan, plan_layers, planned_layers
 from titanlite.parallel.sharding.plan import REPLICATE
 from titanlite.parallel.tensor import apply_tensor_parallel
 
@@ -37,7 +36,7 @@ def on_meta(sizes: ModelRecipe, **annotations: str) -> Llama3:
 
 def of_the_whole_model(model: nn.Module, annotations: Mapping[str, str], ranks: int) -> dict[str, LayerPlan]:
     graph = export(model, [torch.empty(TOKENS, dtype=torch.long, device="meta")])
-    return layers_of(graph, *derive(graph, {"tp": ranks}, annotations))
+    return planned_layers(graph, annotations, ranks, {})[1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -41,33 +41,19 @@ aten = torch.ops.aten
 _TOKENS = Shard(0)
 
 
-def plan_tensor_parallel(
-    model: nn.Module, tokens: int, ranks: int, sizes: Mapping[str, int] | None = None
+def _every_block(
+    model: nn.Module, tokens: int, ranks: int, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan every block of a model from its annotations, and refuse what no layers can carry out.
-
-    Args:
-        model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
-        tokens: M of a micro-step.
-        ranks: tensor-parallel ones.
-        sizes: the model's dimensions by name, for messages.
-
-    Returns:
-        The plan; and module name → what it does, for each module that holds a parameter in use.
-
-    Raises:
-        ShardingError: there is no plan, or none that layers can carry out, or the model's code computes something else
-            on a rank; all problems of the first such kind are in the message.
-    """
+    """The plan of a model and what its modules do, refused if its code computes something else on a rank."""
     annotations, inputs = annotations_of(model), [torch.empty(tokens, dtype=torch.long, device="meta")]
     graph = export(copy.deepcopy(model), inputs)  # which may keep what it reads off a tensor: to itself
     backward = backward_in_one_process(model, tokens) if _is_own(model) else None
     try:
-        plan, layers = _planned(graph, annotations, ranks, sizes or {})
+        plan, layers = planned_layers(graph, annotations, ranks, sizes)
     except ShardingError as error:
         fewer, _ = stand_ins(model)
         graphs = [graph] if fewer is model else [export(fewer, inputs), graph]
-        cures = cure(graphs, annotations, lambda graph, changed: _planned(graph, changed, ranks, {}))
+        cures = cure(graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {}))
         raise ShardingError(f"{error}{cures}") from error
     check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
     if backward is not None:
@@ -80,12 +66,27 @@ def _is_own(model: nn.Module) -> bool:
     return not type(model).__module__.startswith("titanlite.models.")
 
 
-def _planned(
+def planned_layers(
     graph: Graph, annotations: Mapping[str, str], ranks: int, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
+    """Plan a graph, and give every move of the plan to the layer that makes it.
+
+    Args:
+        graph: the model, from token ids to logits.
+        annotations: which dim of which tensor is split.
+        ranks: tensor-parallel ones.
+        sizes: the model's dimensions by name, for messages.
+
+    Returns:
+        The plan; and module name → what it does, for each module that holds a parameter in use.
+
+    Raises:
+        ShardingError: there is no plan, or no layer can make a move; all problems of the first such kind are in the
+            message.
+    """
     plan, selection = derive(graph, {"tp": ranks}, annotations)
     check(graph, plan, selection, sizes)
-    return plan, layers_of(graph, plan, selection)
+    return plan, _Layers(graph, plan, selection).found()
 
 
 def derive_layers(
@@ -105,7 +106,8 @@ def derive_layers(
         sizes: the model's dimensions by name, for messages.
 
     Raises:
-        ShardingError: there is no plan, or none that layers can carry out; all problems are in the message.
+        ShardingError: there is no plan, or none that layers can carry out, or the model's code computes something else
+            on a rank; all problems of the first such kind are in the message.
     """
     if dtype is not None:  # a copy, for the masters stay as they are, and so does the rotary table
         model = copy.deepcopy(model)
@@ -114,11 +116,11 @@ def derive_layers(
     fewer, stand_for = stand_ins(model)
     is_own = _is_own(model)
     if fewer is not model and not (is_own and not only_repeats(*copy.deepcopy((model, fewer)), tokens)):
-        plan, layers = plan_tensor_parallel(fewer, tokens, ranks, sizes)
+        plan, layers = _every_block(fewer, tokens, ranks, sizes or {})
         planned = for_all(fewer, plan, layers, stand_for)
         if planned and not (is_own and not _repeats_on_a_rank(model, fewer, tokens, planned, layers)):
             return planned
-    plan, layers = plan_tensor_parallel(model, tokens, ranks, sizes)
+    plan, layers = _every_block(model, tokens, ranks, sizes or {})
     return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
 
 
@@ -150,23 +152,6 @@ def plan_layers(
         Module name → what it does, for each module that holds a parameter in use.
     """
     return derive_layers(model, tokens, ranks, dtype, sizes).layers
-
-
-def layers_of(graph: Graph, plan: Plan, selection: Selection) -> dict[str, LayerPlan]:
-    """Give every move of a plan to the layer that makes it.
-
-    Args:
-        graph: the model, from token ids to logits.
-        plan: of it, on one axis.
-        selection: its rules.
-
-    Returns:
-        Module name → what it does, for each module that holds a parameter in use.
-
-    Raises:
-        ShardingError: no layer can make a move; all problems are in the message.
-    """
-    return _Layers(graph, plan, selection).found()
 
 
 def _whole(graph: Graph) -> set[Node]:
