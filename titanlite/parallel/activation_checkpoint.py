@@ -23,7 +23,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.parallel.random_numbers import draws
+from titanlite.parallel.calls import draws
 from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, add_unknown_layers, is_whole
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 

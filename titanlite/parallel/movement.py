@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
+from titanlite.parallel.calls import arguments_of
+
 aten = torch.ops.aten
 
 Atom = tuple[int, int]
@@ -249,7 +251,7 @@ class Movements:
             return None
         source, layout = before[0]
         target, shape = node.target, list(node.meta["val"].shape)
-        given = arguments(node.args[0] if target is operator.getitem else node)  # type: ignore[arg-type]
+        given = arguments_of(node.args[0] if target is operator.getitem else node)  # type: ignore[arg-type]
         dim = given["dim"] % len(layout.dims) if isinstance(given.get("dim"), int) and layout.dims else 0
         out: Layout | None = None
         if target in COPIES:
@@ -287,7 +289,7 @@ def sources(node: Node) -> list[Node]:
         inputs = [args[0].args[0]] if isinstance(args[0], Node) and args[0].target in SPLITS else []
     elif target is aten.cat.default:
         inputs = list(args[0])
-    elif target is aten.slice.Tensor and arguments(node)["step"] != 1:
+    elif target is aten.slice.Tensor and arguments_of(node)["step"] != 1:
         inputs = []
     elif target is aten.select_scatter.default:
         inputs = [args[1]]
@@ -316,10 +318,3 @@ def path(node: Node, source: Node) -> Iterator[Node]:
         seen.add(last)
         yield last
         left.extend(last.all_input_nodes if last.target in {operator.getitem, *SPLITS} else sources(last))
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by name, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: a.default_value if a.has_default_value() else None for a in schema}
-    return given | dict(zip(given, node.args, strict=False)) | dict(node.kwargs)

@@ -10,7 +10,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from titanlite.parallel.movement import SPLITS, Atoms, arguments, is_static, length, sources, steps
+from titanlite.parallel.calls import arguments_of
+from titanlite.parallel.movement import SPLITS, Atoms, is_static, length, sources, steps
 
 aten = torch.ops.aten
 
@@ -97,7 +98,7 @@ def matmul_of(node: Node) -> Matmul:
     Raises:
         MissedError: it does what the fused operators cannot.
     """
-    given = arguments(node)
+    given = arguments_of(node)
     if not all(type(n) is int for n in node.meta["val"].shape):
         raise MissedError(f"{node.name} has a size that is symbolic")
     names = ("mat1", "mat2") if "mat1" in given else ("self", "mat2")
@@ -133,7 +134,7 @@ def collective_of(node: Node) -> Collective:
     Raises:
         MissedError: shapes or group cannot be told.
     """
-    source, given = node.args[0], arguments(node)
+    source, given = node.args[0], arguments_of(node)
     group = given["group_name"]
     name = group if isinstance(group, str) else getattr(group, "group_name", None)
     if not isinstance(name, str):

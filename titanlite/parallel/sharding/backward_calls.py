@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import ShardingError, describe
 from titanlite.models.mistakes import mistake
-from titanlite.parallel.sharding.graph import Constants
+from titanlite.parallel.calls import arguments
+from titanlite.parallel.sharding.graph import Constants, tensors_of
 
 aten = torch.ops.aten
 _NOT_OWN = {"torch", "titanlite", *sys.stdlib_module_names}
@@ -115,9 +116,8 @@ class Recorded(TorchDispatchMode):
             if tensors_of(args):
                 self._rearranged[result] = Call(func, {}, (args, kwargs), result, "", None)
         else:
-            names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            numbers = {k: _written(v) for k, v in given.items() if "size" not in k and "shape" not in k}
+            given = arguments(func, args, kwargs).items()
+            numbers = {k: _written(v) for k, v in given if "size" not in k and "shape" not in k}
             self.calls.append(Call(func, numbers, (args, kwargs), result, *place_of(frames, self._file)))
         return result
 
@@ -195,8 +195,3 @@ def place_of(frames: Sequence[FrameType], file: str) -> tuple[str, int | None]:
 def _written(argument: object) -> str:
     """An argument without its tensors; but with what constants hold."""
     return str(pytree.tree_map_only(Tensor, lambda x: None if x.is_meta else x.tolist(), argument))
-
-
-def tensors_of(value: object) -> list[Tensor]:
-    """Give the tensors among an operator's arguments, or results."""
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]

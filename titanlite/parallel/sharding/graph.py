@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, TitanliteError, describe
 from titanlite.models.mistakes import mistake
@@ -258,6 +259,11 @@ def tensor_inputs(node: Node) -> list[Node]:
     for argument in (*node.args, *node.kwargs.values()):
         visit(argument)
     return found
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors among a call's arguments, or results, as it runs."""
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def modules_of(node: Node) -> list[str]:

@@ -28,7 +28,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.parallel.sharding.backward_calls import Call, Given, Recorded, backward_of, tensors_of
+from titanlite.parallel.sharding.backward_calls import Call, Given, Recorded, backward_of
+from titanlite.parallel.sharding.graph import tensors_of
 from titanlite.parallel.sharding.local_sizes import FIX, on_a_rank
 from titanlite.parallel.sharding.outside_reads import no_outside_reads
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, LayerPlan, show

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.models.mistakes import mistake
-from titanlite.parallel.random_numbers import draws
+from titanlite.parallel.calls import arguments_of, draws
 from titanlite.parallel.sharding.graph import Graph, export, kind_of, line_of, modules_of, tensor_inputs, values
 from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, local_shape
 
@@ -165,10 +165,8 @@ class _Operators:
 
     def numbers(self, node: Node) -> dict[str, str]:
         """All arguments but tensors and sizes of the result; and what constants hold."""
-        schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
-        names = [argument.name for argument in schema] or [str(i) for i in range(len(node.args))]
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        found = {k: str(fx.map_arg(value, lambda _: None)) for k, value in given.items() if k not in _SIZES}
+        given = arguments_of(node).items()
+        found = {k: str(fx.map_arg(value, lambda _: None)) for k, value in given if k not in _SIZES}
         held = [self._constants[source] for source in tensor_inputs(node) if source in self._constants]
         return found | {f"constant {i}": str(tensor.tolist()) for i, tensor in enumerate(held) if not tensor.is_meta}
 

@@ -61,10 +61,6 @@ class PlacedTensor:
     placements: Placements
     origins: tuple[Origin, ...]
 
-    def local_shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one rank's part, given the size of each axis."""
-        return local_shape(self.shape, self.placements, sizes)
-
 
 def local_shape(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of one rank's part of a tensor.

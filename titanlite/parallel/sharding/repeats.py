@@ -20,7 +20,7 @@ from torch.compiler import set_stance
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from titanlite.parallel.sharding.graph import kind_of
+from titanlite.parallel.sharding.graph import kind_of, tensors_of
 from titanlite.parallel.sharding.local_sizes import put
 
 _BLOCK = re.compile(r"layers\.\d+\.")
@@ -135,7 +135,6 @@ class _Trace(TorchFunctionMode):
         self._everywhere = {i: names for i, names in self._names.items() if not any(map(_BLOCK.match, names))}
         self._here: dict[int, object] = {}
         self._made = 0
-        self._in_a_block = self._is_behind = False
 
     def input(self, tokens: int) -> Tensor:
         """The model's, [M] int64."""
@@ -159,15 +158,15 @@ class _Trace(TorchFunctionMode):
             for i, names in self._names.items()
             if len(names) == 1 and names[0].startswith(prefix)
         }
-        self._here |= {id(x): ("given", place) for place, x in reversed(list(enumerate(_tensors(given))))}
+        self._here |= {id(x): ("given", place) for place, x in reversed(list(enumerate(tensors_of(given))))}
         self.calls, self._made = [], 0
 
     def leave(self, result: object) -> object:
         """A block ends, which gives one tensor, the last that it makes; give all that it did."""
         done = self.calls, self.described(result)
-        if [self._here[id(x)] for x in _tensors(result)] != [self._made - 1]:
+        if [self._here[id(x)] for x in tensors_of(result)] != [self._made - 1]:
             raise _NoRepetitionError
-        self._here = {id(x): "the result of the block" for x in _tensors(result)}
+        self._here = {id(x): "the result of the block" for x in tensors_of(result)}
         self.calls, self._made = [], 0
         return done
 
@@ -182,13 +181,9 @@ class _Trace(TorchFunctionMode):
         given = self.described((args, kwargs))
         result = func(*args, **kwargs)
         self._kept.append(result)
-        for x in _tensors(result):
+        for x in tensors_of(result):
             if id(x) not in self._here and id(x) not in self._everywhere:
                 self._here[id(x)] = self._made
                 self._made += 1
         self.calls.append((func, given, self.described(result), torch.is_grad_enabled()))
         return result
-
-
-def _tensors(value: object) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]

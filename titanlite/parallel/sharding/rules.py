@@ -23,7 +23,7 @@ from torch.fx import Node
 import titanlite.kernels.norm_rope
 import titanlite.kernels.window_attention  # noqa: F401  # their operators have rules
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.parallel.random_numbers import arguments
+from titanlite.parallel.calls import arguments_of
 from titanlite.parallel.sharding import oracle
 from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value, values
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE
@@ -138,7 +138,7 @@ def _rules(node: Node, size: int) -> list[Rule]:
         raise _refusal(node, "an operator with a sharding rule", "write it with operators of torch")
     found: Iterable[Rule]
     if target in _OWN:
-        found = _OWN[target](inputs, outputs[0], arguments(target, node.args, node.kwargs), size)
+        found = _OWN[target](inputs, outputs[0], arguments_of(node), size)
     elif target in _FACTORIES:
         found = [Rule((), Shard(d)) for d in range(outputs[0].ndim)]
     elif target in _ELEMENTWISE or torch.Tag.pointwise in target.tags:

@@ -1,9 +1,10 @@
-"""Which calls of torch's operators draw random numbers."""
+"""Calls of torch's operators: their arguments by name, and which of them draw random numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 
 def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -30,3 +31,10 @@ def arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[st
     """
     schema = {a.name: a.default_value if a.has_default_value() else None for a in op._schema.arguments}
     return schema | dict(zip(schema, args, strict=False)) | dict(kwargs)
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Give those of a call in a graph: of an operator by name, of a function of Python's by number."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return arguments(node.target, node.args, node.kwargs)
+    return {str(i): value for i, value in enumerate(node.args)} | node.kwargs
