@@ -295,13 +295,19 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert "fits" not in out
     assert ["total", "80.6"] in [line.split() for line in out.splitlines()]
-    assert "--device-gib = 80\n      want: at least 81.9" in err
+    assert "--device-gib = 80\n      want: at least 81.9 GiB" in err
     first = err.partition("one of these\n")[2].split()[:4]
     assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "78.8"]
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
     capsys.readouterr()
     assert main(["plan", LARGE, "--world", "4", "--training.local_batch_size", "8"]) == 2
-    assert "--device-gib = 139.8 (the default: NVIDIA H200)" in capsys.readouterr().err
+    assert "--device = NVIDIA H200, 139.8 GiB\n" in capsys.readouterr().err
+    assert main(["plan", LARGE, "--world", "4", "--device", "H100"]) == 2
+    out, err = capsys.readouterr()
+    assert "from rates measured on NVIDIA H100 of 80 GB" in out
+    assert "--device = NVIDIA H100 of 80 GB, 79.1 GiB\n" in err
+    assert main(["plan", LARGE, "--world", "8", "--device", "h100"]) == 0
+    assert "\nfits NVIDIA H100 of 80 GB: " in capsys.readouterr().out
     # No flag alone: two, or more processes.
     assert main(["plan", LARGE, "--world", "8", "--device-gib", "24"]) == 2
     two = capsys.readouterr().err.partition("one of these\n")[2].split()[:4]
@@ -449,6 +455,8 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
         ([DEBUG, "--world", "2", "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
         ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
         ([DEBUG, "--world", "2", "--device-gib", "none"], "the GiB of a device"),
+        ([DEBUG, *TWO, "--device", "h100"], "--world N as well"),
+        ([DEBUG, "--world", "2", "--device", "a100"], "h100 or h200"),
         ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this run"),
         ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why together with --diff"),
         ([DEBUG, *TWO, "--why", "layers.3.attention.w0.weight"], "--why layers.3.attention.wo.weight"),

@@ -511,7 +511,18 @@ def test_help_lists_the_commands_without_importing_them() -> None:
     ("command", "flags"),
     [
         ("validate", ["--world N"]),
-        ("plan", ["--world N", "--device-gib GIB", "--why TENSOR", "--json FILE", "--activation-checkpoint", "--diff"]),
+        (
+            "plan",
+            [
+                "--world N",
+                "--device NAME",
+                "--device-gib GIB",
+                "--why TENSOR",
+                "--json FILE",
+                "--activation-checkpoint",
+                "--diff",
+            ],
+        ),
         ("prepare", []),
         ("compare", ["--out FILE"]),
         ("export", ["--step N", "--out FOLDER", "--dtype DTYPE", "--tokenizer FILE"]),

@@ -9,7 +9,7 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.parallel.activation_bytes import block_prices, layout_of
 from titanlite.parallel.choose_save_list import choose
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
+from titanlite.parallel.step_time import DEFAULT_DEVICE, DEVICES, StepTime, StepTimeModel, measured_rates, unrated
 
 TP = "--parallelism.tensor_parallel_degree"
 ASYNC = "--parallelism.async_tensor_parallel"
@@ -39,16 +39,31 @@ MEASURED = {
     ("1b", 1, "none", *QWEN3, "0.6B"): 70_887,
     ("1b", 1, "none", *QWEN3, "1.7B"): 38_897,
 }
+NARROW = ("--model.n_layers", "12")
+# The same on H100, in milliseconds a step; with titanlite's AdamW.
+MEASURED_ON_H100 = {
+    ("8b", 2, "none", *NARROW): 650,
+    ("8b", 2, "none", *NARROW, FLOAT8, "rowwise"): 501,
+    ("8b", 2, "none", *NARROW, TP, "2"): 349,
+    ("8b", 2, "none", *NARROW, TP, "2", ASYNC): 337,
+    ("8b", 2, "none", *NARROW, TP, "2", ASYNC, FLOAT8, "rowwise"): 265,
+    ("1b", 1, "none"): 299,
+    ("1b", 1, "none", FLOAT8, "rowwise"): 250,
+    ("1b", 1, "none", *QWEN3, "0.6B"): 229,
+    ("1b", 1, "none", "--model.name", "gemma3", "--model.flavor", "1B"): 230,
+}
 
 
-def model(name: str, world: int, save_list: str, *flags: str) -> tuple[StepTimeModel, StepTime]:
+def model(
+    name: str, world: int, save_list: str, *flags: str, device: str = DEFAULT_DEVICE
+) -> tuple[StepTimeModel, StepTime]:
     config = str(shipped_folder("configs") / f"llama3_{name}.toml")
     batch = ["--training.seq_len", "8192", "--training.local_batch_size", "2"]
     argv = ["--config", config, *batch, "--activation_checkpoint.recipe", save_list, *flags]
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dimensions, run.float8, world)
-    predicted = StepTimeModel(memory, measured_rates())
+    predicted = StepTimeModel(memory, measured_rates(device))
     return predicted, predicted.step(block_prices(run.dimensions, memory.layout, run.save_list))
 
 
@@ -61,6 +76,20 @@ def test_measured_runs(case: tuple[str, int, str]) -> None:
     step = replace(step, optimizer=torchs_adamw * predicted.memory.parameters / predicted.memory.shards)
     bound = 0.125 if ASYNC in case else 0.04
     assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=bound)
+
+
+@pytest.mark.parametrize("case", MEASURED_ON_H100, ids=str)
+def test_measured_runs_on_h100(case: tuple[str, int, str]) -> None:
+    """Two rates are from the fourth of them; all others are those of H200."""
+    _, step = model(*case, device="h100")
+    assert step.total == pytest.approx(MEASURED_ON_H100[case], rel=0.06)
+
+
+def test_devices_have_all_rates() -> None:
+    assert DEVICES == ["h100", "h200"]
+    h100, h200 = map(measured_rates, DEVICES)
+    differ = {name for name, rate in vars(h100).items() if rate != getattr(h200, name)}
+    assert differ == {"device", "device_gib", "memory", "optimizer"}
 
 
 @pytest.mark.parametrize(("budget_gib", "measured"), [(65.0, 9_617), (90.0, 10_519)])

@@ -13,7 +13,7 @@ from titanlite.parallel.activation_bytes import block_prices, is_windowed, witho
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
-from titanlite.parallel.step_time import StepTime, StepTimeModel, measured_rates, unrated
+from titanlite.parallel.step_time import Rates, StepTime, StepTimeModel, unrated
 
 _CLASSES = {  # of work, where the name in `StepTime` says too little
     "tokens": "TP collectives",
@@ -31,15 +31,15 @@ class Forecast:
         memory: of a rank at its peak, or None.
         step: time of a step, or None.
         tokens_per_second: by GPU.
-        device: that the rates were measured on.
+        rates: of the device that it is predicted for.
         notes: what is not predicted, and what a prediction leaves out; a line each.
     """
 
+    rates: Rates
     save_list: SaveList | None = None
     memory: Memory | None = None
     step: StepTime | None = None
     tokens_per_second: float | None = None
-    device: str = ""
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -48,40 +48,42 @@ class Forecast:
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
             "tokens_per_second_per_gpu": self.tokens_per_second,
-            "rates_of": self.device,
+            "rates_of": self.rates.device,
             "notes": list(self.notes),
         }
 
 
-def forecast(checked: CheckedRun, world: int) -> Forecast:
+def forecast(checked: CheckedRun, world: int, rates: Rates) -> Forecast:
     """Predict memory and speed of a run.
 
     Args:
         checked: the run.
         world: number of processes.
+        rates: of the device.
 
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
     """
-    config, sizes, rates = checked.config, checked.dimensions, measured_rates()
+    config, sizes = checked.config, checked.dimensions
     memory = MemoryModel(config, sizes, checked.float8, world)
     chosen, save_list = config.activation_checkpoint, checked.save_list
     if memory.layout.unpriced:
-        return Forecast(save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
+        return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
     obstacle = unrated(config, sizes, memory.layout)
     time = None if obstacle else StepTimeModel(memory, rates)
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
         if time is None or chosen.budget_gib is None:
             notes.append("no memory: the save-list is chosen when the run starts, from timings that are not known here")
-            return Forecast(notes=tuple(notes))
+            return Forecast(rates, notes=tuple(notes))
         choice = choose(memory, time.times(), chosen.budget_gib)
         save_list = choice.save_list
         notes.append(
             f"with these rates auto keeps {in_words(choice)}; a run times its own blocks and may choose otherwise"
         )
     if why := without_price(save_list):
-        return Forecast(save_list, notes=(f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}",))
+        note = f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}"
+        return Forecast(rates, save_list, notes=(note,))
     blocks = block_prices(sizes, memory.layout, save_list)
     peak = memory.peak(blocks)
     if peak.gradients_in_place:
@@ -92,7 +94,7 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
             f"the logits ({gib}) are not part of the peak: it is in the blocks' backward, after they are freed"
         )
     if time is None:
-        return Forecast(save_list, peak, notes=tuple(notes))
+        return Forecast(rates, save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
     if sizes.head_width not in rates.attention:
         measured = ", ".join(map(str, rates.attention))
@@ -106,7 +108,7 @@ def forecast(checked: CheckedRun, world: int) -> Forecast:
     if world > rates.host:
         hosts = f"{world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
-    return Forecast(save_list, peak, step, time.tokens_per_second(step), rates.device, tuple(notes))
+    return Forecast(rates, save_list, peak, step, time.tokens_per_second(step), tuple(notes))
 
 
 def in_a_line(problem: Problem) -> str:
@@ -139,20 +141,20 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
         predicted: of a run.
         device_gib: as `check_device` takes it, which refuses what is not said to fit here.
     """
-    text, (gib, device) = "", _device(device_gib)
+    text, (gib, device) = "", _device(predicted, device_gib)
     if predicted.memory is not None:
         title = "peak memory of a rank, GiB (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
         if predicted.memory.total <= usable(gib):
             text += f"fits {device}: {predicted.memory.total / GIB:,.1f} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
-        text += f"\npredicted step time, from rates measured on {predicted.device}\n{columns(*rows)}"
+        text += f"\npredicted step time, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 
-def _device(device_gib: float | None) -> tuple[float, str]:
-    """GiB and name of the device of --device-gib, or of the one whose rates there are."""
-    rates = measured_rates()
+def _device(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
+    """GiB and name of the device of --device-gib, or of the one that a forecast is for."""
+    rates = predicted.rates
     return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
 
 
@@ -163,7 +165,7 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
         checked: the run.
         world: number of processes.
         predicted: of it.
-        device_gib: GiB of the device; None: of the one whose rates there are, if anything is predicted.
+        device_gib: GiB of the device; None: of the one that it is predicted for, if anything is.
 
     Raises:
         ConfigError: it does not fit, or nothing is known of it; the message has what would make it fit.
@@ -173,18 +175,18 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
             return
         want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
-    gib, device = _device(device_gib)
-    saw = f"{gib:g}" + ("" if device_gib else f" (the default: {device})")
+    gib, device = _device(predicted, device_gib)
+    where, saw = ("--device-gib", f"{gib:g}") if device_gib else ("--device", f"{device}, {gib:g} GiB")
     if predicted.memory.total <= usable(gib):
         return
     model = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
     asked = model, predicted.save_list, usable(gib)
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
     least = predicted.memory.total / usable(1)
-    want = f"at least {least:.1f}: the predicted peak, with {MARGIN:.1%} of the device left free"
+    want = f"at least {least:.1f} GiB: the predicted peak, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
         fix = f"one of these{listed}" + (f"\n          or {more} processes" if more else "")
     else:
         fix = f"{f'{more} processes' if more else 'a smaller model'}: no two flags together would make it fit"
-    raise ConfigError(describe("the run does not fit", [Problem("--device-gib", saw, want, fix)]))
+    raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))

@@ -2,13 +2,15 @@
 
 titanlite plan FILE                              the sharding plan: placements, their origins, and collectives
 titanlite plan FILE --world N                    also FSDP's collectives, memory by category, and the time of a step
-titanlite plan FILE --world N --device-gib G     the same; exit code 2, with what would help, if it needs more than that
+titanlite plan FILE --world N --device h100      the same for another device; exit code 2, with what would help, if the
+                                                 run needs more memory than a device has
 titanlite plan FILE --world N --diff [OTHER] …   what another config, or the flags after --diff, would change
 titanlite plan FILE --activation-checkpoint      the price of each rule of the save-list, and what every list keeps
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,17 @@ from titanlite.commands.planned_run import PlannedRun, plan_run
 from titanlite.commands.validate import checked_run
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.parallel.step_time import DEFAULT_DEVICE, DEVICES
 
-_PRICES, _DIFF = "--activation-checkpoint", "--diff"
+_PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
+_NEEDS_WORLD = "--world N as well: what a rank holds and how long it takes depends on the number of processes"
 _COMMAND = Command(
     "plan",
     __doc__ or "",
     {
         "--world N": "number of processes of the run; adds FSDP's collectives, memory and step time",
-        "--device-gib GIB": "memory of the device that the run must fit into; default: an H200's",
+        f"{_DEVICE} NAME": f"the GPU to predict for: {' or '.join(DEVICES)}; default: {DEFAULT_DEVICE}",
+        "--device-gib GIB": "memory that the run must fit into, if it is not that GPU's",
         "--why TENSOR": "print only where the placement of a tensor, or of a module's output, comes from",
         "--json FILE": "also write the whole plan to this file",
         _PRICES: "print only what each rule of the save-list keeps and costs, and what every list keeps",
@@ -51,6 +56,7 @@ def run(argv: list[str]) -> int:
         )
         raise ConfigError(describe("command line", [problem]))
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
+    device = _device(given, world)
     checked = checked_run(arguments.flags, world)
     if _PRICES in given:
         from titanlite.commands.price_list import price_list
@@ -58,7 +64,7 @@ def run(argv: list[str]) -> int:
         check_with_torch(checked)
         sys.stdout.write(price_list(checked, arguments.file, world))
         return 0
-    planned = plan_run(checked, arguments.file, world)
+    planned = plan_run(checked, arguments.file, world, device)
     if "--json" in given:
         _write(json.dumps(_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
@@ -156,12 +162,15 @@ def _diff(argv: list[str]) -> int:
     given = _COMMAND.read(before)
     is_other = not after[0].startswith("-") or any(word.partition("=")[0] == "--config" for word in after)
     other = _COMMAND.read(after if is_other else [*given.flags, *after])
-    if odd := [flag for flag in (*given.own, *other.own) if flag != "--world"]:
+    if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE)]:
         problem = Problem(odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
         raise ConfigError(describe("command line", [problem]))
     plans = [
-        plan_run(checked_run(one.flags, world), one.file, world)
-        for one, world in ((given, given.world), (other, other.world or given.world))
+        plan_run(checked_run(one.flags, world), one.file, world, _device(own, world))
+        for one, world, own in (
+            (given, given.world, given.own),
+            (other, other.world or given.world, {**given.own, **other.own}),
+        )
     ]
     facts = [_facts(planned) for planned in plans]
     names = [given.file, other.file] if given.file != other.file else ["before", "after"]
@@ -200,6 +209,16 @@ def _facts(planned: PlannedRun) -> dict[str, str]:
     return facts
 
 
+def _device(given: Mapping[str, str], world: int | None) -> str:
+    """Read --device."""
+    name = given.get(_DEVICE, DEFAULT_DEVICE)
+    if name.lower() not in DEVICES or (_DEVICE in given and world is None):
+        want = f"{' or '.join(DEVICES)}: there are no rates of another" if world else _NEEDS_WORLD
+        fix = f"{_DEVICE} {DEFAULT_DEVICE}, and --device-gib for its memory" if world else f"{_DEVICE} {name} --world 8"
+        raise ConfigError(describe("command line", [Problem(_DEVICE, name, want, fix)]))
+    return name.lower()
+
+
 def _gib(value: str, world: int | None) -> float:
     """Read --device-gib."""
     try:
@@ -207,11 +226,7 @@ def _gib(value: str, world: int | None) -> float:
     except ValueError:
         gib = 0.0
     if not 0 < gib < float("inf") or world is None:
-        want = (
-            "the GiB of a device"
-            if world
-            else "--world N as well: what a rank holds depends on the number of processes"
-        )
+        want = "the GiB of a device" if world else _NEEDS_WORLD
         fix = "--device-gib 80" if world else f"--device-gib {value} --world 8"
         raise ConfigError(describe("command line", [Problem("--device-gib", value, want, fix)]))
     return gib

@@ -11,6 +11,7 @@ from titanlite.config.check import sequences_per_step
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.parallel.activation_bytes import block_prices, layout_of, without_price
 from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.step_time import DEFAULT_DEVICE, measured_rates
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
 
 if TYPE_CHECKING:
@@ -43,13 +44,14 @@ class PlannedRun:
     notes: tuple[str, ...] = ()
 
 
-def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
+def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE) -> PlannedRun:
     """Plan a checked run.
 
     Args:
         checked: the run.
         file: its config, for messages.
         world: number of processes, if it is known.
+        device: one of `step_time.DEVICES`.
 
     Raises:
         TitanliteError: there is nothing to plan, or the trainer would refuse the model.
@@ -69,7 +71,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None) -> PlannedRun:
     micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
     tokens = sequences * config.training.seq_len
     shards = max(1, ranks // mesh.data_parallel_replicate_degree)
-    predicted = forecast(checked, world) if world else None
+    predicted = forecast(checked, world, measured_rates(device)) if world else None
     if mesh.tensor_parallel_degree == 1:
         traffic, notes = _traffic(checked, world)
         return PlannedRun(tokens, micro_steps, None, traffic, (), (), predicted, notes)

@@ -1,4 +1,4 @@
-"""How long a step takes, by class of work, from shapes and measured rates (`rates.toml`); no GPU and no torch.
+"""How long a step takes, by class of work, from shapes and measured rates (`rates/`); no GPU and no torch.
 
     matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
     attention        forward 2·M·H·E·S, the causal half of two products; to a window of W tokens W·(2·S − W) / S in the
@@ -45,7 +45,7 @@ _T, _G = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does in a second; `rates.toml` has units and sources.
+    """What a GPU does in a second; the files of `rates/` have units and sources.
 
     Attributes:
         device: that they were measured on.
@@ -85,9 +85,21 @@ class Rates:
         return self.attention[min(as_wide, default=max(self.attention))]
 
 
-def measured_rates() -> Rates:
-    """Read the rates that come with titanlite."""
-    read = tomli.loads(Path(__file__).with_name("rates.toml").read_text(encoding="utf-8"))
+_RATES = Path(__file__).with_name("rates")
+DEVICES = sorted(file.stem for file in _RATES.glob("*.toml"))
+"""Whose rates come with titanlite, as `titanlite plan --device` takes them."""
+DEFAULT_DEVICE = "h200"
+
+
+def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
+    """Read the rates of a device.
+
+    Args:
+        device: one of `DEVICES`.
+    """
+    read = tomli.loads((_RATES / f"{device}.toml").read_text(encoding="utf-8"))
+    if basis := read.pop("extends", None):
+        read = tomli.loads((_RATES / f"{basis}.toml").read_text(encoding="utf-8")) | read
     read["attention_window"] = tuple(read["attention_window"])
     read["attention"] = {int(width): tuple(rates) for width, rates in read["attention"].items()}
     return Rates(**read)
