@@ -112,7 +112,8 @@ def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> It
         n_bad = tally.n_bad
         text, at = "", _PIECE_CHARACTERS  # what is left of it, and where in that the next piece may begin
         for block in document.blocks:
-            text, start = text + block, 0
+            text += block  # in place; a new text for each block would take quadratic time where there are no seams
+            start = 0
             while at + _PIECE_CHARACTERS <= len(text):
                 seam = _seam(text, at, tokenizer)
                 if seam is not None:
