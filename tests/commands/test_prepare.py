@@ -24,7 +24,7 @@ def write_run(tmp_path: Path, vocab_size: int = 256, **data: object) -> list[str
     (tmp_path / "recipes" / "model").mkdir(parents=True, exist_ok=True)
     (tmp_path / "recipes" / "model" / "llama3-tiny_test.toml").write_text(flavor)
     text = "[data]\n" + "\n".join(lines)
-    text += f'\n[job]\nrecipe_dirs = ["{tmp_path}/recipes"]\n[model]\nflavor = "tiny_test"\n'
+    text += f'\n[job]\nrecipe_dirs = ["{tmp_path}/recipes"]\n[model]\nflavor = "tiny_test"\n[training]\nseq_len = 3\n'
     text += f'[validation]\nenable = true\nsource = "{tmp_path}/held_out.txt"\n'
     (tmp_path / "run.toml").write_text(text)
     return ["--config", str(tmp_path / "run.toml")]
@@ -68,9 +68,29 @@ def test_what_max_tokens_leaves_out_is_said(tmp_path: Path, capfd: pytest.Captur
 
 
 def test_nothing_is_prepared_if_something_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(TitanliteError, match=r"model.vocab_size = 100\n"):
-        run(write_run(tmp_path, vocab_size=100))
+    """All that is wrong is said at once: a flag that is none, keys of the file, the model, the sources, a recipe."""
+    flags = ["--data.tokenzer", "x", "--optimizer.lr", "-1", "--float8.recipe", "rowise"]
+    argv = [*write_run(tmp_path, vocab_size=100, text_key="txt"), *flags]
+    (tmp_path / "held_out.txt").unlink()
+    with pytest.raises(TitanliteError) as e:
+        run(argv)
+    for said in ("--data.tokenzer = x\n", "optimizer.lr = -1.0\n", 'float8.recipe = "rowise"\n'):
+        assert said in str(e.value)
     assert not (tmp_path / "cache").exists()
+    with pytest.raises(TitanliteError) as e:
+        run([*argv[:2], *flags[2:]])
+    for said in (
+        "model.vocab_size = 100\n",
+        "data.text_key = 'txt'\n",
+        "held_out.txt', which matches no file",
+        "optimizer.lr =",
+    ):
+        assert said in str(e.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_weights_of_a_run_may_be_elsewhere(tmp_path: Path) -> None:
+    assert run([*write_run(tmp_path), "--checkpoint.initial_load_path", "/on/another/host"]) == 0
 
 
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

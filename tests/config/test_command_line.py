@@ -1,11 +1,12 @@
 """Flags win over the file, and bad ones are reported like bad keys."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from titanlite.config.command_line import parse
-from titanlite.config.problems import Place
+from titanlite.config.command_line import parse_what_is_right
+from titanlite.config.problems import Origin, Place
 from titanlite.config.read import schema_keys, sections
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
@@ -16,6 +17,12 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "run.toml"
     path.write_text("[training]\nsteps = 7\nseed = 3\n[validation]\nenable = true\n")
     return str(path)
+
+
+def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
+    config, problems = parse_what_is_right(argv, usage)
+    problems.raise_all()
+    return config, problems.origin
 
 
 def config_of(*argv: str) -> Config:

@@ -400,6 +400,9 @@ def test_check_inputs_reports_all_problems_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1\.txt:1: not UTF-8") as e:
         check_inputs(config(source, "nope.json"), 128)
     assert "data.tokenizer = 'nope.json', and there is no such file" in str(e.value)
+    with pytest.raises(DataError, match="nothing', which matches no file") as e:
+        check_inputs(config("nothing", "nope.json"), 128)
+    assert "data.tokenizer = 'nope.json', and there is no such file" in str(e.value)
     (tmp_path / "in" / "0.txt").unlink()
     with pytest.raises(DataError, match=r"1\.txt:1: not UTF-8"):
         check_inputs(config(source), 256)

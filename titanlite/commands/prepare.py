@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from titanlite.commands.arguments import Command
-from titanlite.config.check import check
-from titanlite.config.command_line import parse
-from titanlite.data.prepare import check_inputs, prepare
+from titanlite.commands.validate import checked_run
+from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards
-from titanlite.recipes import model_dimensions
 
 _COMMAND = Command("prepare", __doc__ or "", {})
 
@@ -28,13 +26,11 @@ def run(argv: Sequence[str]) -> int:
         The exit code, 0.
 
     Raises:
-        TitanliteError: config, source or tokenizer cannot be used.
+        TitanliteError: config, source or tokenizer cannot be used; what can be said before reading is said at once.
     """
-    config, origin = parse(_COMMAND.read(argv).flags, _COMMAND.help)
-    dimensions = model_dimensions(config, origin)
-    check(config, dimensions, None, origin)
-    vocab_size = dimensions.vocab_size
-    check_inputs(config, vocab_size)
+    # The weights that a run starts from need not be on the host that prepares its data.
+    checked = checked_run([*_COMMAND.read(argv).flags, "--checkpoint.initial_load_path", ""])
+    config, vocab_size = checked.config, checked.dimensions.vocab_size
     sources = [config.data.source] + [config.validation.source] * config.validation.enable
     console = Console(highlight=False, markup=False, soft_wrap=True)
     for source in sources:

@@ -24,7 +24,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
-def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
+def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
     """Read the config file that the command line names, and apply the flags.
 
     Args:
@@ -32,20 +32,8 @@ def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
         usage: what the help page begins with, as "train.py --config FILE".
 
     Returns:
-        The config, whose values fit the schema, but are not yet checked against each other; and where each key was
-        given.
-
-    Raises:
-        ConfigError: something is wrong with the flags or the file.
-        SystemExit: with 0, after `--help`.
-    """
-    config, problems = parse_what_is_right(argv, usage)
-    problems.raise_all()
-    return config, problems.origin
-
-
-def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
-    """Do as `parse`, but return what is wrong with keys and values, which are as if they were not given.
+        The config, whose values fit the schema, but are not yet checked against each other; and what is wrong with keys
+        and values, which are as if they were not given.
 
     Raises:
         ConfigError: there is not one file, or it is missing or not TOML.
@@ -84,7 +72,7 @@ def answer_help(argv: Sequence[str], usage: str) -> None:
 
     Args:
         argv: arguments without the program.
-        usage: as `parse` takes it.
+        usage: as `parse_what_is_right` takes it.
 
     Raises:
         ConfigError: there is no such section.

@@ -131,7 +131,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
-    if any(source.kind != "tokens" for source in found.values()):
+    if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
     for key in found:
         attempt(lambda key=key: check_source(key, sources[key][1]))
