@@ -114,7 +114,8 @@ def _matches(source: str, key: str) -> list[Path]:
     # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the suffix.
     # One to nothing, whose content was never fetched, stays too: it is refused where the file is looked at.
     files = [f for f in sorted(found) if os.path.isfile(f) or not os.path.exists(f)]
-    return [Path(f).parent.resolve() / os.path.basename(f) for f in files]
+    folders = {folder: Path(folder).resolve() for folder in set(map(os.path.dirname, files))}
+    return [folders[os.path.dirname(f)] / os.path.basename(f) for f in files]
 
 
 def _all_below(folder: str) -> str:
