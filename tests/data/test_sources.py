@@ -130,6 +130,23 @@ def test_other_files_and_mixtures_are_refused(tmp_path: Path) -> None:
     assert resolve(f"{tmp_path}/*.bin").kind == "tokens"
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_files_are_not_left_out_in_silence(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "notes.md").touch()
+    with pytest.raises(DataError, match="a folder with no file of a known type in it or below\n"):
+        resolve(str(tmp_path))
+    (tmp_path / "a.jsonl").touch()
+    assert len(resolve(str(tmp_path)).files) == 1
+    (tmp_path / f"b.jsonl{suffix}").touch()
+    for source in (f"{tmp_path}", f"{tmp_path}/[ab]*", f"{tmp_path}/b.jsonl{suffix}"):
+        with pytest.raises(DataError, match=rf"1 of another kind, first {tmp_path}/b\.jsonl{suffix}\n") as e:
+            resolve(source)
+        assert f"fix:  decompress them or read them as 'hf:{tmp_path}', or narrow the pattern, as in" in str(e.value)
+    (tmp_path / f"b.jsonl{suffix}").rename(tmp_path / f"b.txt{suffix}")
+    with pytest.raises(DataError, match=rf"fix:  decompress them, or narrow the pattern, as in '{tmp_path}/\*\.jsonl'"):
+        resolve(str(tmp_path))
+
+
 def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("first\nsecond\ncaf\xe9".encode("latin-1"))
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfwith a mark")

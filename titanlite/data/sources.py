@@ -19,6 +19,7 @@ from typing import Literal
 from titanlite.errors import DataError, Problem, describe
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".bin")
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,21 @@ def resolve(source: str, key: str = "data.source") -> Source:
     if not files:
         known = "python_stdlib, hf:<dataset>, or a path, folder or glob of " + ", ".join(SUFFIXES)
         saw = f"{source!r}, which matches no file (working directory: {Path.cwd()})"
+        if os.path.isdir(os.path.expanduser(source)):
+            saw = f"{source!r}, a folder with no file of a known type in it or below"
         fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))
     unknown = [f for f in files if f.suffix not in SUFFIXES]
     if unknown:
         saw = f"{source!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
-        fix = f"narrow the pattern, as in {str(unknown[0].parent / '*.txt')!r}, or rename the files"
+        known = next((f.suffix for f in files if f.suffix in SUFFIXES), ".txt")
+        fix = f"narrow the pattern, as in {str(unknown[0].parent / f'*{known}')!r}"
+        if unknown[0].suffix in _COMPRESSED:
+            # Of text, `datasets` would make each line a document.
+            as_dataset = f" or read them as {f'hf:{unknown[0].parent}'!r}" if ".json" in unknown[0].name else ""
+            fix = f"decompress them{as_dataset}, or {fix}"
+        else:
+            fix += ", or rename the files"
         raise DataError(describe("data", [Problem(key, saw, "files named " + ", ".join(SUFFIXES), fix)]))
     tokens = [f for f in files if f.suffix == ".bin"]
     if tokens and len(tokens) < len(files):
@@ -108,7 +118,11 @@ def _is_held_out(relative_path: str) -> bool:
 def _matches(source: str, key: str) -> list[Path]:
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        found = [f for f in _glob(_all_below(path), source, key) if f.endswith(SUFFIXES)]
+        data = (
+            *SUFFIXES,
+            *(suffix + of for suffix in SUFFIXES for of in _COMPRESSED),
+        )  # the latter are refused by name
+        found = [f for f in _glob(_all_below(path), source, key) if f.endswith(data)]
     else:
         found = [path] if os.path.exists(path) else _glob(path, source, key)
     # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the suffix.
