@@ -44,6 +44,17 @@ def test_the_command_line_wins_over_the_file(file: str) -> None:
     assert origin.of("training.seed") == Place(file, 3)
 
 
+def test_a_pattern_without_quotes_is_told_what_the_shell_did(file: str, tmp_path: Path) -> None:
+    texts = [str(tmp_path / f"{name}.txt") for name in "abc"]
+    for text in texts:
+        Path(text).touch()
+    said = message("--config", file, "--data.source", *texts)
+    assert f"--data.source = {texts[0]} and 2 more\n" in said
+    assert "fix:  put the pattern in quotes, as --data.source '*.txt'" in said
+    Path(texts[1]).unlink()
+    assert f'fix:  --data.source "{" ".join(texts)}"' in message("--config", file, "--data.source", *texts)
+
+
 @pytest.mark.parametrize("on", [[""], ["=true"], ["", "true"], ["=True"]])
 def test_booleans_on(file: str, on: list[str]) -> None:
     flag, *value = on

@@ -156,6 +156,9 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
             section, _, name = key.partition(".")
             default = getattr(getattr(Config(), section), name)
             fix = repair(hint, saw, key, default).replace(f"{name} = ", f"--{key} ", 1)
+            if hint is str and len(flags[key]) > 1 and all(map(os.path.exists, flags[key])):
+                saw = f"{flags[key][0]} and {len(flags[key]) - 1} more"
+                fix = f"put the pattern in quotes, as --{key} '*.txt': the shell gives the files that match it instead"
             problems.add(f"--{key}", saw, describe_type(hint), fix, at=COMMAND_LINE)
     return _tyro([word for words in spelled.values() for word in words], config) or config
 
