@@ -162,8 +162,8 @@ BAD_LINES = {
     b'{"text": "half': "not JSON",
     b'["text"]': "a list, not an object",
     b'{"body": "x"}': "no field 'text' among body",
-    b'{"text": 5}': "field 'text' is a int",
-    b'{"text": null}': "field 'text' is a NoneType",
+    b'{"text": 5}': "field 'text' is of type int, not a string",
+    b'{"text": null}': "field 'text' is null, not a string",
     b'{"text": "\xff"}': "not UTF-8",
     b'{"text": "\\ud800"}': "field 'text' holds half a surrogate pair",
 }
@@ -202,7 +202,7 @@ def test_text_key(tmp_path: Path) -> None:
     assert read(str(tmp_path), text_key="body")[0] == ["yes"]
 
 
-def write_parquet(path: Path, **columns: list[object]) -> None:
+def write_parquet(path: Path, **columns: object) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path)
 
@@ -210,7 +210,7 @@ def write_parquet(path: Path, **columns: list[object]) -> None:
 def test_parquet(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, text=[f"row {i}" for i in range(600)] + [None, ""], other=list(range(602)))
-    with pytest.raises(DataError, match=r"a\.parquet:601: field 'text' is a NoneType"):
+    with pytest.raises(DataError, match=r"a\.parquet:601: field 'text' is null, not a string"):
         read(str(file))
     texts, tally = read(str(file), limit=1)
     assert texts == [f"row {i}" for i in range(600)]
@@ -220,6 +220,23 @@ def test_parquet(tmp_path: Path) -> None:
     file.write_text("no parquet")
     with pytest.raises(DataError, match="want: a Parquet file"):
         read(str(file))
+
+
+def test_columns_of_strings(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    texts, file = ["a", "bc"], tmp_path / "a.parquet"
+    plain = pa.array(texts)
+    for column in (plain, plain.cast(pa.large_string()), plain.cast(pa.string_view()), plain.dictionary_encode()):
+        write_parquet(file, text=column)
+        assert read(str(file))[0] == texts
+    write_parquet(file, text=pa.nulls(2))
+    assert read(str(file), limit=2)[1].bad == [f"{file}:{row}: field 'text' is null, not a string" for row in (1, 2)]
+    others = {"int64": [1, 2], "binary": [b"a", b"bc"], "list<": [["a"], ["bc"]], "struct<text": [{"text": "a"}]}
+    for kind, values in others.items():
+        write_parquet(file, text=values)
+        said = rf"data.text_key = 'text'\n.*want: a column of strings; in {file} it is one of {kind}"
+        with pytest.raises(DataError, match=said):  # however many records may be bad
+            read(str(file), limit=2)
 
 
 def test_damage_inside_a_parquet_file_names_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from titanlite.errors import DataError, Problem, describe, nearest
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
 _LISTED = 10  # bad records that a message names
+_STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
 
@@ -217,7 +218,8 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
     elif text_key not in record:
         tally.add_bad(place, f"no field {text_key!r} among {', '.join(map(str, record)) or 'none'} (data.text_key)")
     elif not isinstance(record[text_key], str):
-        tally.add_bad(place, f"field {text_key!r} is a {type(record[text_key]).__name__}, not a string")
+        kind = "null" if record[text_key] is None else f"of type {type(record[text_key]).__name__}"
+        tally.add_bad(place, f"field {text_key!r} is {kind}, not a string")
     elif record[text_key]:
         yield Document(place, (record[text_key],))
 
@@ -245,8 +247,16 @@ def _parquet(file: Path, text_key: str, key: str) -> Iterator[Any]:
 
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            if text_key not in table.schema_arrow.names:
-                raise _no_field(file, text_key, table.schema_arrow.names)
+            names = table.schema_arrow.names
+            if text_key not in names:
+                raise _no_field(file, text_key, names)
+            kind = table.schema_arrow.field(names.index(text_key)).type
+            if pyarrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            if str(kind) not in _STRINGS:
+                want = f"a column of strings; in {file} it is one of {kind}"
+                fix = "name a column of strings, or write this one as strings"
+                raise DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
             yield table
     except (pyarrow.ArrowException, UnicodeDecodeError) as e:
         problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
