@@ -54,6 +54,23 @@ def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     ]
 
 
+def test_validation_on_text_that_is_trained_on(file: str, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("x" * 10_000)
+    flags = ["--config", file, "--validation.enable", "--data.source"]
+
+    def hints(source: str, held_out: str, *more: str) -> tuple[str, ...]:
+        return checked_run([*flags, source, "--validation.source", held_out, *more]).hints
+
+    said = "is part of data.source (2 of its 2 files): it is trained on, and its loss is not that of held-out text"
+    assert hints(f"{tmp_path}", f"{tmp_path}/[bc].txt") == (f'validation.source = "{tmp_path}/[bc].txt" {said}',)
+    (cut,) = hints(f"{tmp_path}", f"{tmp_path}", "--data.max_tokens=9")
+    assert "(3 of its 3 files): it is trained on, unless data.max_tokens leaves it out, and its loss" in cut
+    assert hints(f"{tmp_path}/a.txt", f"{tmp_path}/[bc].txt") == ()
+    assert "(the same dataset, config and split)" in hints(f"hf:{tmp_path}", f"hf:{tmp_path}")[0]
+    assert hints(f"hf:{tmp_path}", f"hf:{tmp_path}::test") == ()
+
+
 def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()

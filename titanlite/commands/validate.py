@@ -5,17 +5,16 @@ machine, except for what only torch can tell: whether torch has the single opera
 shapes do not show it, whether they run; and the layers and parameters of your own architecture (model.file).
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.commands.arguments import Command
+from titanlite.commands.hints import other_tokenizer, trained_on, unaligned_vocabulary
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
@@ -28,7 +27,6 @@ from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs, whole_from_hub
 from titanlite.data.sources import resolve
-from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
@@ -117,7 +115,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     attempt(lambda: check(config, dimensions, world_size, origin, unread))
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
-    attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
+    sources = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
     if dimensions is not None:
         block, shapes = block_of(config.model, dimensions), ("model", "parallelism", *_OF_SHAPES)
         if not config.model.file:
@@ -136,46 +134,17 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         if save_list:
             needs = ("activation_checkpoint", "float8.recipe", *shapes)
             attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
-    if problems or dimensions is None:
+    if problems or dimensions is None or sources is None:
         raise problems.error(ConfigError)
-    hints += _unaligned_vocabulary(config, dimensions) + _other_tokenizer(config)
+    hints += unaligned_vocabulary(config, dimensions) + trained_on(config, sources)
+    if config.checkpoint.initial_load_path and not _resumes(config):
+        hints += other_tokenizer(config, sources)
     return CheckedRun(config, dimensions, save_list, float8, origin, hints)
-
-
-def _other_tokenizer(config: Config) -> tuple[str, ...]:
-    """A hint if the text is to be told by other ids than those that the weights know, where that can be seen."""
-    theirs = Path(config.checkpoint.initial_load_path).expanduser() / "tokenizer.json"
-    if not config.checkpoint.initial_load_path or not theirs.is_file():
-        return ()
-    if resolve(config.data.source, "data.source").kind == "tokens" or _resumes(config):
-        return ()
-    try:
-        content = theirs.read_bytes()
-        if config.data.tokenizer == "bytes":
-            is_same = len(json.loads(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
-        else:
-            is_same = Path(config.data.tokenizer).expanduser().read_bytes() == content
-    except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
-        is_same = False
-    why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
-    return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
 
 
 def _resumes(config: Config) -> bool:
     """Whether a start goes on from a checkpoint."""
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
-
-
-def _unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
-    """A hint for a head whose rows of bf16 logits, on each rank, do not start at multiples of 16 bytes, or none."""
-    ranks, size = config.parallelism.tensor_parallel_degree, sizes.vocab_size
-    if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
-        return ()
-    larger = -(-size // (64 * ranks)) * 64 * ranks
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    why = f"is not a multiple of {8 * ranks} (16 bytes in bfloat16{each})"
-    slow = "on a GPU the head's three matmuls find no aligned kernel and run several times slower"
-    return (f"model.vocab_size = {size} {why}: {slow}; --model.vocab_size {larger} costs less than that",)
 
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:

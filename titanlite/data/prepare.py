@@ -89,7 +89,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     return shards
 
 
-def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> None:
+def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> dict[str, Source]:
     """Check in a fraction of a second that there is something to train on, without preparing it.
 
     Every source must match something, the tokenizer must load and fit the model; a source of less than a mebibyte is
@@ -100,6 +100,9 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         config: the run.
         vocab_size: of the model; None if that is not known, then what depends on it is not checked.
         sequences: that one step of training takes, if they are to be held against the length of the sources.
+
+    Returns:
+        The sources by their keys.
 
     Raises:
         DataError: with all problems found.
@@ -137,6 +140,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError(*problems)
+    return found
 
 
 def _count_if_small(

@@ -1,0 +1,81 @@
+"""Hints about a config that passed every check: what works, but not as well, or not as was probably meant.
+
+`titanlite validate` prints them, and a run says them before its first step.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.data.sources import Source
+from titanlite.data.tokenizer import ByteTokenizer
+
+
+def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
+    """Say so if the text that a run is validated on is trained on, where that can be seen.
+
+    Args:
+        config: the run.
+        sources: by their keys.
+
+    Returns:
+        One hint, or none.
+    """
+    trained, held_out = sources["data.source"], sources.get("validation.source")
+    if held_out is None:
+        return ()
+    if trained.dataset and held_out.dataset:
+        what = "the same dataset, config and split" if trained.dataset == held_out.dataset else ""
+    else:
+        n_shared = len({*trained.files} & {*held_out.files})
+        what = f"{n_shared} of its {len(held_out.files)} files" if n_shared else ""
+    unless = ", unless data.max_tokens leaves it out" if config.data.max_tokens else ""
+    why = f"is part of data.source ({what}): it is trained on{unless}, and its loss is not that of held-out text"
+    return (f'validation.source = "{held_out.name}" {why}',) if what else ()
+
+
+def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
+    """Say so if the text is to be told by other ids than those that the weights know, where that can be seen.
+
+    Args:
+        config: of a run that starts from `checkpoint.initial_load_path`.
+        sources: by their keys.
+
+    Returns:
+        One hint, or none.
+    """
+    theirs = Path(config.checkpoint.initial_load_path).expanduser() / "tokenizer.json"
+    if not theirs.is_file() or sources["data.source"].kind == "tokens":
+        return ()
+    try:
+        content = theirs.read_bytes()
+        if config.data.tokenizer == "bytes":
+            is_same = len(json.loads(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
+        else:
+            is_same = Path(config.data.tokenizer).expanduser().read_bytes() == content
+    except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
+        is_same = False
+    why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
+    return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
+
+
+def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
+    """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes.
+
+    Args:
+        config: the run.
+        sizes: the model's dimensions.
+
+    Returns:
+        One hint, or none.
+    """
+    ranks, size = config.parallelism.tensor_parallel_degree, sizes.vocab_size
+    if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
+        return ()
+    larger = -(-size // (64 * ranks)) * 64 * ranks
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    why = f"is not a multiple of {8 * ranks} (16 bytes in bfloat16{each})"
+    slow = "on a GPU the head's three matmuls find no aligned kernel and run several times slower"
+    return (f"model.vocab_size = {size} {why}: {slow}; --model.vocab_size {larger} costs less than that",)
