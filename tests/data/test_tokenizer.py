@@ -79,8 +79,14 @@ def test_separator(tmp_path: Path, special: tuple[str, ...], config: dict[str, A
 
 
 def test_no_separator_lists_what_was_looked_for(tmp_path: Path) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer.json", tuple(f"<{i}>" for i in range(11)))
+    with pytest.raises(DataError, match=r"tokenizer\.json', whose special tokens are <0>, <1>, .*<9>, …\n"):
+        load(str(path))
     path = make_tokenizer(tmp_path / "tokenizer.json", ("<unk>",))
-    with pytest.raises(DataError, match=r"one of <\|end_of_text\|>, <\|endoftext\|>, </s>, <eos>\n.*fix:.*eos_token"):
+    with pytest.raises(
+        DataError,
+        match=r"tokens are <unk>\n.*one of <\|end_of_text\|>, <\|endoftext\|>, </s>, <eos>\n.*fix:.*eos_token",
+    ):
         load(str(path))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
     with pytest.raises(DataError, match="has no token '<gone>'"):
@@ -99,8 +105,15 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="x', and there is no such file"):
         load("x" * 300)
-    with pytest.raises(DataError, match=r"data.tokenizer = 'nope.json', and there is no such file"):
-        load("nope.json")
+    for name in ("nope.json", "./nope", "a/nope.json"):
+        with pytest.raises(
+            DataError, match=rf"data.tokenizer = '{name}', and there is no such file(.|\n)*correct the path\Z"
+        ):
+            load(name)
+    with pytest.raises(
+        DataError, match=r"fix:  correct the path; or fetch it: hf download Qwen/Qwen3-0\.6B tokenizer\.json "
+    ):
+        load("Qwen/Qwen3-0.6B")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match="which is no tokenizer"):
         load(str(tmp_path / "tokenizer.json"))

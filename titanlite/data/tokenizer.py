@@ -16,6 +16,7 @@ import numpy as np
 
 from titanlite.errors import DataError, Problem, describe
 
+_LISTED = 10  # special tokens that a message names
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 
@@ -68,7 +69,8 @@ class FileTokenizer:
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = name
         self.vocab_size = max(ids.values(), default=-1) + 1
-        self.separator_id = _separator(name, path, ids)
+        special = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        self.separator_id = _separator(name, path, ids, special)
         self.fingerprint = hashlib.blake2b(content + b"%d" % self.separator_id, digest_size=16).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -103,11 +105,14 @@ def load(tokenizer: str) -> Tokenizer:
     if os.path.isfile(path / "tokenizer.json"):
         raise _unusable(tokenizer, "which is a folder", f"data.tokenizer = {str(path / 'tokenizer.json')!r}")
     if not os.path.isfile(path):
-        raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", "correct the path")
+        fix = "correct the path"
+        if tokenizer.count("/") == 1 and not tokenizer.startswith((".", "/", "~")) and path.suffix != ".json":
+            fix += f"; or fetch it: hf download {tokenizer} tokenizer.json tokenizer_config.json --local-dir FOLDER"
+        raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", fix)
     return FileTokenizer(tokenizer, path)
 
 
-def _separator(name: str, path: Path, ids: dict[str, int]) -> int:
+def _separator(name: str, path: Path, ids: dict[str, int], special: list[str]) -> int:
     """The id of the end-of-text token: the one that tokenizer_config.json names, else the first known one."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
@@ -123,9 +128,10 @@ def _separator(name: str, path: Path, ids: dict[str, int]) -> int:
             return ids[eos]
     found = [s for s in SEPARATORS if s in ids]
     if not found:
+        saw = f"{name!r}, whose special tokens are {', '.join(special[:_LISTED])}{', …' * (len(special) > _LISTED)}"
         want = f"a token that separates documents, one of {', '.join(SEPARATORS)}"
         fix = f'name the token in {config}: {{"eos_token": "…"}}'
-        raise DataError(describe("data", [Problem("data.tokenizer", repr(name), want, fix)]))
+        raise DataError(describe("data", [Problem("data.tokenizer", saw if special else repr(name), want, fix)]))
     return ids[found[0]]
 
 
