@@ -219,8 +219,11 @@ def test_a_failed_preparation_leaves_nothing(tmp_path: Path) -> None:
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".lock"]
     (tmp_path / "in" / "1.txt").unlink()
     (tmp_path / "in" / "0.txt").write_text("")
-    with pytest.raises(DataError, match="which holds no text"):
+    with pytest.raises(DataError, match="which holds no text\n"):
         prepare_here(tmp_path, source)
+    (tmp_path / "in" / "1.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"which holds no text but bad records, as .*1\.txt:1: not UTF-8: byte 0xff"):
+        prepare_here(tmp_path, source, max_bad_records=1)
 
 
 @pytest.mark.parametrize(
@@ -250,6 +253,20 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file is in the way")
     with pytest.raises(DataError, match=r"data.cache_dir = .*File exists(.|\n)*fix:  make room, or set"):
         prepare_here(tmp_path, write_texts(tmp_path / "in", "x"))
+
+
+@pytest.mark.parametrize("prefix", ["", "hf:"])
+def test_a_cache_folder_inside_of_a_source_is_refused(prefix: str, tmp_path: Path) -> None:
+    """Its shards would be part of the source the next time, which is then another, or text and token files."""
+    source = prefix + write_texts(tmp_path / "in", "one")
+    data = Data(source, cache_dir=str(tmp_path / "in" / "sub" / "cache"))
+    run = Config(data=data, validation=Validation(enable=False))
+    for check in (lambda: prepare(source, data, 256, progress=False), lambda: check_inputs(run, 256)):
+        with pytest.raises(
+            DataError, match=rf"data.cache_dir = .*\n.*outside of data.source = '{source}', which shards"
+        ):
+            check()
+    check_inputs(replace(run, data=replace(data, cache_dir=f"{tmp_path}/in_cache")), 256)
 
 
 SLOW = """

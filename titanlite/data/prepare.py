@@ -9,8 +9,9 @@ holds cannot be seen from here: after it has changed there, delete its folder.)
 """
 
 import hashlib
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     """
     key = "data.source" if source == data.source else "validation.source"
     found = resolve(source, key)
+    _check_cache(found, data)
     max_tokens, tokenizer = _max_tokens(found, data), None
     if found.kind == "tokens":
         dtype = token_dtype(found, vocab_size)
@@ -137,6 +139,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
     for key in found:
+        attempt(lambda key=key: _check_cache(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError(*problems)
@@ -170,7 +173,7 @@ def _count_if_small(
     for _ in encode(source, data.text_key, tokenizer, tally, max_tokens):
         pass
     if not tally.n_tokens:
-        raise _no_text(source.name, source.key)
+        raise _no_text(source.name, source.key, tally.bad)
     return tally.n_tokens, max_tokens if tally.is_cut else 0
 
 
@@ -193,6 +196,18 @@ def _max_tokens(source: Source, data: Data) -> int:
     return data.max_tokens
 
 
+def _check_cache(source: Source, data: Data) -> None:
+    """Shards in the folder of a source would be part of it the next time."""
+    name = source.dataset[0] if source.dataset else source.name
+    if source.kind not in ("text", "dataset") or not os.path.isdir(os.path.expanduser(name)):
+        return
+    folder, cache = (Path(path).expanduser().resolve() for path in (name, data.cache_dir))
+    if cache.is_relative_to(folder):
+        want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
+        fix = "set data.cache_dir to another folder, or leave it out for the default"
+        raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))
+
+
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
@@ -205,12 +220,12 @@ def _check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
     Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
     check_ids(meta, vocab_size, key)
     if not meta.tokens:
-        raise _no_text(meta.source, key)
+        raise _no_text(meta.source, key, meta.bad_records)
 
 
-def _no_text(source: str, key: str) -> DataError:
-    problem = Problem(key, f"{source!r}, which holds no text", "at least one document", "give another source")
-    return DataError(describe("data", [problem]))
+def _no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
+    saw = f"{source!r}, which holds no text" + (f" but bad records, as {bad[0]}" if bad else "")
+    return DataError(describe("data", [Problem(key, saw, "at least one document", "give another source")]))
 
 
 def _tokenize(
