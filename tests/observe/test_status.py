@@ -63,6 +63,16 @@ def test_a_rank_that_fails_because_rank_0_was_stopped_is_not_named(tmp_path):
     assert (read(path)["state"], read(path)["by"]) == ("stopped", "SIGTERM")
 
 
+def test_nothing_follows_a_stop_that_a_thread_has_noted_but_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path = tmp_path / "status.json"
+    status = Status(path)
+    status.stopped(3, by="a second signal, SIGTERM")
+    status.progress(4)
+    status.failed(RuntimeError("connection closed by peer"))
+    assert (read(path)["state"], read(path)["step"]) == ("stopped", 3)
+
+
 def test_what_an_earlier_run_failed_of_is_no_matter(tmp_path):
     path = tmp_path / "status.json"
     Status(path).failed(StepError("yesterday"))

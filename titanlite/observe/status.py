@@ -8,6 +8,7 @@ old `updated` (it is renewed every ten seconds while steps are made) means that 
 import json
 import os
 import socket
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,20 +31,22 @@ class Status:
             rank: this process's.
         """
         self._path, self._rank, self._written = path, rank, 0.0
-        self._step = step
+        self.step = step  # the last one done
         self._started = _now()
+        self._has_stopped = False
+        self._lock = threading.Lock()  # a second signal is noted by a thread of its own
         if rank == 0:
             self._write("running")
 
     def progress(self, step: int) -> None:
         """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
-        self._step = step
+        self.step = step
         if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S and not self._another_ended():
             self._write("running")
 
     def finished(self, step: int) -> None:
         """Write that all steps are done."""
-        self._step = step
+        self.step = step
         if self._rank == 0:
             self._write("finished")
 
@@ -54,7 +57,7 @@ class Status:
             step: last step done, and saved if checkpoints are on.
             by: the cause, as "SIGTERM" or "job.stop_after".
         """
-        self._step = step
+        self.step = step
         if self._rank == 0:
             self._write("stopped", by=by)
 
@@ -62,7 +65,7 @@ class Status:
         """Write that the run ended with an error, after the last step noted.
 
         What has been said of another rank stays: this one mostly fails because that one is gone. A mistake is all
-        ranks', and rank 0 speaks for them.
+        ranks', and rank 0 speaks for them. So does it if it has been stopped, and fails because others were too.
         """
         if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
             return
@@ -85,7 +88,7 @@ class Status:
         self._written = time.monotonic()
         content = {
             "state": state,
-            "step": self._step,
+            "step": self.step,
             **more,
             "started": self._started,
             "updated": _now(),
@@ -93,8 +96,12 @@ class Status:
             "pid": os.getpid(),
         }
         beside = self._path.with_name(f"{self._path.name}.{self._rank}.tmp")
-        beside.write_text(json.dumps(content, indent=2) + "\n")
-        beside.replace(self._path)
+        with self._lock:
+            if self._has_stopped and state in ("running", "failed"):
+                return
+            self._has_stopped |= state == "stopped"
+            beside.write_text(json.dumps(content, indent=2) + "\n")
+            beside.replace(self._path)
 
 
 def _now() -> str:

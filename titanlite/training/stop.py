@@ -33,15 +33,16 @@ class StopSignals:
 
     Args:
         saves: whether a checkpoint is saved before the run stops; that is what the user is told.
-        last_words: called before the process is ended for a signal that its main thread did not take up.
+        last_words: called before the process is ended at once: for a signal that its main thread did not take up, or
+            for a second request. `received` then has that signal's name.
     """
 
     def __init__(self, saves: bool, last_words: Callable[[], object]) -> None:
         self._does = "will save and stop" if saves else "will stop without saving (checkpoint.enable = false)"
         self._last_words = last_words
         self.received: str | None = None  # name of the first signal
+        self.is_in_steps = False
         self._before: dict[int, object] = {}
-        self._is_in_steps = False
         self._taken_up = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -64,7 +65,7 @@ class StopSignals:
 
     def begin_steps(self) -> None:
         """From now on a signal waits for the step at hand."""
-        self._is_in_steps = True
+        self.is_in_steps = True
 
     def close(self) -> None:
         """Let signals do what they did before."""
@@ -98,7 +99,7 @@ class StopSignals:
         self._taken_up.set()
         if self.received is None:
             self.received = signal.Signals(number).name
-            if not self._is_in_steps:
+            if not self.is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 again = "a second signal ends the run at once, without saving"
@@ -113,10 +114,7 @@ class StopSignals:
                 continue
             is_again = first is not None and time.monotonic() - first > _ONE_REQUEST_S
             first = time.monotonic() if first is None else first
-            if self._is_in_steps:
-                if is_again:
-                    os._exit(128 + number)
-            elif is_again or not self._taken_up.wait(_TAKEN_UP_S):
+            if is_again or not (self.is_in_steps or self._taken_up.wait(_TAKEN_UP_S)):
                 self.received = signal.Signals(number).name
                 said = threading.Thread(target=self._last_words, daemon=True)
                 said.start()

@@ -71,8 +71,14 @@ def train(
 
         def say_stopped() -> None:
             by = stop.received or signal.SIGINT.name
-            status.stopped(step, by)
-            console.notice(f"stopped by {by} before step {step + 1}")
+            if not stop.is_in_steps:
+                status.stopped(step, by)
+                console.notice(f"stopped by {by} before step {step + 1}")
+                return
+            done, by, saved = status.step, f"a second signal, {by}", complete_steps(folder.checkpoints)
+            status.stopped([0, *saved][-1] if config.checkpoint.enable else done, by)
+            kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint"
+            console.notice(f"stopped at once by {by}, after step {done}; {kept}")
 
         stop = StopSignals(config.checkpoint.enable, last_words=say_stopped)
         try:
