@@ -201,8 +201,9 @@ def test_a_folder_that_cannot_be_written(where: str, bound_by_permissions: None)
     Path("file").touch()
     Path("locked").mkdir(mode=0o500)
     Path("closed").mkdir(mode=0o000)
-    with pytest.raises(ConfigError, match=r"job\.dump_folder"):
-        claim(Path(where), Config())
+    for look in (RunFolder(where).foresee, RunFolder(where).claim):
+        with pytest.raises(ConfigError, match=r"job\.dump_folder"):
+            look(Config())
 
 
 def test_checkpoints_that_cannot_be_looked_at_are_named(bound_by_permissions: None) -> None:

@@ -65,24 +65,37 @@ class RunFolder:
             ConfigError: the folder cannot be written, is in use, is of a different run, is not new although
                 `checkpoint.resume = "never"`, or has checkpoints although `checkpoint.enable` is false.
         """
-        try:
+        with self._access_explained(config):
             self.path.mkdir(parents=True, exist_ok=True)
             notices = self._take_lock()
             try:
-                notices += self._compare(config)
-                self._check_new(config)
+                return notices + self._check(config)
             except BaseException:
                 self.release()
                 raise
-        except OSError as e:
-            problem = Problem(
-                "job.dump_folder",
-                f"{config.job.dump_folder} ({e})",
-                "a folder that can be read and written",
-                "set job.dump_folder to one, or make room",
-            )
-            raise ConfigError(describe(str(self.path), [problem])) from None
-        return notices
+
+    def foresee(self, config: Config) -> list[str]:
+        """Say what claiming the folder would say, and touch nothing; but not whether it is in use.
+
+        Args:
+            config: the resolved config.
+
+        Returns:
+            Keys that changed since the run was last started.
+
+        Raises:
+            ConfigError: as `claim` says.
+        """
+        with self._access_explained(config):
+            there = next(path for path in (self.path, *self.path.absolute().parents) if os.path.lexists(path))
+            number = 0
+            if not there.is_dir():
+                number = errno.ENOTDIR
+            elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+                number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+            if number:
+                raise OSError(number, os.strerror(number), str(self.path))
+            return self._check(config)
 
     def record(self, config_toml: str) -> None:
         """Write `config.toml`; call once it is certain that the claimed run trains with it.
@@ -129,6 +142,19 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    @contextmanager
+    def _access_explained(self, config: Config) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            problem = Problem(
+                "job.dump_folder",
+                f"{config.job.dump_folder} ({e})",
+                "a folder that can be read and written",
+                "set job.dump_folder to one, or make room",
+            )
+            raise ConfigError(describe(str(self.path), [problem])) from None
+
     def _take_lock(self) -> list[str]:
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -158,6 +184,12 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, (json.dumps(who) + "\n").encode(), 0)
         return []
+
+    def _check(self, config: Config) -> list[str]:
+        """Refuse the folder of another run; return what has changed."""
+        notices = self._compare(config)
+        self._check_new(config)
+        return notices
 
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""

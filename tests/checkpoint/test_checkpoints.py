@@ -207,7 +207,7 @@ def test_a_renamed_checkpoint_and_a_newer_format_are_refused(tmp_path: Path, mon
     step_folder(tmp_path, 10).rename(step_folder(tmp_path, 11))
     with pytest.raises(CheckpointError, match=r"state\.json = step 10\n.*want: step 11"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
-    monkeypatch.setattr("titanlite.checkpoint.state._VERSION", 2)
+    monkeypatch.setattr("titanlite.checkpoint.resume.VERSION", 2)
     with pytest.raises(CheckpointError, match=r"state\.json = version 1\n.*want: version 2"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
 

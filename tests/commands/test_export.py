@@ -10,6 +10,7 @@ from torch import Tensor
 import titanlite.checkpoint.hugging_face
 import titanlite.checkpoint.publish
 import titanlite.commands.export
+from titanlite.checkpoint.resume import dimensions_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run
 from titanlite.config.recipe_schema import ModelRecipe
@@ -19,7 +20,6 @@ from titanlite.data.tokenizer import load
 from titanlite.errors import CheckpointError
 from titanlite.models.find import build_model
 from titanlite.run_folder import RunFolder
-from titanlite.training.state import dimensions_of
 
 SIZES = ModelRecipe("", n_layers=2, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, norm_eps=1e-5)
 

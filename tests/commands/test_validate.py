@@ -30,6 +30,12 @@ CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
 WORLDS = {"debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
 
 
+@pytest.fixture(autouse=True)
+def _where_nothing_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout may have an `outputs/debug`, of another run than these."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "run.toml"

@@ -19,6 +19,7 @@ from tests.needs import slow
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.checkpoint.hugging_face import load
+from titanlite.checkpoint.resume import dimensions_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import ARCHITECTURES, n_parameters
@@ -38,7 +39,6 @@ from titanlite.parallel.sharding.graph import export
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers, planned_layers
 from titanlite.parallel.tensor import apply_tensor_parallel, reduce_replicated_gradients
 from titanlite.run_folder import RunFolder
-from titanlite.training.state import dimensions_of
 
 S, B = 16, 2  # over four ranks a rank has half a sequence: those of the second half are at other positions
 COMMON = {"help": "", "n_layers": 3, "dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 512, "vocab_size": 48}

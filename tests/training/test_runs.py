@@ -22,14 +22,15 @@ from tests.data.test_tokenizer import make_tokenizer
 from tests.needs import slow
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, wait_for_step
 from titanlite.checkpoint import hugging_face, store
+from titanlite.checkpoint.resume import check_state
 from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 from titanlite.observe.metrics import MetricsFile, StepRow
 from titanlite.observe.profiler import Profiler
+from titanlite.recipes import load
 from titanlite.training import loop, train
 from titanlite.training.report import Outcome, Report
-from titanlite.training.state import check_batch
 
 LAYOUTS = {
     "1": (1, ()),
@@ -209,9 +210,10 @@ def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkey
 
 
 def test_a_checkpoint_that_does_not_say_its_batch_is_taken_up() -> None:
-    check_batch(Path("step-00000002"), None, Config(), 4)
+    folder, sizes = Path("step-00000002"), load("model", "llama3-8B")
+    check_state(folder, {}, Config(), sizes, 4)
     with pytest.raises(ConfigError, match=r"step-00000002: 1 problem\n  training\.global_batch_size = not given"):
-        check_batch(Path("step-00000002"), 2, Config(), 4)
+        check_state(folder, {"sequences_per_step": 2}, Config(), sizes, 4)
 
 
 def test_the_written_config_gives_the_same_run(desk: Desk) -> None:

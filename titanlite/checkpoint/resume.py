@@ -1,18 +1,29 @@
-"""Which step a run goes on from, decided by the names of folders alone; no torch here.
+"""Which step a run goes on from, and whether it is the same run; no torch here.
 
-`train.py` asks before it imports torch, so that a step that is not there is refused in a second; `Checkpoints.choose`
-asks again for all ranks. The rules are chosen so that no work is lost in silence:
+The step is decided by the names of folders alone. `train.py` asks before it imports torch, so that a step that is not
+there is refused in a second; `Checkpoints.choose` asks again for all ranks. `titanlite validate` also looks into the
+checkpoint, as far as that takes no time. The rules are chosen so that no work is lost in silence:
 
 - `auto` takes the newest complete checkpoint, a step number exactly that one, `never` demands that there is none;
 - resuming behind newer checkpoints is refused, for a later `auto` would take the abandoned branch;
 - a folder that is only part of a checkpoint stops the run, it is not skipped.
 """
 
+import json
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
+import titanlite
 from titanlite.checkpoint import publish
-from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.config.build import show
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.errors import CheckpointError, ConfigError, Problem, describe
+
+STATE = "state.json"
+VERSION = 1
+_QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
 def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | None:
@@ -52,6 +63,81 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
         )
         raise _refused(root, str(resume), want, fix)
     return resume
+
+
+def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per_step: int | None) -> None:
+    """Refuse a checkpoint that a start would refuse, except for damage inside large files and for tensors.
+
+    Args:
+        root: folder of the checkpoints.
+        step: from `step_to_resume`.
+        config: of the run that is to resume from it.
+        sizes: its model's dimensions.
+        per_step: as in `check_state`.
+
+    Raises:
+        CheckpointError: files are missing, of another size or altered, or it is of another model.
+        ConfigError: as `check_state` says.
+    """
+    folder = publish.step_folder(root, step)
+    publish.verify(folder, largest=_QUICKLY_HASHED)
+    check_state(folder, read_state(folder, step)["state"], config, sizes, per_step)
+
+
+def read_state(folder: Path, step: int) -> dict[str, Any]:
+    """`state.json` of a verified checkpoint."""
+    saved = cast(dict[str, Any], json.loads((folder / STATE).read_bytes()))
+    if saved.get("version") != VERSION:
+        want = f"version {VERSION}, which titanlite {titanlite.__version__} reads"
+        fix = "use the titanlite that wrote it"
+        problem = Problem(STATE, f"version {saved.get('version')}", want, fix)
+    elif saved.get("step") != step:
+        problem = Problem(STATE, f"step {saved.get('step')}", f"step {step}, as the folder says", "rename the folder")
+    else:
+        return saved
+    raise CheckpointError(describe(str(folder), [problem]))
+
+
+def dimensions_of(sizes: ModelRecipe) -> dict[str, Any]:
+    """What of a model decides its numbers, as JSON.
+
+    Args:
+        sizes: the model's.
+    """
+    return {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
+
+
+def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: ModelRecipe, per_step: int | None) -> None:
+    """Refuse a run that is another one than was saved, in what its folder's config does not show.
+
+    Another batch that only follows from another layout is refused. One that is given may differ.
+
+    Args:
+        folder: the checkpoint.
+        state: what it says beside the tensors.
+        config: of this run.
+        sizes: its model's dimensions.
+        per_step: sequences that a step of this run takes; None if the number of ranks is not known.
+
+    Raises:
+        CheckpointError: the recipe of the model has changed since.
+        ConfigError: the batch differs, and `training.global_batch_size` is not given.
+    """
+    saved = state.get("model", {})
+    problems = [
+        Problem(f"model.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), "restore the recipe")
+        for key, value in dimensions_of(sizes).items()
+        if key in saved and saved[key] != value
+    ]
+    if problems:
+        raise CheckpointError(describe(str(folder), problems))
+    batch = state.get("sequences_per_step")
+    if config.training.global_batch_size is not None or per_step is None or batch in (None, per_step):
+        return
+    seen = f"not given: local_batch_size × data-parallel ranks make {per_step} sequences per step"
+    want = f"{batch} sequences per step, with which the checkpoint was trained"
+    fix = f"--training.global_batch_size {batch}, or the number that it is to go on with"
+    raise ConfigError(describe(str(folder), [Problem("training.global_batch_size", seen, want, fix)]))
 
 
 def _refused(root: Path, saw: str, want: str, fix: str) -> CheckpointError:

@@ -10,7 +10,7 @@ Every method is collective: all ranks call it, all ranks return the same or rais
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,10 @@ from torch import Tensor
 import titanlite
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
-from titanlite.checkpoint.resume import step_to_resume
+from titanlite.checkpoint.resume import STATE, VERSION, read_state, step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
 from titanlite.durable import write_durably
-from titanlite.errors import CheckpointError, Problem, describe
-
-_STATE = "state.json"
-_VERSION = 1
+from titanlite.errors import CheckpointError
 
 
 class Checkpoints:
@@ -64,7 +61,7 @@ class Checkpoints:
             CheckpointError: the step exists already, or some rank could not write. Earlier checkpoints are untouched.
         """
         content = {
-            "version": _VERSION,
+            "version": VERSION,
             "step": step,
             "torch": str(torch.__version__),
             "titanlite": titanlite.__version__,
@@ -76,8 +73,8 @@ class Checkpoints:
         entries = store.write(tmp, tensors, group)
 
         def finish() -> Path:
-            write_durably(tmp / _STATE, text)
-            folder = publish.commit(tmp, entries | publish.hash_files(tmp, [_STATE]))
+            write_durably(tmp / STATE, text)
+            folder = publish.commit(tmp, entries | publish.hash_files(tmp, [STATE]))
             publish.prune(self.root, self.keep, spare=self._resumed_from)
             return folder
 
@@ -167,17 +164,3 @@ class Checkpoints:
                     continue
                 return step
         return None
-
-
-def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """`state.json` of a verified checkpoint."""
-    saved = cast(dict[str, Any], json.loads((folder / _STATE).read_bytes()))
-    if saved.get("version") != _VERSION:
-        want = f"version {_VERSION}, which titanlite {titanlite.__version__} reads"
-        fix = "use the titanlite that wrote it"
-        problem = Problem(_STATE, f"version {saved.get('version')}", want, fix)
-    elif saved.get("step") != step:
-        problem = Problem(_STATE, f"step {saved.get('step')}", f"step {step}, as the folder says", "rename the folder")
-    else:
-        return saved
-    raise CheckpointError(describe(str(folder), [problem]))

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     _check(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export
-    from titanlite.checkpoint.state import read_state
+    from titanlite.checkpoint.resume import read_state
 
     _say(f"verifying {checkpoint}")
     _verify(checkpoint)

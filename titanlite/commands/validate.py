@@ -1,11 +1,11 @@
-"""Check a config, its recipes and its data, and print what would run, without starting it.
+"""Check a config, its recipes, its data and its run folder, and print what would run, without starting it.
 
 train.py runs the same checks before it starts. A config that passes with --world N also starts on N processes of this
 machine, except for what only torch can tell: whether torch has the single operations that a save-list names and, where
-shapes do not show it, whether they run; and the layers and parameters of your own architecture (model.file).
+shapes do not show it, whether they run; and the layers and parameters of your own architecture (model.file). Nor does
+it say whether another job is using the run folder, or whether the content of a checkpoint's large files is undamaged.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
+from titanlite.checkpoint.resume import check_quickly, step_to_resume
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import other_tokenizer, trained_on, unaligned_vocabulary
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
@@ -196,17 +197,25 @@ def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
-    sys.stdout.write(summary(checked, given.file, given.world))
+    config, folder = checked.config, RunFolder.of(checked.config)
+    changed, step = folder.foresee(config), None
+    if config.checkpoint.enable:
+        step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
+    if step is not None:
+        sequences = sequences_per_step(config, given.world) if given.world else None
+        check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
+    sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *changed)), given.file, given.world, step))
     return 0
 
 
-def summary(checked: CheckedRun, file: str, world: int | None) -> str:
+def summary(checked: CheckedRun, file: str, world: int | None, step: int | None) -> str:
     """Say in a few lines what a run would be.
 
     Args:
         checked: the run.
         file: its config.
         world: number of processes, if it is known.
+        step: the one that it would resume from.
     """
     config = checked.config
     mesh, batch = config.parallelism, config.training
@@ -242,7 +251,7 @@ def summary(checked: CheckedRun, file: str, world: int | None) -> str:
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}",
-        "folder": os.path.join(os.path.expanduser(config.job.dump_folder), config.job.name),
+        "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
     sources = {"data.source": config.data.source}
     if config.validation.enable:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_rank_0
+from titanlite.checkpoint.resume import dimensions_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
@@ -24,7 +25,7 @@ from titanlite.training.build import Run
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.schedule import learning_rate
-from titanlite.training.state import dimensions_of, tensors_of
+from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step, validation_loss
 from titanlite.training.stop import StopSignals
 

@@ -1,19 +1,14 @@
 """What a checkpoint holds of a run, and how a run comes back from it."""
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from titanlite.checkpoint.hugging_face import load as load_weights
 from titanlite.checkpoint.publish import step_folder
+from titanlite.checkpoint.resume import check_state
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
-from titanlite.config.build import show
-from titanlite.config.recipe_schema import ModelRecipe
-from titanlite.config.schema import Config
-from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.console import Console
@@ -34,15 +29,6 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     masters = run.optimizer.parameters
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     return {**weights, **run.optimizer.state(), **rng_state()}
-
-
-def dimensions_of(sizes: ModelRecipe) -> dict[str, Any]:
-    """What of a model decides its numbers, as JSON.
-
-    Args:
-        sizes: the model's.
-    """
-    return {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> tuple[int, dict[str, Any]]:
@@ -75,44 +61,11 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 
-    def check(state: dict[str, Any]) -> None:
-        _check_dimensions(folder, state.get("model", {}), run.sizes)
-        check_batch(folder, state.get("sequences_per_step"), run.config, per_step)
-
-    state, notices = checkpoints.load(step, tensors, check)
+    state, notices = checkpoints.load(
+        step, tensors, lambda state: check_state(folder, state, run.config, run.sizes, per_step)
+    )
     restore_rng(tensors)
     precompute_scales(run.parameters, run.mesh.fsdp)
     for notice in (f"resumed from step {step}", *notices):
         console.notice(notice)
     return step, state
-
-
-def _check_dimensions(folder: Path, saved: dict[str, Any], sizes: ModelRecipe) -> None:
-    """Raise if the recipe of the model has changed since: the run's folder shows what its config says alone."""
-    problems = [
-        Problem(f"model.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), "restore the recipe")
-        for key, value in dimensions_of(sizes).items()
-        if key in saved and saved[key] != value
-    ]
-    if problems:
-        raise CheckpointError(describe(str(folder), problems))
-
-
-def check_batch(folder: Path, saved: int | None, config: Config, per_step: int) -> None:
-    """Refuse another batch that only follows from another layout. One that is given may differ, and is told.
-
-    Args:
-        folder: the checkpoint.
-        saved: sequences per step that it was trained with; None if it does not say.
-        config: of this run.
-        per_step: sequences that a step of this run takes.
-
-    Raises:
-        ConfigError: they differ, and `training.global_batch_size` is not given.
-    """
-    if config.training.global_batch_size is not None or saved in (None, per_step):
-        return
-    seen = f"not given: local_batch_size × data-parallel ranks make {per_step} sequences per step"
-    want = f"{saved} sequences per step, with which the checkpoint was trained"
-    fix = f"--training.global_batch_size {saved}, or the number that it is to go on with"
-    raise ConfigError(describe(str(folder), [Problem("training.global_batch_size", seen, want, fix)]))

@@ -1,0 +1,145 @@
+"""`titanlite validate` on a run's folder: what a start would refuse is refused, and nothing is touched."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import titanlite
+from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
+from titanlite.checkpoint.resume import dimensions_of
+from titanlite.commands import main
+from titanlite.commands.validate import checked_run
+from titanlite.config.toml_file import shipped_folder
+from titanlite.config.write import to_toml
+from titanlite.errors import ConfigError
+from titanlite.recipes import load
+from titanlite.run_folder import RunFolder
+
+FLAGS = ["--config", "debug.toml", "--job.dump_folder", "runs"]
+LARGE = 2**21  # bytes: not hashed
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that has saved steps 50 and 100, with 4 sequences a step, as of two ranks."""
+    monkeypatch.chdir(tmp_path)
+    text = (shipped_folder("configs") / "debug.toml").read_text()
+    Path("debug.toml").write_text(text.replace("global_batch_size = 8\n", ""))
+    config = checked_run(FLAGS, 2).config
+    folder = RunFolder.of(config)
+    folder.claim(config)
+    folder.release()
+    folder.record(to_toml(config))
+    (folder.path / "lock").unlink()
+    for step in (50, 100):
+        tmp = begin(folder.checkpoints, step)
+        content = {"model": dimensions_of(load("model", "llama3-debug")), "sequences_per_step": 4}
+        (tmp / "state.json").write_text(json.dumps({"version": 1, "step": step, "state": content}))
+        (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
+        commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
+    return folder
+
+
+def what_is_there() -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+
+
+def validate(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    """Exit code, and what it said on the stream that belongs to it; the folder is as it was."""
+    before = what_is_there()
+    code = main(["validate", *FLAGS, *flags])
+    assert what_is_there() == before
+    said = capsys.readouterr()
+    assert (said.out, said.err).count("") == 1
+    return code, said.out + said.err
+
+
+def test_it_says_from_where_the_run_goes_on_and_what_has_changed(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate(capsys)[1].endswith(f"{folder.path}, resumes from step 100\n")
+    code, said = validate(capsys, "--optimizer.lr", "1e-3")
+    assert (code, said.count("  optimizer.lr: 0.002 → 0.001\n")) == (0, 1)
+    assert "resumes" not in validate(capsys, "--job.name", "new")[1]
+
+
+REFUSED = {
+    "another model": (["--model.n_layers=3"], "model.n_layers = 3\n    want: 4"),
+    "another order": (["--training.seed=1"], "training.seed = 1"),
+    "never": (["--checkpoint.resume=never"], '"never", and the folder has checkpoints'),
+    "without checkpoints": (["--checkpoint.enable=false"], "checkpoint.enable = false"),
+    "under a file": (["--job.dump_folder=file"], "job.dump_folder = file ([Errno 20] Not a directory"),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED.values(), ids=REFUSED)
+def test_it_says_of_a_folder_what_a_start_says(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    Path("file").touch()
+    config = checked_run([*FLAGS, *flags]).config
+    code, message = validate(capsys, *flags)
+    assert code == 2
+    assert said.partition("\n")[0] in message
+    with pytest.raises(ConfigError) as refusal:
+        RunFolder.of(config).claim(config)
+    assert message == f"{refusal.value}\n"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def state(folder: Path, **changes: object) -> None:
+    """Another state.json, as it might have been saved."""
+    saved = json.loads((folder / "state.json").read_text())
+    saved["state"] |= changes
+    (folder / "state.json").write_text(json.dumps(saved))
+    (folder / "MANIFEST.json").unlink()
+    moved = folder.rename(folder.with_suffix(".tmp"))
+    commit(moved, hash_files(moved, ["state.json", "__0_00.distcp"]))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "truncated": (lambda at: os.truncate(at / "__0_00.distcp", 5), [], f"__0_00.distcp = 5 bytes\n    want: {LARGE}"),
+    "missing": (lambda at: (at / "__0_00.distcp").unlink(), [], "__0_00.distcp = missing"),
+    "a flipped bit": (lambda at: flip(at / "state.json"), [], "state.json = another SHA-256"),
+    "no manifest": (lambda at: (at / "MANIFEST.json").unlink(), [], "step-00000100 = incomplete"),
+    "another recipe": (lambda at: state(at, model={"norm_eps": 1.0}), [], "model.norm_eps = 1e-05\n    want: 1.0"),
+    "another batch": (
+        lambda at: None,
+        ["--world", "4"],
+        "training.global_batch_size = not given: local_batch_size × data-parallel ranks make 8 sequences per step",
+    ),
+    "no such step": (lambda at: None, ["--checkpoint.resume=70"], "checkpoint.resume = 70\n    want: one of 50, 100"),
+    "an older step": (lambda at: None, ["--checkpoint.resume=50"], "checkpoint.resume = 50\n    want: the newest"),
+}
+
+
+@pytest.mark.parametrize(("damage", "flags", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_a_checkpoint_that_cannot_be_resumed_from(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], flags: list[str], said: str
+) -> None:
+    damage(step_folder(folder.checkpoints, 100))
+    code, message = validate(capsys, *flags)
+    assert code == 2
+    assert said.replace("\n", "\n  ") in message
+
+
+def test_torch_is_not_imported(folder: RunFolder) -> None:
+    script = (
+        "import sys; from titanlite.commands import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, "validate", *FLAGS]
+    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "resumes from step 100" in done.stdout
