@@ -13,11 +13,13 @@ from titanlite.checkpoint.resume import step_to_resume
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code, leave
+from titanlite.launcher import check_launcher
 from titanlite.run_folder import RunFolder
 
 
 def main() -> None:
     """Check everything, claim the run's folder, train."""
+    check_launcher()
     run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if run.config.model.file:  # it may touch CUDA when it is imported: on this process's GPU, not on everybody's first
         from titanlite.parallel.process_group import choose_device

@@ -13,26 +13,6 @@ from titanlite.kernels.lowering import set_deadline
 CHECKPOINT_GROUP = "checkpoint"  # the group of the thread that writes checkpoints, which waits for disks beside steps
 
 
-def check_launcher() -> None:
-    """Refuse a launcher whose restarts cannot work, or a part of one; call before anything that takes long.
-
-    Raises:
-        ConfigError: torchrun would restart workers on a store in which gloo finds the addresses of dead ones; or there
-            is a rank or a number of ranks, as a shell may have kept it, without the rest of what a launcher says.
-    """
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if given and missing:
-        want = f"set, as a launcher does, beside {' and '.join(given)}"
-        fix = f"start with torchrun, or unset {' '.join(given)} for a run of one process"
-        raise ConfigError(describe("environment", [Problem(name, "not set", want, fix) for name in missing]))
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        want = "0, or a store of its own for each restart: in a shared one gloo finds the addresses of dead workers"
-        fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host, before torchrun"
-        raise ConfigError(describe("torchrun", [Problem("--max-restarts", restarts, want, fix)]))
-
-
 def choose_device() -> torch.device:
     """Give this process's device, which from now on is torch's current one: a GPU of its own where there are any.
 

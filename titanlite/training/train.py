@@ -27,7 +27,7 @@ from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.overrides import LEAST
-from titanlite.parallel.process_group import check_launcher, start_process_group
+from titanlite.parallel.process_group import start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
 from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
@@ -112,7 +112,6 @@ def _train(
 ) -> None:
     """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    check_launcher()
     shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
     held_out = None
     if config.validation.enable:

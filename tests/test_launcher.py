@@ -1,0 +1,80 @@
+"""What a launcher must set up is asked for before anything that takes long."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forks import LAUNCHER_VARIABLES
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import ConfigError
+from titanlite.launcher import check_launcher
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "disabled", "legal"),
+    [(None, None, True), ("0", None, True), ("3", "1", True), ("3", None, False), ("1", "0", False)],
+)
+def test_restarts_need_a_store_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, restarts: str | None, disabled: str | None, legal: bool
+) -> None:
+    for name, value in (("TORCHELASTIC_MAX_RESTARTS", restarts), ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", disabled)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if legal:
+        check_launcher()
+    else:
+        with pytest.raises(ConfigError, match=r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+            check_launcher()
+
+
+@pytest.mark.parametrize("given", [("RANK",), ("WORLD_SIZE",), ("RANK", "WORLD_SIZE", "MASTER_ADDR")])
+def test_a_part_of_what_a_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]) -> None:
+    said = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in said:
+        monkeypatch.delenv(name, raising=False)
+    check_launcher()
+    monkeypatch.setenv("MASTER_ADDR", "localhost")  # of others, too
+    check_launcher()
+    for name in given:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="MASTER_PORT = not set") as refused:
+        check_launcher()
+    assert ("WORLD_SIZE = not set" in str(refused.value)) == ("WORLD_SIZE" not in given)
+    for name in said:
+        monkeypatch.setenv(name, "1")
+    check_launcher()
+
+
+OTHERS = [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun"), ("PMI_SIZE", "mpiexec")]
+
+
+@pytest.mark.parametrize(("name", "launcher"), OTHERS)
+def test_several_processes_that_each_would_be_the_whole_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, launcher: str
+) -> None:
+    for other in (*LAUNCHER_VARIABLES, *(name for name, _ in OTHERS)):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")  # a shell on a node, or a torchrun that is about to say more
+    check_launcher()
+    monkeypatch.setenv(name, "16")
+    with pytest.raises(ConfigError, match=rf"{launcher}: 1 problem\n  processes = 16\n.*want: 1 on each host"):
+        check_launcher()
+    for said in LAUNCHER_VARIABLES:  # it was translated
+        monkeypatch.setenv(said, "1")
+    check_launcher()
+
+
+def test_a_run_under_srun_touches_nothing(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    clean |= {"SLURM_STEP_NUM_TASKS": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "titanlite.train", "--config", str(shipped_folder("configs") / "debug.toml")]
+    done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "srun --ntasks-per-node 1 torchrun" in done.stderr
+    assert list(tmp_path.iterdir()) == []
