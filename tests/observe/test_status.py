@@ -1,7 +1,10 @@
+import errno
 import json
 import os
 import re
 import threading
+
+import pytest
 
 from titanlite.errors import StepError
 from titanlite.observe import status as module
@@ -107,6 +110,25 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     while not done.is_set():
         assert read(path)["state"] in ("running", "stopped")
     writer.join()
+
+
+def test_an_end_is_written_where_the_disk_has_no_room_for_another_file(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    status = Status(path)
+
+    def full(self, text):
+        open(self, "w").close()  # it still takes the name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(type(path), "write_text", full)
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    with pytest.raises(OSError, match="No space left"):  # of which the run ends
+        status.progress(3)
+    status.failed(OSError("No space left"))
+    assert (read(path)["state"], read(path)["step"]) == ("failed", 3)
+    status.stopped(2, by="SIGTERM")  # shorter
+    assert read(path)["state"] == "stopped"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_secret_in_an_exception_is_not_written(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
 
-The file is replaced as a whole, so a reader never sees half of it. Rank 0 writes it; a rank that fails says so itself,
-for rank 0 may then wait for it until it is killed. Processes that are killed outright cannot say so: `running` with an
-old `updated` (it is renewed every ten seconds while steps are made) means that they are gone.
+The file is replaced as a whole, so a reader never sees half of it; only where a full disk has no room for another, an
+end is written over what is there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it
+until it is killed. Processes that are killed outright cannot say so: `running` with an old `updated` (it is renewed
+every ten seconds while steps are made) means that they are gone.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -100,8 +102,18 @@ class Status:
             if self._has_stopped and state in ("running", "failed"):
                 return
             self._has_stopped |= state == "stopped"
-            beside.write_text(json.dumps(content, indent=2) + "\n")
-            beside.replace(self._path)
+            text = json.dumps(content, indent=2) + "\n"
+            try:
+                beside.write_text(text)
+                beside.replace(self._path)
+            except OSError:  # of a full disk, which may be what the run ends of: what stands there has room
+                if state == "running":
+                    raise
+                with self._path.open("r+") as file:
+                    file.write(text)
+                    file.truncate()
+                with suppress(OSError):
+                    beside.unlink()
 
 
 def _now() -> str:
