@@ -10,6 +10,7 @@ import os
 import sys
 
 from titanlite.checkpoint.resume import step_to_resume
+from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code, leave
@@ -31,6 +32,8 @@ def main() -> None:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
+            lack = lack_of_room(folder.checkpoints, run.config, run.dimensions)
+            notices += [lack] if lack else []
 
     from titanlite.training.train import train  # torch is imported here, not before
 

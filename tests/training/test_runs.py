@@ -231,6 +231,17 @@ def test_the_last_step_is_logged_though_nothing_waits_for_it(desk: Desk) -> None
     assert run.checkpoints() == []
 
 
+def test_a_disk_without_room_for_checkpoints_is_told_before_the_first_step(desk: Desk) -> None:
+    def plant() -> None:
+        usage = shutil.disk_usage("/")
+        shutil.disk_usage = lambda path: usage._replace(free=2**20)
+
+    output = desk.run("no room", 1, "--job.stop_after=1", plant=plant, ends=2).output
+    before, _, after = output.partition("step  1/20")
+    assert "the disk has no room for the checkpoints: 1 more of " in before
+    assert "free space = 0.000977 GiB free" in after
+
+
 def test_one_job_in_a_folder(desk: Desk) -> None:
     job = desk.start("shared", 1, "--training.steps=100000")
     try:

@@ -40,9 +40,9 @@ from titanlite.checkpoint import publish
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.publish import Entry, hash_files
+from titanlite.checkpoint.room import SPARE
 from titanlite.errors import CheckpointError, Problem, describe
 
-_SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
 _SHOWN = 8  # names per problem in a message
 
 
@@ -224,11 +224,11 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
             raise CheckpointError(describe(str(folder), [problem]))
     total = sum(sharded for sharded, _, _ in ranks) + sum(n for _, n in plain.values())
     free = min(free for _, _, free in ranks)
-    if free < _SPARE * total:
+    if free < SPARE * total:
         problem = Problem(
             "free space",
             f"{_gib(free)} free at {folder}",
-            f"needs {_gib(_SPARE * total)} ({_SPARE} times the tensors)",
+            f"needs {_gib(SPARE * total)} ({SPARE} times the tensors)",
             "make room, lower checkpoint.keep_latest_k, or set job.dump_folder to another disk",
         )
         raise CheckpointError(describe(str(folder), [problem]))

@@ -14,6 +14,7 @@ from typing import TypeVar
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import check_quickly, step_to_resume
+from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import other_tokenizer, trained_on, unaligned_vocabulary
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
@@ -198,13 +199,15 @@ def run(argv: list[str]) -> int:
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
     config, folder = checked.config, RunFolder.of(checked.config)
-    changed, step = folder.foresee(config), None
+    told, step = folder.foresee(config), None
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
+        lack = lack_of_room(folder.checkpoints, config, checked.dimensions)
+        told += [lack] if lack else []
     if step is not None:
         sequences = sequences_per_step(config, given.world) if given.world else None
         check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
-    sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *changed)), given.file, given.world, step))
+    sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *told)), given.file, given.world, step))
     return 0
 
 

@@ -1,0 +1,78 @@
+"""A disk without room for the checkpoints is told before the first step, by `train.py` and by `titanlite validate`."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.checkpoint.publish import MANIFEST, step_folder
+from titanlite.checkpoint.room import lack_of_room
+from titanlite.commands import main
+from titanlite.config.schema import Checkpoint, Config, Job, Optimizer, Training
+from titanlite.config.toml_file import shipped_folder
+from titanlite.recipes import load
+
+SIZES = load("model", "llama3-8B")
+EACH = 8_030_261_248 * 12  # bytes: weights and two moments in float32
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What is free on every disk, in checkpoints of 8B."""
+    amount = [0.0]
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(amount[0] * EACH)))
+    return amount
+
+
+def config(k: int, steps: int = 10_000, stop_after: int = 0, state_dtype: str = "float32") -> Config:
+    optimizer = replace(Optimizer(), state_dtype=state_dtype)
+    kept, trained = Checkpoint(keep_latest_k=k, interval=1000), Training(steps=steps)
+    return Config(job=Job(stop_after=stop_after), optimizer=optimizer, checkpoint=kept, training=trained)
+
+
+@pytest.mark.parametrize(
+    ("config", "there", "needs"),
+    [
+        (config(3), 0, 4),  # the fourth is written before the first is deleted
+        (config(3), 2, 2),
+        (config(3), 3, 1),
+        (config(3), 9, 1),
+        (config(3, steps=2000), 0, 2),
+        (config(3, steps=2001), 0, 3),
+        (config(3, stop_after=1000), 0, 1),
+        (config(0), 4, 6),
+        (config(3, state_dtype="bfloat16"), 0, 4 * 8 / 12),
+        (config(3, steps=2000), 2, 0),  # nothing is left to do
+    ],
+)
+def test_room_for_what_will_be_there_at_once(
+    tmp_path: Path, free: list[float], config: Config, there: int, needs: float
+) -> None:
+    for step in range(1, there + 1):
+        step_folder(tmp_path, 1000 * step).mkdir()
+        (step_folder(tmp_path, 1000 * step) / MANIFEST).touch()
+    free[0] = needs + 0.11
+    assert lack_of_room(tmp_path, config, SIZES) is None
+    free[0] = needs - 0.01
+    told = lack_of_room(tmp_path, config, SIZES)
+    if needs:
+        assert told
+        assert f"checkpoint.keep_latest_k = {config.checkpoint.keep_latest_k}" in told
+        assert f"GiB are free at {tmp_path}" in told
+    else:
+        assert told is None
+
+
+def test_validate_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: list[float]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    free[0] = 2
+    argv = ["validate", str(shipped_folder("configs") / "llama3_8b.toml")]
+    assert main(argv) == 0
+    said = "the disk has no room for the checkpoints: 4 more of 89.7 GiB are to come (checkpoint.keep_latest_k = 3 and"
+    assert said in capsys.readouterr().out
+    assert main([*argv, "--checkpoint.enable", "false"]) == 0
+    assert "room" not in capsys.readouterr().out

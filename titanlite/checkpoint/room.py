@@ -1,0 +1,46 @@
+"""Whether a disk has room for the checkpoints of a run, asked before the first step; no torch here.
+
+A save asks again for itself and ends the run where there is none (`store.py`): hours later, with a long interval.
+Neither sees quotas.
+"""
+
+import math
+import shutil
+from pathlib import Path
+
+from titanlite.checkpoint.publish import complete_steps
+from titanlite.config.architectures import block_of, n_parameters
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+
+SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
+    """Say so if the checkpoints that will be there at once need more room than is free.
+
+    Args:
+        root: folder of the checkpoints, which need not exist.
+        config: with checkpoints.
+        sizes: the model's dimensions.
+
+    Returns:
+        One line for the user; None if there is room, or the model's size is not known without its file.
+    """
+    block, steps = block_of(config.model, sizes), complete_steps(root)
+    last = min(config.training.steps, config.job.stop_after or config.training.steps)
+    to_come = math.ceil(max(0, last - max(steps, default=0)) / config.checkpoint.interval)
+    if block is None or to_come == 0:
+        return None
+    keep, there = config.checkpoint.keep_latest_k, len(steps)
+    # An old one is deleted when the new one is complete.
+    more = max(1, min(to_come, keep + 1 - there)) if keep else to_come
+    each = n_parameters(block, sizes) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
+    folder = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free >= (more - 1 + SPARE) * each:
+        return None
+    kept = f"checkpoint.keep_latest_k = {keep}" + (" keeps all" if keep == 0 else " and the one being written")
+    need = f"{more} more of {each / 2**30:.3g} GiB are to come ({kept})"
+    return f"the disk has no room for the checkpoints: {need}, and {free / 2**30:.3g} GiB are free at {folder}"
