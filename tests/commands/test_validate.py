@@ -130,6 +130,24 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ": 2 processes" in capsys.readouterr().out
 
 
+def test_what_wandb_would_read_from_the_environment(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WANDB_PROJECT", "ours"), ("WANDB_MODE", "offline"), ("WANDB_RUN_NAME", "first")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    assert main(["validate", file]) == 0
+    assert "WANDB" not in capsys.readouterr().out  # of no concern
+    assert main(["validate", file, "--metrics.wandb", "offline"]) == 0
+    said = capsys.readouterr().out
+    assert '  WANDB_PROJECT=ours of the environment is not used; metrics.wandb_project = "titanlite" is\n' in said
+    assert '  WANDB_RUN_NAME=first of the environment is not used; job.name = "run" is\n' in said
+    assert said.count("WANDB") == 2
+    same = ["--metrics.wandb_project", "ours", "--job.name", "first"]
+    assert main(["validate", file, "--metrics.wandb", "offline", *same]) == 0
+    assert "WANDB" not in capsys.readouterr().out
+
+
 def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", file, "--data.source", "hf:allenai/c4:en"]) == 0
     out = capsys.readouterr().out

@@ -25,6 +25,7 @@ from titanlite.config.hugging_face import check_initial_load_path
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.prepare import check_inputs, whole_from_hub
@@ -138,7 +139,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
             attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
     if problems or dimensions is None or sources is None:
         raise problems.error(ConfigError)
-    hints += unaligned_vocabulary(config, dimensions) + trained_on(config, sources)
+    hints += unaligned_vocabulary(config, dimensions) + trained_on(config, sources) + unread_environment(config)
     if config.checkpoint.initial_load_path and not _resumes(config):
         hints += other_tokenizer(config, sources)
     return CheckedRun(config, dimensions, save_list, float8, origin, hints)

@@ -1,7 +1,12 @@
 """Keys and values of torchtitan's last TOML release (v0.2) that are none here, and what to write instead.
 
-Its users come with files full of these, so the error names the replacement. A section stands for all its keys.
+Its users come with files full of these, so the error names the replacement. A section stands for all its keys. What
+they set in the environment is told, too.
 """
+
+import os
+
+from titanlite.config.schema import Config
 
 _NEVER = "remove it; titanlite has no"
 
@@ -128,3 +133,20 @@ def replacement(key: str, value: object = None) -> str | None:
             return _REPLACEMENT[key]
         key = key.rpartition(".")[0]
     return None
+
+
+def unread_environment(config: Config) -> tuple[str, ...]:
+    """Name variables that torchtitan or wandb would read, where the config, which counts, says another value."""
+    says = {
+        "WANDB_PROJECT": ("metrics.wandb_project", config.metrics.wandb_project),
+        "WANDB_MODE": ("metrics.wandb", config.metrics.wandb),
+        "WANDB_NAME": ("job.name", config.job.name),
+        "WANDB_RUN_NAME": ("job.name", config.job.name),
+    }
+    if config.metrics.wandb == "off":
+        return ()
+    return tuple(
+        f'{name}={given} of the environment is not used; {key} = "{value}" is'
+        for name, (key, value) in says.items()
+        if (given := os.environ.get(name, value)) != value
+    )
