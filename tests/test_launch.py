@@ -113,6 +113,11 @@ def test_slurm(cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key: found[key] for key in wants} == wants
 
 
+def test_slurm_queues_a_preempted_job_again_and_keeps_its_log() -> None:
+    options = {line.split()[1] for line in Path(SLURM).read_text().splitlines() if line.startswith("#SBATCH")}
+    assert {"--requeue", "--open-mode=append", "--signal=USR1@600"} <= options
+
+
 def test_slurm_activates_the_environment_of_the_checkout(cluster, tmp_path: Path) -> None:
     activate = tmp_path / "submitted from" / ".venv" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
