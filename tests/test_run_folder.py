@@ -64,6 +64,7 @@ IDENTITY = [
     ("data.tokenizer", "t.json", '"t.json"', '"bytes"'),
     ("training.seq_len", 4096, "4096", "2048"),
     ("training.seed", 1, "1", "0"),
+    ("optimizer.state_dtype", "bfloat16", '"bfloat16"', '"float32"'),
 ]
 
 

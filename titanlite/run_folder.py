@@ -28,8 +28,17 @@ from titanlite.durable import write_durably
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dimensions
 
-# What makes a run this run: with another value, its checkpoints and curves would mean something else.
-_IDENTITY = ("model.", "data.source", "data.tokenizer", "training.seq_len", "training.seed", "optimizer.name")
+# What makes a run this run: with another value, its checkpoints would not load, or they and its curves would mean
+# something else.
+_IDENTITY = (
+    "model.",
+    "data.source",
+    "data.tokenizer",
+    "training.seq_len",
+    "training.seed",
+    "optimizer.name",
+    "optimizer.state_dtype",
+)
 
 
 class RunFolder:
