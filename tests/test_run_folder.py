@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import tomli_w
 
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
+from titanlite.observe.status import Status
 from titanlite.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -232,6 +234,31 @@ def test_a_lock_that_fails_otherwise_is_no_other_job(tmp_path: Path, monkeypatch
     refuse_locks(monkeypatch, errno.EIO)
     with pytest.raises(ConfigError, match=rf"job\.dump_folder = .*{os.strerror(errno.EIO)}"):
         claim(tmp_path, Config())
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "is_told"), [("running", 5, True), ("running", 300, False), ("stopped", 5, False)]
+)
+def test_a_job_at_work_is_foreseen(tmp_path: Path, state: str, age_s: float, is_told: bool) -> None:
+    folder = RunFolder(tmp_path)
+    status = Status(folder.status, step=7)
+    if state == "stopped":
+        status.stopped(7, by="SIGTERM")
+    said = json.loads(folder.status.read_text())
+    said["updated"] = (datetime.now(UTC) - timedelta(seconds=age_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    folder.status.write_text(json.dumps(said))
+    told = folder.foresee(Config())
+    assert len(told) == is_told
+    if is_told:
+        assert f"in use by another job (process {os.getpid()} on {socket.gethostname()}, at step 7 " in told[0]
+    folder.claim(Config())  # the lock decides
+    folder.release()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"updated": 1}', '{"state": "running", "updated": "2026-01-01"}'])
+def test_a_status_of_another_kind_is_no_job(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert RunFolder(tmp_path).foresee(Config()) == []
 
 
 HOLDER = """

@@ -28,6 +28,7 @@ from titanlite.durable import write_durably
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dimensions
 
+_AT_WORK_S = 60.0  # status.json is renewed every ten seconds while steps are made
 # What makes a run this run: with another value, its checkpoints would not load, or they and its curves would mean
 # something else.
 _IDENTITY = (
@@ -84,13 +85,15 @@ class RunFolder:
                 raise
 
     def foresee(self, config: Config) -> list[str]:
-        """Say what claiming the folder would say, and touch nothing; but not whether it is in use.
+        """Say what claiming the folder would say, and touch nothing.
+
+        The lock is not tried: a job that starts at that instant would find it taken.
 
         Args:
             config: the resolved config.
 
         Returns:
-            Keys that changed since the run was last started.
+            Keys that changed since the run was last started, and whether a job seems to be at work.
 
         Raises:
             ConfigError: as `claim` says.
@@ -104,7 +107,7 @@ class RunFolder:
                 number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
             if number:
                 raise OSError(number, os.strerror(number), str(self.path))
-            return self._check(config)
+            return self._check(config) + self._at_work()
 
     def record(self, config_toml: str) -> None:
         """Write `config.toml`; call once it is certain that the claimed run trains with it.
@@ -199,6 +202,18 @@ class RunFolder:
         notices = self._compare(config)
         self._check_new(config)
         return notices
+
+    def _at_work(self) -> list[str]:
+        """A line about the job that has just said in `status.json` that it is running, or none."""
+        try:
+            said = json.loads(self.status.read_text(encoding="utf-8"))
+            age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
+            if said["state"] != "running" or age_s > _AT_WORK_S:
+                return []
+            job = f"process {said['pid']} on {said['host']}, at step {said['step']} {age_s:.0f} s ago"
+        except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours
+            return []
+        return [f"{self.path} is in use by another job ({job}): a start is refused until that one ends"]
 
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""

@@ -3,7 +3,7 @@
 train.py runs the same checks before it starts. A config that passes with --world N also starts on N processes of this
 machine, except for what only torch can tell: whether torch has the single operations that a save-list names and, where
 shapes do not show it, whether they run; and the layers and parameters of your own architecture (model.file). Nor does
-it say whether another job is using the run folder, or whether the content of a checkpoint's large files is undamaged.
+it look for damage inside a checkpoint's large files, or know for certain whether another job is using the run folder.
 """
 
 import sys
