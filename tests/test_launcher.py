@@ -63,8 +63,11 @@ def test_several_processes_that_each_would_be_the_whole_run(
     monkeypatch.setenv(name, "1")  # a shell on a node, or a torchrun that is about to say more
     check_launcher()
     monkeypatch.setenv(name, "16")
-    with pytest.raises(ConfigError, match=rf"{launcher}: 1 problem\n  processes = 16\n.*want: 1 on each host"):
+    with pytest.raises(
+        ConfigError, match=rf"{launcher}: 1 problem\n  processes = 16\n.*want: 1 on each host"
+    ) as refusal:
         check_launcher()
+    assert f"for one process, unset {name}" in str(refusal.value)  # in a shell that `srun --pty` started
     for said in LAUNCHER_VARIABLES:  # it was translated
         monkeypatch.setenv(said, "1")
     check_launcher()

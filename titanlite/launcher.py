@@ -19,11 +19,12 @@ def check_launcher() -> None:
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     missing = [name for name in _SAID if name not in os.environ]
-    several = [(by, n) for by, name in _OTHER_LAUNCHERS.items() if (n := os.environ.get(name, "1")) != "1"]
+    several = [(by, name, n) for by, name in _OTHER_LAUNCHERS.items() if (n := os.environ.get(name, "1")) != "1"]
     if several and not given:
-        by, n = several[0]  # srun may say it in the words of mpiexec, too
+        by, name, n = several[0]  # srun may say it in the words of mpiexec, too
         want = f"1 on each host, which is torchrun; or {', '.join((*_SAID, 'LOCAL_RANK'))} set for each process"
-        fix = "srun --ntasks-per-node 1 torchrun ... train.py, as in scripts/launch/slurm.sbatch"
+        how = "srun --ntasks-per-node 1 torchrun ... train.py, as in scripts/launch/slurm.sbatch"
+        fix = f"{how}; for one process, unset {name}"
         raise ConfigError(describe(by, [Problem("processes", n, want, fix)]))
     if given and missing:
         want = f"set, as a launcher does, beside {' and '.join(given)}"
