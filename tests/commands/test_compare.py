@@ -102,6 +102,14 @@ def test_a_run_without_steps_beside_one_that_has_some(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split() == ["new", "0", "(running)", "-", "-", "-", "-", "-"]
 
 
+def test_a_run_that_failed_before_its_first_row_is_to_be_left_out(tmp_path):
+    make_run(tmp_path / "mine", [5.0])
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "status.json").write_text('{"state": "failed"}')
+    with pytest.raises(RunError, match=r'leave it out: nothing was logged there, and its status\.json says "failed"'):
+        run([str(tmp_path / "mine"), str(tmp_path / "early")])
+
+
 def test_every_folder_that_is_not_a_run_is_named(tmp_path):
     make_run(tmp_path / "outputs/mine", [5.0])
     (tmp_path / "empty").mkdir()
