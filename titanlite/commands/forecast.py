@@ -6,7 +6,6 @@ The formulas are those of `titanlite/parallel/memory.py` and `step_time.py`. Wha
 from dataclasses import dataclass
 
 from titanlite.commands.columns import columns
-from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.parallel.activation_bytes import block_prices, is_windowed, without_price
@@ -53,20 +52,19 @@ class Forecast:
         }
 
 
-def forecast(checked: CheckedRun, world: int, rates: Rates) -> Forecast:
+def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> Forecast:
     """Predict memory and speed of a run.
 
     Args:
-        checked: the run.
-        world: number of processes.
+        memory: of the run.
+        save_list: of the run; None: it is chosen when the run starts.
         rates: of the device.
 
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
     """
-    config, sizes = checked.config, checked.dimensions
-    memory = MemoryModel(config, sizes, checked.float8, world)
-    chosen, save_list = config.activation_checkpoint, checked.save_list
+    config, sizes = memory.config, memory.sizes
+    chosen = config.activation_checkpoint
     if memory.layout.unpriced:
         return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
     obstacle = unrated(config, sizes, memory.layout)
@@ -105,8 +103,10 @@ def forecast(checked: CheckedRun, world: int, rates: Rates) -> Forecast:
         notes.append(
             f"windowed attention was measured with {rates.window} tokens and head width 256, and is timed as that"
         )
-    if world > rates.host:
-        hosts = f"{world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
+    if memory.world > rates.host:
+        hosts = (
+            f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
+        )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
     return Forecast(rates, save_list, peak, step, time.tokens_per_second(step), tuple(notes))
 
@@ -158,12 +158,11 @@ def _device(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
     return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
 
 
-def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gib: float | None) -> None:
+def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | None) -> None:
     """Refuse a run whose predicted peak is more than a device has.
 
     Args:
-        checked: the run.
-        world: number of processes.
+        memory: of the run.
         predicted: of it.
         device_gib: GiB of the device; None: of the one that it is predicted for, if anything is.
 
@@ -179,8 +178,7 @@ def check_device(checked: CheckedRun, world: int, predicted: Forecast, device_gi
     where, saw = ("--device-gib", f"{gib:g}") if device_gib else ("--device", f"{device}, {gib:g} GiB")
     if predicted.memory.total <= usable(gib):
         return
-    model = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
-    asked = model, predicted.save_list, usable(gib)
+    asked = memory, predicted.save_list, usable(gib)
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
     least = predicted.memory.total / usable(1)
     want = f"at least {least:.1f} GiB: the predicted peak, with {MARGIN:.1%} of the device left free"

@@ -71,8 +71,8 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(_why(planned, given["--why"], arguments.file))
     else:
         sys.stdout.write(_tables(planned, device_gib))
-    if world is not None and planned.predicted is not None:
-        check_device(checked, world, planned.predicted, device_gib)
+    if planned.predicted is not None:
+        check_device(planned.memory, planned.predicted, device_gib)
     return 0
 
 
@@ -84,7 +84,7 @@ def _tables(planned: PlannedRun, device_gib: float | None) -> str:
 
         text = sharding_table(planned.sharding) + "\n"
     if planned.traffic:
-        text += collective_table(planned.traffic, planned.micro_steps)
+        text += collective_table(planned.traffic, planned.memory.micro_steps)
     text += "".join(f"{note}\n" for note in planned.notes)
     if planned.sharding is not None:
         if planned.pairs:
@@ -111,7 +111,7 @@ def _pair_rows(planned: PlannedRun) -> list[list[str]]:
 def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
     """Rows of operand, pass, module and count; layers that are alike are one."""
     rows = ((m.layer, (m.operand, m.direction), m) for m in planned.maxima)
-    return [[m.operand, m.direction, name, str(count * planned.micro_steps)] for name, count, m in alike(rows)]
+    return [[m.operand, m.direction, name, str(count * planned.memory.micro_steps)] for name, count, m in alike(rows)]
 
 
 def _why(planned: PlannedRun, tensor: str, file: str) -> str:
@@ -126,7 +126,7 @@ def _why(planned: PlannedRun, tensor: str, file: str) -> str:
 
 def _as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
     """All that is said of a run, in JSON's types."""
-    said: dict[str, Any] = {"world": world, "micro_steps": planned.micro_steps}
+    said: dict[str, Any] = {"world": world, "micro_steps": planned.memory.micro_steps}
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
         said["pairs"] = [pair._asdict() for pair in planned.pairs]

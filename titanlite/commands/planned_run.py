@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.check import sequences_per_step
+from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices, layout_of, without_price
+from titanlite.parallel.activation_bytes import block_prices, without_price
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.step_time import DEFAULT_DEVICE, measured_rates
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
@@ -25,6 +25,7 @@ class PlannedRun:
     """All that is said of one run.
 
     Attributes:
+        memory: of its ranks; of the fewest that there can be, if the number of processes is not known.
         tokens: that a step trains on; of one data-parallel rank, if the number of processes is not known.
         sharding: None without tensor parallelism.
         traffic: all collectives of a step that are known.
@@ -34,8 +35,8 @@ class PlannedRun:
         notes: what `traffic` leaves out; a line each.
     """
 
+    memory: MemoryModel
     tokens: int
-    micro_steps: int
     sharding: "PlannedLayers | None"
     traffic: Sequence[Traffic]
     pairs: "Sequence[Pair]"
@@ -56,60 +57,51 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     Raises:
         TitanliteError: there is nothing to plan, or the trainer would refuse the model.
     """
-    config, mesh = checked.config, checked.config.parallelism
-    if mesh.tensor_parallel_degree == 1 and world is None:
+    config, mesh, t = checked.config, checked.config.parallelism, checked.config.parallelism.tensor_parallel_degree
+    if t == 1 and world is None:
         want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
         price = "--activation-checkpoint for what the save-list costs"
         fix = f"--world 2, or --parallelism.tensor_parallel_degree 2, or {price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     check_with_torch(checked)
-    ranks = 1 if mesh.data_parallel_shard_degree == -1 else mesh.data_parallel_shard_degree
-    ranks *= mesh.data_parallel_replicate_degree
-    if world:
-        ranks = world // mesh.tensor_parallel_degree
-    sequences = sequences_per_step(config, world) or config.training.local_batch_size
-    micro_steps = max(1, sequences // (config.training.local_batch_size * ranks))
-    tokens = sequences * config.training.seq_len
-    shards = max(1, ranks // mesh.data_parallel_replicate_degree)
-    predicted = forecast(checked, world, measured_rates(device)) if world else None
-    if mesh.tensor_parallel_degree == 1:
-        traffic, notes = _traffic(checked, world)
-        return PlannedRun(tokens, micro_steps, None, traffic, (), (), predicted, notes)
+    fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
+    memory = MemoryModel(config, checked.dimensions, checked.float8, world or fewest)
+    each, shards = memory.layout.tokens, memory.shards
+    tokens = each * memory.micro_steps * memory.replicas * shards
+    predicted = forecast(memory, checked.save_list, measured_rates(device)) if world else None
+    if t == 1:
+        traffic, notes = _traffic(memory, world)
+        return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes)
     import torch
 
     from titanlite.commands.fused_pairs import fused_pairs
     from titanlite.commands.one_rank import as_a_rank_has_it, gathered_in_float8
     from titanlite.commands.sharding_table import sharding_plan, token_traffic, whole_gradients
 
-    each, dtype = config.training.local_batch_size * config.training.seq_len, config.training.mixed_precision_param
-    sharding = sharding_plan(checked)
+    sharding, dtype = sharding_plan(checked), getattr(torch, config.training.mixed_precision_param)
     with as_a_rank_has_it(checked, sharding.layers, shards) as (model, maxima):
-        pairs = fused_pairs(model, each, getattr(torch, dtype)) if mesh.async_tensor_parallel else ()
+        pairs = fused_pairs(model, each, dtype) if mesh.async_tensor_parallel else ()
         in_float8 = gathered_in_float8(model)
-    repeated, unknown = _repeated(checked, predicted)
-    of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, micro_steps)
-    of_tokens.append(of_loss(each, mesh.tensor_parallel_degree, micro_steps))
-    others, notes = _traffic(checked, world, -(-whole_gradients(sharding) // shards))
+    repeated, unknown = _repeated(memory, checked.save_list or (predicted and predicted.save_list))
+    of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps)
+    of_tokens.append(of_loss(each, t, memory.micro_steps))
+    others, notes = _traffic(memory, world, -(-whole_gradients(sharding) // shards))
     notes = (*unknown, *notes)
-    return PlannedRun(tokens, micro_steps, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
+    return PlannedRun(memory, tokens, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
 
 
 def _traffic(
-    checked: CheckedRun, world: int | None, replicated: int = 0
+    memory: MemoryModel, world: int | None, replicated: int = 0
 ) -> tuple[tuple[Traffic, ...], tuple[str, ...]]:
     """The collectives of a step but for those of tokens, and what is not known of them.
 
-    Args:
-        checked: the run.
-        world: number of processes.
-        replicated: elements of gradients that the ranks of a tensor-parallel group add up.
+    `replicated` elements of gradients are added up by the ranks of a tensor-parallel group.
     """
-    t = checked.config.parallelism.tensor_parallel_degree
+    t = memory.layout.tensor_parallel
     if world is None:
         return tuple(of_update(replicated, t, 1)), (
             "--world N adds the collectives of data-parallel ranks and the reductions over all ranks",
         )
-    memory = MemoryModel(checked.config, checked.dimensions, checked.float8, world)
     if memory.layout.unpriced and world > t:
         return tuple(of_update(replicated, t, world)), (
             f"the collectives of FSDP are not listed: {in_a_line(memory.layout.unpriced)}",
@@ -117,17 +109,14 @@ def _traffic(
     return (*of_weights(memory), *of_update(replicated, t, world)), ()
 
 
-def _repeated(checked: CheckedRun, predicted: Forecast | None) -> tuple[list[set[tuple[str, str]]], tuple[str, ...]]:
+def _repeated(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[set[tuple[str, str]]], tuple[str, ...]]:
     """What backward of each block communicates again, and why that is not known."""
-    config, sizes = checked.config, checked.dimensions
-    save_list = checked.save_list or (predicted.save_list if predicted else None)
-    layout = layout_of(config, sizes, checked.float8)
-    if layout.unpriced is not None:
-        why = in_a_line(layout.unpriced)
+    if memory.layout.unpriced is not None:
+        why = in_a_line(memory.layout.unpriced)
     elif save_list is None:
         why = "the save-list is chosen when the run starts"
     elif unpriced := without_price(save_list):
-        why = f"save-list {config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
+        why = f"save-list {memory.config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
     else:
-        return [again(block) for block in block_prices(sizes, layout, save_list)], ()
+        return [again(block) for block in block_prices(memory.sizes, memory.layout, save_list)], ()
     return [], (f"collectives that backward repeats are not listed: {why}",)
