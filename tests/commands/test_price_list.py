@@ -42,12 +42,12 @@ def layout_of(run: CheckedRun) -> Layout:
 def totals_of(run: CheckedRun, name: str | None = None) -> Totals:
     save_list = run.save_list if name is None else load("activation_checkpoint", name)
     assert save_list is not None
-    return totals(run.dimensions, layout_of(run), save_list)
+    return totals(layout_of(run), save_list)
 
 
 def prices(run: CheckedRun) -> list[RulePrice]:
     assert run.save_list is not None
-    return rule_prices(run.dimensions, layout_of(run), run.save_list)
+    return rule_prices(layout_of(run), run.save_list)
 
 
 def said(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
@@ -91,7 +91,7 @@ def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
     for degree in ("1", "2", "4"):
         run = checked("--parallelism.tensor_parallel_degree", degree)
         sizes, layout = run.dimensions, layout_of(run)
-        dear = [a for a in activations(sizes, layout) if "mm" in a.op or "attention" in a.op]
+        dear = [a for a in activations(layout) if "mm" in a.op or "attention" in a.op]
         with torch.device("meta"):
             flops = flops_per_token(Llama3(sizes, 8), sizes, layout.seq_len)
         step = (flops - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
@@ -106,9 +106,7 @@ def test_other_architectures_have_one(name: str) -> None:
     sizes, layout = run.dimensions, layout_of(run)
     kept = sum(p.held * p.blocks for p in prices(run))
     assert totals_of(run).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
-    dear = [
-        a for window in sizes.windows for a in activations(sizes, layout, window) if "mm" in a.op or "attention" in a.op
-    ]
+    dear = [a for window in sizes.windows for a in activations(layout, window) if "mm" in a.op or "attention" in a.op]
     with torch.device("meta"):
         model = model_class(Model(name=name))(sizes, 256)  # type: ignore[arg-type]
     step = (flops_per_token(model, sizes, 256) - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
@@ -208,7 +206,7 @@ def test_what_is_not_known_of_blocks_has_no_price(tmp_path: Path, capsys: pytest
 def test_all_that_has_no_price_is_said_at_once() -> None:
     run = checked()
     with pytest.raises(RecipeError) as caught:
-        totals(run.dimensions, layout_of(run), SaveList("", "save", (SaveRule("matmul", "save", module=("w9",)),)))
+        totals(layout_of(run), SaveList("", "save", (SaveRule("matmul", "save", module=("w9",)),)))
     for part in ("2 problems", 'fix:  default = "recompute"', 'rules[0].module = "w9"'):
         assert part in str(caught.value)
 

@@ -21,7 +21,7 @@ from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.models.find import model_class
 from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_bytes import Layout, block_input, held_without_checkpointing, price
+from titanlite.parallel.activation_bytes import Layout, held_without_checkpointing, price
 from titanlite.parallel.save_rules import CLASSES, FUSED
 
 # Every width differs from every other, so that no formula is right by accident; M = 96.
@@ -37,15 +37,15 @@ MODES = ["eager", "compiled"]
 FEW = ["none", "every_second_matmul"]
 
 
-def predicted(save_list: SaveList, layout: Layout, sizes: ModelRecipe = SIZES) -> Held:
+def predicted(save_list: SaveList, layout: Layout) -> Held:
     """Bytes and matmuls of the first block by the price list; 8 matmuls are backward's own."""
-    (window,) = sizes.windows
+    (window,) = layout.sizes.windows
     if save_list.default == "save":
-        return Held(held_without_checkpointing(sizes, layout), 8)
-    active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(sizes.n_layers))
-    priced = price(sizes, layout, save_list, active, window)
+        return Held(held_without_checkpointing(layout), 8)
+    active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(1))
+    priced = price(layout, save_list, active, window)
     again = sum(p.again and p.activation.op in (*CLASSES["matmul"], *FUSED) for p in priced)
-    return Held(block_input(sizes, layout) + sum(p.held for p in priced), 8 + again)
+    return Held(layout.block_input + sum(p.held for p in priced), 8 + again)
 
 
 def measured(
@@ -65,6 +65,7 @@ def measured(
     model = build(sizes, S, save_list, float8, dtype, tokens, fused, model_class(Model(name=architecture)))  # type: ignore[arg-type]
     found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, sizes.dim, dtype))
     layout = Layout(
+        sizes=sizes,
         tokens=tokens,
         seq_len=S,
         tensor_parallel=world,
@@ -75,7 +76,7 @@ def measured(
         converted=block.layers if float8 else (),
         block=block,
     )
-    return found, predicted(save_list, layout, sizes)
+    return found, predicted(save_list, layout)
 
 
 def check(what: object, found: Held, expected: Held) -> None:

@@ -179,7 +179,7 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
         use = apply_activation_checkpoint(model_class(config.model)(sizes, S), shipped)
     assert use.blocks == (0 if name == "none" else 6)
     of_llama = layout_of(replace(config, model=Model()), sizes, None)
-    kept = [[p.matches for p in rule_prices(sizes, of, shipped) if p.rule.op == "matmul"] for of in (layout, of_llama)]
+    kept = [[p.matches for p in rule_prices(of, shipped) if p.rule.op == "matmul"] for of in (layout, of_llama)]
     assert kept[0] == kept[1]
 
 

@@ -37,28 +37,24 @@ def times_of(model: MemoryModel) -> Times:
     seconds = {
         a: a.flops / 7e14 + a.moved / 2e12
         for window in set(model.sizes.windows)
-        for listed in dear(*_of(model), window).values()
+        for listed in dear(model.layout, window).values()
         for a in listed
     }
     return Times(seconds, 6e-4)
 
 
-def _of(model: MemoryModel):
-    return model.sizes, model.layout
-
-
 def every_selection(model: MemoryModel, times: Times) -> list[list[tuple[BlockPrice, float]]]:
     """Price and seconds of each block, of every set of rules that can be, the whole block too."""
-    rules = list(dear(*_of(model), 0))
+    rules = list(dear(model.layout, 0))
     found = []
     for subset in chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1)):
         try:
-            blocks = block_prices(*_of(model), SaveList("", "recompute", subset))
+            blocks = block_prices(model.layout, SaveList("", "recompute", subset))
         except RecipeError:
             continue
         again = [sum(times.activations.get(a, 0) for a in block.again) for block in blocks]
         found.append([(block, seconds + times.elementwise) for block, seconds in zip(blocks, again, strict=True)])
-    return [*found, [(block, 0.0) for block in block_prices(*_of(model), SaveList("", "save"))]]
+    return [*found, [(block, 0.0) for block in block_prices(model.layout, SaveList("", "save"))]]
 
 
 WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug", "--model.dim", "1024")
@@ -85,8 +81,8 @@ def test_no_list_of_two_kinds_of_blocks_is_faster(flags: tuple[str, ...], share:
 
 def budget_within(model: MemoryModel, share: float) -> float:
     """GiB between the least (0) and the most (1) that a list can hold."""
-    least = model.peak(block_prices(*_of(model), SaveList("", "recompute"))).total
-    most = model.peak(block_prices(*_of(model), SaveList("", "save"))).total
+    least = model.peak(block_prices(model.layout, SaveList("", "recompute"))).total
+    most = model.peak(block_prices(model.layout, SaveList("", "save"))).total
     return (least + (most - least) * share + 1) / GIB / (1 - MARGIN)  # a byte more, for rounding
 
 
@@ -98,7 +94,7 @@ def test_a_larger_budget_is_never_slower_and_always_kept(flags: tuple[str, ...])
     choices = [choose(model, times, budget) for budget in budgets]
     assert all(choice.peak <= usable(budget) for choice, budget in zip(choices, budgets, strict=True))
     assert all(one.seconds > other.seconds for one, other in pairwise(choices))
-    least = model.peak(block_prices(*_of(model), SaveList("", "recompute", ()))).total
+    least = model.peak(block_prices(model.layout, SaveList("", "recompute", ()))).total
     assert choices[0].peak == least  # what the last blocks keep may cost nothing, where the peak is not in the loss
     assert [rule.op for rule in choices[-1].save_list.rules] == [BLOCK]
     assert choices[-1].seconds == 0
@@ -114,7 +110,7 @@ def test_the_list_is_an_ordinary_one(flags: tuple[str, ...], tmp_path: Path) -> 
         path.write_text(to_toml(choice.save_list))
         loaded = recipes.load("activation_checkpoint", str(path))
         assert loaded == choice.save_list
-        assert model.peak(block_prices(*_of(model), loaded)).total == choice.peak
+        assert model.peak(block_prices(model.layout, loaded)).total == choice.peak
         assert all(rule.op in in_words(choice) for rule in loaded.rules)
         with torch.device("meta"):
             llama = Llama3(replace(model.sizes, n_layers=1), 1)

@@ -63,7 +63,7 @@ def peak(model: str, world: int, name: str, *flags: str) -> Memory:
     run = checked(model, world, name, *flags)
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dimensions, run.float8, world)
-    return memory.peak(block_prices(run.dimensions, memory.layout, run.save_list))
+    return memory.peak(block_prices(memory.layout, run.save_list))
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
@@ -206,7 +206,7 @@ def test_whole_blocks_are_priced_as_a_list_that_saves_everything() -> None:
     memory = MemoryModel(run.config, run.dimensions, run.float8, 4)
     whole = SaveList("", "recompute", (SaveRule("block", "save"),))
     everything = recipes.load("activation_checkpoint", "none")
-    assert block_prices(run.dimensions, memory.layout, whole) == block_prices(run.dimensions, memory.layout, everything)
+    assert block_prices(memory.layout, whole) == block_prices(memory.layout, everything)
 
 
 @pytest.mark.parametrize(

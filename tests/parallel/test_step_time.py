@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
-from titanlite.parallel.activation_bytes import block_prices, layout_of
+from titanlite.parallel.activation_bytes import block_prices
 from titanlite.parallel.choose_save_list import choose
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.step_time import DEFAULT_DEVICE, DEVICES, StepTime, StepTimeModel, measured_rates, unrated
@@ -64,7 +64,7 @@ def model(
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dimensions, run.float8, world)
     predicted = StepTimeModel(memory, measured_rates(device))
-    return predicted, predicted.step(block_prices(run.dimensions, memory.layout, run.save_list))
+    return predicted, predicted.step(block_prices(memory.layout, run.save_list))
 
 
 @pytest.mark.parametrize("case", MEASURED, ids=str)
@@ -97,7 +97,7 @@ def test_lists_that_auto_would_choose(budget_gib: float, measured: int) -> None:
     """As fast as those that it did choose, by times of its own (docs/performance.md); both are within 1.5 %."""
     predicted, _ = model("8b", 4, "none")
     choice = choose(predicted.memory, predicted.times(), budget_gib)
-    step = predicted.step(block_prices(predicted.memory.sizes, predicted.layout, choice.save_list))
+    step = predicted.step(block_prices(predicted.layout, choice.save_list))
     assert predicted.tokens_per_second(step) == pytest.approx(measured, rel=0.03)
     assert step.recomputation == pytest.approx(1e3 * choice.seconds)
 
@@ -224,7 +224,7 @@ def test_more_kept_is_less_computed_again() -> None:
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(run.config, run.dimensions, layout_of(run.config, run.dimensions, run.float8))
+    problem = unrated(MemoryModel(run.config, run.dimensions, run.float8, 4))
     assert problem is not None
     assert problem.where == where
 
@@ -235,7 +235,7 @@ def test_reductions_of_one_number_have_no_rates(ranks: int, tmp_path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
     flags = [FLOAT8, str(tmp_path / "mine.toml"), TP, str(ranks)]
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(run.config, run.dimensions, layout_of(run.config, run.dimensions, run.float8))
+    problem = unrated(MemoryModel(run.config, run.dimensions, run.float8, 4))
     assert (problem is None) == (ranks == 1)
     assert problem is None or "reduce_amax" in problem.want
 

@@ -28,7 +28,8 @@ SIZES = ModelRecipe("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_e
 
 
 def layout(**options: object) -> Layout:
-    return Layout(**{"tokens": 128, "seq_len": 64, "itemsize": 4, "compiled": False, **options})  # type: ignore[arg-type]
+    common = {"sizes": SIZES, "tokens": 128, "seq_len": 64, "itemsize": 4, "compiled": False}
+    return Layout(**{**common, **options})  # type: ignore[arg-type]
 
 
 def meta_model(sizes: ModelRecipe = SIZES) -> Llama3:
@@ -36,8 +37,8 @@ def meta_model(sizes: ModelRecipe = SIZES) -> Llama3:
         return Llama3(sizes, 64)
 
 
-def check(times: Times, of: Layout, sizes: ModelRecipe = SIZES) -> None:
-    listed = [dear(sizes, of, window) for window in sizes.windows]
+def check(times: Times, of: Layout) -> None:
+    listed = [dear(of, window) for window in of.sizes.windows]
     assert set(times.activations) == {a for rules in listed for rule in rules.values() for a in rule}
     assert all(0 < seconds < 1 for seconds in (*times.activations.values(), times.elementwise))
 
@@ -56,7 +57,7 @@ def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int
         of = layout(itemsize=itemsize, float8=recipe, converted=LAYERS)
     before = dict(model.layers[0].named_parameters())
     others = parameters_on_cpus()  # that earlier tests have left; held, so that their ids stay theirs
-    check(time_block(model.layers[0], SIZES, of, CPU), of)  # type: ignore[arg-type]
+    check(time_block(model.layers[0], of, CPU), of)  # type: ignore[arg-type]
     assert dict(model.layers[0].named_parameters()) == before
     gc.collect()
     assert {id(p) for p in parameters_on_cpus()} <= {id(p) for p in others}
@@ -67,8 +68,8 @@ def test_other_architectures(name: str) -> None:
     sizes = recipes.load("model", f"{name}-debug")
     with torch.device("meta"):
         model = model_class(Model(name=name))(sizes, 64)  # type: ignore[arg-type]
-    of = layout(block=ARCHITECTURES[name].block)
-    check(time_block(model.layers[0], sizes, of, CPU), of, sizes)
+    of = layout(sizes=sizes, block=ARCHITECTURES[name].block)
+    check(time_block(model.layers[0], of, CPU), of)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -78,7 +79,7 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, 2, dist.get_rank())
         apply_tensor_parallel(model, plan_layers(model, 128, 2), mesh, group, asynchronous=fused)
-        check(time_block(model.layers[0], SIZES, of, CPU), of)  # type: ignore[arg-type]
+        check(time_block(model.layers[0], of, CPU), of)  # type: ignore[arg-type]
 
     run_ranks(body, tmp_path)
 
@@ -88,7 +89,7 @@ def test_a_wider_matmul_takes_longer() -> None:
     wide = ModelRecipe("", 1, 128, 4, 2, 64 * 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
     def of_w13(sizes: ModelRecipe) -> float:
-        times = time_block(meta_model(sizes).layers[0], sizes, layout(), CPU).activations
+        times = time_block(meta_model(sizes).layers[0], layout(sizes=sizes), CPU).activations
         return next(seconds for a, seconds in times.items() if (a.op, a.layer) == ("aten.mm.default", LAYERS[2]))
 
     narrow_s, wide_s = of_w13(SIZES), of_w13(wide)

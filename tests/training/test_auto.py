@@ -56,8 +56,8 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
     def plant() -> None:
         choose, time_block = build.choose, build.time_block
 
-        def time_differently(block, sizes, layout, device):
-            times = time_block(block, sizes, layout, device)
+        def time_differently(block, layout, device):
+            times = time_block(block, layout, device)
             rank = torch.distributed.get_rank()
             slow = {part: 1.0 if "w13" in part.layer and rank else 1e-9 for part in times.activations}
             return Times(slow, 1e-9)
@@ -81,8 +81,8 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
 
 def least(memory) -> float:
     """A little more than what the run holds if it keeps nothing, so that only a part can be kept."""
-    some = memory.peak(block_prices(memory.sizes, memory.layout, LEAST)).total
-    whole = memory.peak(block_prices(memory.sizes, memory.layout, recipes.load("activation_checkpoint", "none"))).total
+    some = memory.peak(block_prices(memory.layout, LEAST)).total
+    whole = memory.peak(block_prices(memory.layout, recipes.load("activation_checkpoint", "none"))).total
     return (some + (whole - some) * 0.5) / usable(1)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titanlite.commands.columns import columns
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices, is_windowed, without_price
+from titanlite.parallel.activation_bytes import block_prices, without_price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
@@ -67,7 +67,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     chosen = config.activation_checkpoint
     if memory.layout.unpriced:
         return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
-    obstacle = unrated(config, sizes, memory.layout)
+    obstacle = unrated(memory)
     time = None if obstacle else StepTimeModel(memory, rates)
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
@@ -82,7 +82,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     if why := without_price(save_list):
         note = f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}"
         return Forecast(rates, save_list, notes=(note,))
-    blocks = block_prices(sizes, memory.layout, save_list)
+    blocks = block_prices(memory.layout, save_list)
     peak = memory.peak(blocks)
     if peak.gradients_in_place:
         notes.append("the peak has no gradients of blocks: they take the memory of activations as those are freed")
@@ -98,7 +98,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
         measured = ", ".join(map(str, rates.attention))
         wider = f"is timed as the next wider one measured, or else the widest (measured: {measured})"
         notes.append(f"attention with head width {sizes.head_width} {wider}")
-    windows = {window for window in sizes.windows if is_windowed(memory.layout, window)}
+    windows = {window for window in sizes.windows if memory.layout.is_windowed(window)}
     if windows - {rates.window}:
         notes.append(
             f"windowed attention was measured with {rates.window} tokens and head width 256, and is timed as that"

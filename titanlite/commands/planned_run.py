@@ -118,5 +118,5 @@ def _repeated(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[set
     elif unpriced := without_price(save_list):
         why = f"save-list {memory.config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
     else:
-        return [again(block) for block in block_prices(memory.sizes, memory.layout, save_list)], ()
+        return [again(block) for block in block_prices(memory.layout, save_list)], ()
     return [], (f"collectives that backward repeats are not listed: {why}",)

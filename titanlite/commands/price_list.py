@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from titanlite import recipes
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
-from titanlite.config.recipe_schema import ModelRecipe, SaveList
+from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
-from titanlite.parallel.activation_bytes import Layout, block_input, block_prices, layout_of
+from titanlite.parallel.activation_bytes import Layout, block_prices, layout_of
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, rule_in_words
@@ -30,18 +30,17 @@ class Totals:
     moved: int
 
 
-def totals(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> Totals:
+def totals(layout: Layout, save_list: SaveList) -> Totals:
     """Add up all blocks of a model.
 
     Args:
-        sizes: the model's dimensions.
         layout: of a rank.
         save_list: what blocks keep.
 
     Raises:
         RecipeError: the list keeps what it does not name, or attention without its q, k and v.
     """
-    blocks = block_prices(sizes, layout, save_list)
+    blocks = block_prices(layout, save_list)
     again = [activation for block in blocks for activation in block.again]
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
@@ -68,7 +67,7 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
             f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {sizes.n_layers} layers, "
             f"{layout.tokens:,} tokens a micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
-            *(_of_rules(sizes, layout, save_list) if save_list else [_chosen_later(checked)]),
+            *(_of_rules(layout, save_list) if save_list else [_chosen_later(checked)]),
             "\nall layers, on one rank: what is kept, and what is recomputed in a micro-step:\n",
             _of_all_lists(checked, layout, world),
         ]
@@ -80,15 +79,15 @@ def _chosen_later(checked: CheckedRun) -> str:
     return f": chosen when the run starts, as the fastest whose peak is at most {budget:g} GiB\n"
 
 
-def _of_rules(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[str]:
+def _of_rules(layout: Layout, save_list: SaveList) -> list[str]:
     """The table of the rules of a run's save-list, with what introduces it."""
-    block_prices(sizes, layout, save_list)  # a list without a price is refused before anything is printed
-    prices, n_layers = rule_prices(sizes, layout, save_list), sizes.n_layers
+    block_prices(layout, save_list)  # a list without a price is refused before anything is printed
+    prices, n_layers = rule_prices(layout, save_list), layout.sizes.n_layers
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer: what is kept, and what recomputing it would cost:\n"
     if not save_list.rules and save_list.default == "save":
         return [introduction, "  no rules: everything is kept\n"]
-    size = f"{block_input(sizes, layout) / _MIB:,.1f}"
+    size = f"{layout.block_input / _MIB:,.1f}"
     rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
     return [introduction, columns(("rule", "layers", "MiB", "GFLOP", "MiB moved"), *rows)]
 
@@ -102,7 +101,7 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
         try:
             save_list = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
-            sums = totals(sizes, layout, save_list)
+            sums = totals(layout, save_list)
         except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
             rows.append((name, "no price", "", "", *([""] if model else [])))
             continue

@@ -63,6 +63,7 @@ class Layout:
     """How one rank runs a model.
 
     Attributes:
+        sizes: the model's dimensions.
         tokens: M, of a micro-step of this data-parallel rank.
         seq_len: S.
         tensor_parallel: t.
@@ -75,6 +76,7 @@ class Layout:
         unpriced: why blocks have no price, or None: `block` is not theirs, or they do not compute alike.
     """
 
+    sizes: ModelRecipe
     tokens: int
     seq_len: int
     tensor_parallel: int = 1
@@ -85,6 +87,15 @@ class Layout:
     converted: tuple[str, ...] = ()
     block: Block = field(default_factory=Block)
     unpriced: Problem | None = None
+
+    @property
+    def block_input(self) -> int:
+        """Bytes of the residual stream, [M/t, D], which every checkpointed block keeps."""
+        return self.itemsize * self.tokens // self.tensor_parallel * self.sizes.dim
+
+    def is_windowed(self, window: int) -> bool:
+        """Whether attention is to a window that is shorter than the sequence."""
+        return 0 < window < self.seq_len
 
     def is_float8(self, layer: str) -> bool:
         """Whether the output of a layer is a product in float8."""
@@ -164,6 +175,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
     if float8 and left_alone(HEAD, head, tokens, float8, filtered) is None:
         converted += (HEAD,)
     return Layout(
+        sizes=sizes,
         tokens=tokens,
         seq_len=config.training.seq_len,
         tensor_parallel=t,
@@ -230,22 +242,21 @@ class BlockPrice:
     again: tuple[Activation, ...]
 
 
-def activations(sizes: ModelRecipe, layout: Layout, window: int = 0) -> list[Activation]:
+def activations(layout: Layout, window: int = 0) -> list[Activation]:
     """List what a block computes besides elementwise results, in the order in which it runs.
 
     Args:
-        sizes: the model's dimensions.
-        layout: the rank's.
+        layout: of a rank.
         window: tokens that its attention sees; 0: all.
     """
-    M, t, D = layout.tokens, layout.tensor_parallel, sizes.dim
+    sizes, M, t, D = layout.sizes, layout.tokens, layout.tensor_parallel, layout.sizes.dim
     H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
     block, (wqkv, wo, w13, w2) = layout.block, layout.block.layers
     # What runs behind a layer's matmul and is not the layer's own prepares the next, and behind the last the first.
     post_norms = [_norm(layer, M // t, D, layout) if block.post_norms else [] for layer in (w13, wqkv)]
     return [
         *_column_parallel(wqkv, D, (H + 2 * K) * E, layout),
-        _attention(sizes, layout, window),
+        _attention(layout, window),
         *_row_parallel(wo, H * E, D, layout),
         *post_norms[0],
         *_column_parallel(w13, D, block.gate_width * F, layout),
@@ -254,28 +265,17 @@ def activations(sizes: ModelRecipe, layout: Layout, window: int = 0) -> list[Act
     ]
 
 
-def is_windowed(layout: Layout, window: int) -> bool:
-    """Whether attention is to a window that is shorter than the sequence."""
-    return 0 < window < layout.seq_len
-
-
-def _attention(sizes: ModelRecipe, layout: Layout, window: int) -> Activation:
+def _attention(layout: Layout, window: int) -> Activation:
     """What attention keeps is its output and its softmax statistics; both of its products are computed again."""
-    M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
+    sizes, M, t, e = layout.sizes, layout.tokens, layout.tensor_parallel, layout.itemsize
     H, KE, HE = sizes.n_heads, sizes.n_kv_heads * sizes.head_width, sizes.n_heads * sizes.head_width
     size = M * (e * HE + 4 * H) // t
     moved = size + e * M * (HE + 2 * KE) // t
     flops = 2 * M * HE * twice_attended(window, layout.seq_len) // t
-    return Activation(_WINDOW if is_windowed(layout, window) else _ATTENTION, "", size, flops, moved)
-
-
-def block_input(sizes: ModelRecipe, layout: Layout) -> int:
-    """Bytes of the residual stream, [M/t, D], which every checkpointed block keeps."""
-    return layout.itemsize * layout.tokens // layout.tensor_parallel * sizes.dim
+    return Activation(_WINDOW if layout.is_windowed(window) else _ATTENTION, "", size, flops, moved)
 
 
 def price(
-    sizes: ModelRecipe,
     layout: Layout,
     save_list: SaveList,
     active: frozenset[int],
@@ -285,8 +285,7 @@ def price(
     """Apply a save-list to one block.
 
     Args:
-        sizes: the model's dimensions.
-        layout: the rank's.
+        layout: of a rank.
         save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
         active: numbers of the rules that are for this block.
         window: tokens that its attention sees; 0: all.
@@ -296,7 +295,7 @@ def price(
         RecipeError: attention is kept without the matmuls that its q, k and v come from.
     """
     kernel = kernel or kernels(save_list)[0]
-    rules, listed = BlockRules(save_list, active, layout.block.layers), activations(sizes, layout, window)
+    rules, listed = BlockRules(save_list, active, layout.block.layers), activations(layout, window)
     decided = [(a, rules.decide(kernel if a.op == _ATTENTION else a.op, to_float8=a.op == _CAST)) for a in listed]
     kept = {(a.op, a.layer) for a, decision in decided if decision.action == "save"}
     priced: list[Priced] = []
@@ -331,12 +330,11 @@ def without_price(save_list: SaveList) -> list[Problem]:
     return problems
 
 
-def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[BlockPrice]:
+def block_prices(layout: Layout, save_list: SaveList) -> list[BlockPrice]:
     """Price each block of a model under a save-list.
 
     Args:
-        sizes: the model's dimensions.
-        layout: the rank's.
+        layout: of a rank.
         save_list: the list.
 
     Returns:
@@ -355,41 +353,38 @@ def block_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> lis
     problems.raise_all(RecipeError)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []
-    for active, window in zip(save_list.active(sizes.n_layers), sizes.windows, strict=True):
+    for active, window in zip(save_list.active(layout.sizes.n_layers), layout.sizes.windows, strict=True):
         if (active, window) not in priced:
-            priced[active, window] = _block_price(sizes, layout, save_list, active, window)
+            priced[active, window] = _block_price(layout, save_list, active, window)
         out.append(priced[active, window])
     return out
 
 
-def _block_price(
-    sizes: ModelRecipe, layout: Layout, save_list: SaveList, active: frozenset[int], window: int
-) -> BlockPrice:
+def _block_price(layout: Layout, save_list: SaveList, active: frozenset[int], window: int) -> BlockPrice:
     if is_whole(save_list, active):
-        return BlockPrice(True, held_without_checkpointing(sizes, layout), ())
-    parts = price(sizes, layout, save_list, active, window)
-    held = block_input(sizes, layout) + sum(p.held for p in parts)
+        return BlockPrice(True, held_without_checkpointing(layout), ())
+    parts = price(layout, save_list, active, window)
+    held = layout.block_input + sum(p.held for p in parts)
     return BlockPrice(False, held, tuple(p.activation for p in parts if p.again))
 
 
-def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
+def held_without_checkpointing(layout: Layout) -> int:
     """Bytes that a block without rules holds for backward, its input included where it is kept.
 
     Eager mode holds what the gradient of each operation uses; the compiler computes elementwise results again.
 
     Args:
-        sizes: the model's dimensions.
-        layout: the rank's.
+        layout: of a rank.
     """
-    M, t, e, D, F = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.dim, sizes.ffn_dim
-    block, rows, HE = layout.block, M // t, sizes.n_heads * sizes.head_width
-    attention = _attention_inside(sizes, layout) + _attention(sizes, layout, 0).bytes
+    sizes, M, t, e = layout.sizes, layout.tokens, layout.tensor_parallel, layout.itemsize
+    D, F, HE, block, rows = sizes.dim, sizes.ffn_dim, sizes.n_heads * sizes.head_width, layout.block, M // t
+    attention = _attention_inside(layout) + _attention(layout, 0).bytes
     gate = e * M * block.gate_width * F // t  # its input
     inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, HE // t, D, F // t), strict=True))
     root_mean_squares = 4 * block.norms * rows
     if layout.compiled:
         # The stream, and what each sublayer adds to it where backward has a use for that.
-        streams = block_input(sizes, layout) * (3 if block.post_norms else 2)
+        streams = layout.block_input * (3 if block.post_norms else 2)
         means = 4 * block.norms * rows if block.layer_norms else 0
         return streams + root_mean_squares + means + attention + gate + inputs
     norms = root_mean_squares + 2 * 4 * block.norms * rows * D
@@ -398,9 +393,9 @@ def held_without_checkpointing(sizes: ModelRecipe, layout: Layout) -> int:
     return norms + attention + gate + inputs
 
 
-def _attention_inside(sizes: ModelRecipe, layout: Layout) -> int:
+def _attention_inside(layout: Layout) -> int:
     """Bytes of attention's operands, and of the output of `wqkv` behind them, that a block without rules holds."""
-    M, t, e = layout.tokens, layout.tensor_parallel, layout.itemsize
+    sizes, M, t, e = layout.sizes, layout.tokens, layout.tensor_parallel, layout.itemsize
     H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
     # v is a part of that output, and q and k once rotated are not.
     return e * M * (H + 2 * K) * E // t + (e * M * (H + K) * E // t if layout.block.is_rotary else 0)

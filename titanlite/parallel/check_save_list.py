@@ -38,7 +38,7 @@ def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, str
             want = f"some of the model's {sizes.n_layers} blocks"
             problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule, or set optional = true")
     problems.raise_all(RecipeError)
-    matched = _matched(save_list, sizes, layout)
+    matched = _matched(save_list, layout)
     for i, rule in enumerate(save_list.rules):
         is_known = rule.op in (BLOCK, *CLASSES) or (rule.op in OPERATIONS and layout.float8 is None)
         if strict and is_known and not rule.optional and i not in matched:
@@ -47,14 +47,14 @@ def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, str
     problems.raise_all(RecipeError)
 
 
-def _matched(save_list: SaveList, sizes: ModelRecipe, layout: Layout) -> set[int]:
+def _matched(save_list: SaveList, layout: Layout) -> set[int]:
     """Rules that match something, with one kernel of attention or another."""
-    found: set[int] = set()
+    found, sizes = set[int](), layout.sizes
     for active, window in dict.fromkeys(zip(save_list.active(sizes.n_layers), sizes.windows, strict=True)):
         if is_whole(save_list, active):
             found |= {i for i in active if save_list.rules[i].op == BLOCK}
             continue
         for kernel in kernels(save_list):
-            for priced in price(sizes, layout, save_list, active, window, kernel):
+            for priced in price(layout, save_list, active, window, kernel):
                 found |= {*priced.decision.rules}
     return found

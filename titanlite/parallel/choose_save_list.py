@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
-from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
 from titanlite.parallel.activation_bytes import Activation, BlockPrice, Layout, activations, block_prices
 from titanlite.parallel.memory import GIB, MemoryModel, usable
@@ -72,18 +72,17 @@ class _Selection:
         return all(block.held >= less.held and seconds >= faster for block, seconds, less, faster in of_both)
 
 
-def dear(sizes: ModelRecipe, layout: Layout, window: int) -> dict[SaveRule, list[Activation]]:
+def dear(layout: Layout, window: int) -> dict[SaveRule, list[Activation]]:
     """List what of a block may be worth keeping, by the rule that keeps it.
 
     Statistics and casts are not: computing them again is part of the elementwise work, or of their matmul.
 
     Args:
-        sizes: the model's dimensions.
-        layout: the rank's.
+        layout: of a rank.
         window: tokens that the block's attention sees; 0: all.
     """
     found: dict[SaveRule, list[Activation]] = {}
-    for activation in activations(sizes, layout, window):
+    for activation in activations(layout, window):
         # What is two in one is kept as a matmul: attention must have its q, k and v by a rule that says so.
         name = "matmul" if activation.op in FUSED else CLASS_OF[activation.op]
         if name in _DEAR:
@@ -104,7 +103,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
         ValueError: no list fits, which `overrides.check_budget` finds before anything is timed.
     """
     n_layers = model.sizes.n_layers
-    selections = _selections(model.sizes, model.layout, times)
+    selections = _selections(model.layout, times)
     best: Choice | None = None
     for fewer, more in [(s, s) for s in selections] + list(combinations(selections, 2)):
         for n in range(1 if fewer is not more else n_layers, n_layers + (fewer is more)):
@@ -124,12 +123,12 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
     return replace(best, save_list=replace(best.save_list, help=help))
 
 
-def _selections(sizes: ModelRecipe, layout: Layout, times: Times) -> list[_Selection]:
+def _selections(layout: Layout, times: Times) -> list[_Selection]:
     """Selections that keep less than any that is as fast, in the order of what they keep."""
-    rules = dear(sizes, layout, 0)
+    rules = dear(layout, 0)
     subsets = chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1))
-    found = [selection for subset in subsets if (selection := _selection(subset, sizes, layout, times))]
-    if whole := _selection((SaveRule(BLOCK, "save"),), sizes, layout, times):
+    found = [selection for subset in subsets if (selection := _selection(subset, layout, times))]
+    if whole := _selection((SaveRule(BLOCK, "save"),), layout, times):
         found.append(whole)
     found.sort(key=lambda s: (sum(block.held for block in s.blocks), sum(s.seconds), len(s.rules)))
     front: list[_Selection] = []
@@ -139,10 +138,10 @@ def _selections(sizes: ModelRecipe, layout: Layout, times: Times) -> list[_Selec
     return front
 
 
-def _selection(rules: tuple[SaveRule, ...], sizes: ModelRecipe, layout: Layout, times: Times) -> _Selection | None:
+def _selection(rules: tuple[SaveRule, ...], layout: Layout, times: Times) -> _Selection | None:
     """Price a selection; None if it cannot be: attention without its q, k and v."""
     try:
-        blocks = block_prices(sizes, layout, SaveList("", "recompute", rules))
+        blocks = block_prices(layout, SaveList("", "recompute", rules))
     except RecipeError:
         return None
     return _Selection(rules, blocks, [times.again(block) for block in blocks])

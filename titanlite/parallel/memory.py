@@ -117,7 +117,7 @@ class MemoryModel:
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
         self.config, self.sizes, self.float8, self.world = config, sizes, float8, world
         self.layout = layout_of(config, sizes, float8)
-        self._whole_block = held_without_checkpointing(sizes, self.layout)
+        self._whole_block = held_without_checkpointing(self.layout)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree
@@ -156,7 +156,7 @@ class MemoryModel:
         Raises:
             RecipeError: it has no price, or nothing is known of the model's blocks.
         """
-        return self.peak(block_prices(self.sizes, self.layout, save_list))
+        return self.peak(block_prices(self.layout, save_list))
 
     def peak(self, blocks: Sequence[BlockPrice]) -> Memory:
         """Predict the peak.

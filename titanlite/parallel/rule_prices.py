@@ -5,8 +5,8 @@ a receipt has the bytes where compiled blocks cannot be asked. By the formulas o
 from collections import Counter
 from dataclasses import dataclass
 
-from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
-from titanlite.parallel.activation_bytes import Layout, block_input, held_without_checkpointing, price
+from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.parallel.activation_bytes import Layout, held_without_checkpointing, price
 from titanlite.parallel.save_rules import BLOCK, is_whole
 
 
@@ -31,29 +31,28 @@ class RulePrice:
     moved: float
 
 
-def rule_prices(sizes: ModelRecipe, layout: Layout, save_list: SaveList) -> list[RulePrice]:
+def rule_prices(layout: Layout, save_list: SaveList) -> list[RulePrice]:
     """Price each rule of a save-list.
 
     Args:
-        sizes: the model's dimensions.
         layout: of a rank.
         save_list: one that has a price (`block_prices`).
 
     Raises:
         RecipeError: attention is kept without its q, k and v.
     """
-    rules, n_layers = save_list.rules, sizes.n_layers
+    rules, n_layers = save_list.rules, layout.sizes.n_layers
     if not rules:
         return []
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    kinds = Counter(zip(save_list.active(n_layers), sizes.windows, strict=True))
+    kinds = Counter(zip(save_list.active(n_layers), layout.sizes.windows, strict=True))
     for (active, window), blocks in kinds.items():
         if is_whole(save_list, active):
             first = min(i for i in active if rules[i].op == BLOCK)
             matches[first] += blocks
-            held[first] += blocks * (held_without_checkpointing(sizes, layout) - block_input(sizes, layout))
+            held[first] += blocks * (held_without_checkpointing(layout) - layout.block_input)
             continue
-        for priced in price(sizes, layout, save_list, active, window):
+        for priced in price(layout, save_list, active, window):
             matches.update(dict.fromkeys(priced.decision.rules, blocks))
             if priced.decision.by is not None:
                 held[priced.decision.by] += blocks * priced.held

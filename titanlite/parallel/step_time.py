@@ -22,16 +22,12 @@ from pathlib import Path
 
 import tomli
 
-from titanlite.config.recipe_schema import ModelRecipe
-from titanlite.config.schema import Config
 from titanlite.errors import Problem
 from titanlite.parallel.activation_bytes import (
     HEAD,
     Activation,
     BlockPrice,
-    Layout,
     activations,
-    is_windowed,
     token_bytes,
 )
 from titanlite.parallel.choose_save_list import Times, dear
@@ -162,7 +158,7 @@ class StepTimeModel:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
         found: dict[Activation, float] = {}
         for window in set(self.memory.sizes.windows):
-            listed = [a for rule in dear(self.memory.sizes, self.layout, window).values() for a in rule]
+            listed = [a for rule in dear(self.layout, window).values() for a in rule]
             found |= {a: self._again(a, window) for a in listed}
         return Times(found, self._elementwise()[0] / self.rates.memory / _G)
 
@@ -212,14 +208,14 @@ class StepTimeModel:
 
     def _attention(self, window: int) -> float:
         """Seconds of attention's forward and backward in a block with that window."""
-        listed = activations(self.memory.sizes, self.layout, window)
+        listed = activations(self.layout, window)
         flops = sum(a.flops for a in listed if a.op in CLASSES["attention"])
         forward, backward = self._attention_rates(window)
         return flops / _T * (1 / forward + 2.5 / backward)
 
     def _attention_rates(self, window: int) -> tuple[float, float]:
         """TFLOP/s of forward and backward in a block with that window."""
-        if is_windowed(self.layout, window):
+        if self.layout.is_windowed(window):
             return self.rates.attention_window
         return self.rates.attention_of(self.memory.sizes.head_width)
 
@@ -314,14 +310,13 @@ class StepTimeModel:
         return gather(embedding) + gather(block) + reduction(embedding) + n * max(0.0, of_block - compute)
 
 
-def unrated(config: Config, sizes: ModelRecipe, layout: Layout) -> Problem | None:
+def unrated(memory: MemoryModel) -> Problem | None:
     """Why the rates are not those of a run, or None.
 
     Args:
-        config: checked.
-        sizes: the model's dimensions.
-        layout: of its ranks.
+        memory: of the run.
     """
+    config, sizes, layout = memory.config, memory.sizes, memory.layout
     if layout.unpriced:
         return layout.unpriced
     if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):

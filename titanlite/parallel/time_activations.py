@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.float8.weight import local_data
 from titanlite.kernels.collectives import gather_tokens, scatter_tokens
 from titanlite.kernels.geglu import geglu
@@ -35,22 +34,21 @@ _GATHER, _SCATTER = CLASSES["communication"]
 _GATES = {"swiglu": swiglu, "geglu": geglu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
-def time_block(block: nn.Module, sizes: ModelRecipe, layout: Layout, device: torch.device) -> Times:
+def time_block(block: nn.Module, layout: Layout, device: torch.device) -> Times:
     """Time the parts of a block, and attention with every window that the model has.
 
     Every rank calls it: collectives are among its parts.
 
     Args:
         block: on the meta device, split and in its arithmetic; it is not changed.
-        sizes: the model's dimensions.
-        layout: the rank's.
+        layout: of this rank.
         device: where to run.
 
     Returns:
         Seconds; each the median of five.
     """
     dtype = {2: torch.bfloat16, 4: torch.float32}[layout.itemsize]
-    times = _time_parts(_materialised(block, device, dtype), sizes, layout, device, dtype)
+    times = _time_parts(_materialised(block, device, dtype), layout, device, dtype)
     lowered.clear()  # it counts what training runs
     if device.type == "cuda":  # nothing of it counts in the peak of the run
         torch.cuda.empty_cache()
@@ -58,10 +56,8 @@ def time_block(block: nn.Module, sizes: ModelRecipe, layout: Layout, device: tor
     return times
 
 
-def _time_parts(
-    block: nn.Module, sizes: ModelRecipe, layout: Layout, device: torch.device, dtype: torch.dtype
-) -> Times:
-    M, t, S, E = layout.tokens, layout.tensor_parallel, layout.seq_len, sizes.head_width
+def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: torch.dtype) -> Times:
+    sizes, M, t, S, E = layout.sizes, layout.tokens, layout.tensor_parallel, layout.seq_len, layout.sizes.head_width
     H, K = sizes.n_heads // t, sizes.n_kv_heads // t
 
     def random(*shape: int) -> Tensor:  # with a gradient, as recomputation is part of backward
@@ -74,7 +70,7 @@ def _time_parts(
 
     found: dict[Activation, float] = {}
     for window in sorted(set(sizes.windows)):
-        listed = [a for rule in dear(sizes, layout, window).values() for a in rule]
+        listed = [a for rule in dear(layout, window).values() for a in rule]
         found |= {a: _seconds(partial(attend, window), device) for a in listed if not a.layer}
         parts = [a for a in listed if a.layer and a not in found]
         found |= {a: _seconds(_part(block, a.op, a.layer, M, random), device) for a in parts}

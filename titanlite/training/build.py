@@ -143,7 +143,7 @@ def build(
         save_list=save_list,
         chosen=chosen,
         predicted=predicted,
-        rule_prices=rule_prices(sizes, memory.layout, save_list) if predicted else None,
+        rule_prices=rule_prices(memory.layout, save_list) if predicted else None,
         mesh=mesh,
         model=model,
         parameters=parameters,
@@ -171,7 +171,7 @@ def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch
     budget = config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it
     began = time.monotonic()
-    times = time_block(model.layers[0], memory.sizes, memory.layout, device)  # type: ignore[arg-type]
+    times = time_block(model.layers[0], memory.layout, device)  # type: ignore[arg-type]
     chosen = on_rank_0(lambda: choose(memory, times, budget))
     return replace(chosen, prepared_s=time.monotonic() - began)
 
