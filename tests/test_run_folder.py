@@ -81,6 +81,7 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     assert f"{key} = {saw}" in text
     assert f"want: {want}, as in" in text
     assert "job.name" in text
+    assert (f"write the new one into {tmp_path / 'config.toml'} as well" in text) == key.startswith("data.")
     assert (tmp_path / "config.toml").read_text() == toml(Config())
     with pytest.raises(ConfigError, match="2 problems"):
         claim(tmp_path, change(other, "optimizer.name", "Other"))

@@ -40,6 +40,7 @@ _IDENTITY = (
     "optimizer.name",
     "optimizer.state_dtype",
 )
+_PATHS = ("data.source", "data.tokenizer")  # what is there has a fingerprint in each checkpoint
 
 
 class RunFolder:
@@ -237,6 +238,8 @@ class RunFolder:
             saw, want = sizes_now.get(size, now[key]), sizes_was.get(size, was[key])
             if saw != want and not (key == "model.flavor" and sizes_was and sizes_was == sizes_now):
                 fix = "the old value, or another job.name"
+                if key in _PATHS:
+                    fix += f"; if only its place has changed, write the new one into {self.config} as well"
                 problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {self.config}", fix))
         if problems:
             raise ConfigError(describe(f"{self.path}: output folder of a different run", problems))
