@@ -23,8 +23,8 @@ from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.parallel import activation_bytes
 from titanlite.parallel.activation_bytes import Layout, activations
+from titanlite.parallel.operations import CLASSES
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
-from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load, names
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")

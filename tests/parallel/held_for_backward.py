@@ -32,7 +32,7 @@ from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.operations import CLASSES, FUSED
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
 

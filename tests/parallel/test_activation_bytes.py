@@ -21,8 +21,9 @@ from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.models.find import model_class
 from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_bytes import Layout, held_without_checkpointing, price
-from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.activation_bytes import Layout
+from titanlite.parallel.block_price import held_without_checkpointing, price
+from titanlite.parallel.operations import CLASSES, FUSED
 
 # Every width differs from every other, so that no formula is right by accident; M = 96.
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2

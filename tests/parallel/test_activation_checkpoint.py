@@ -22,8 +22,9 @@ from titanlite.parallel.activation_bytes import layout_of
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.operations import CLASSES, FUSED
 from titanlite.parallel.rule_prices import rule_prices
-from titanlite.parallel.save_rules import CLASSES, FUSED, BlockRules, kernels
+from titanlite.parallel.save_rules import BlockRules, kernels
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
 SIZES = ModelRecipe("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)

@@ -19,7 +19,7 @@ from titanlite.kernels import cross_entropy
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.memory import EAGER_LOSS_TOKENS, GIB, Memory, MemoryModel
 from titanlite.parallel.sharding.layers import plan_layers
 

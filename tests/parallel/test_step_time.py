@@ -6,7 +6,7 @@ import pytest
 
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
-from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.choose_save_list import choose
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.step_time import DEFAULT_DEVICE, DEVICES, StepTime, StepTimeModel, measured_rates, unrated

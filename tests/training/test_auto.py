@@ -12,7 +12,7 @@ from tests.training.launched import Desk
 from titanlite import recipes
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
-from titanlite.parallel.activation_bytes import block_prices
+from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.choose_save_list import Times
 from titanlite.parallel.memory import MemoryModel, usable
 from titanlite.parallel.overrides import LEAST

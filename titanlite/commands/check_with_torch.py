@@ -7,7 +7,8 @@ from titanlite.commands.validate import CheckedRun
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
 from titanlite.parallel.activation_bytes import layout_of
-from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS
+from titanlite.parallel.operations import CLASSES, OPERATIONS
+from titanlite.parallel.save_rules import BLOCK
 
 
 def check_with_torch(checked: CheckedRun) -> None:

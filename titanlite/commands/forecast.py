@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from titanlite.commands.columns import columns
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices, without_price
+from titanlite.parallel.block_price import block_prices, without_price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit

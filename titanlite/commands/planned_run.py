@@ -9,7 +9,7 @@ from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.activation_bytes import block_prices, without_price
+from titanlite.parallel.block_price import block_prices, without_price
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.step_time import DEFAULT_DEVICE, measured_rates
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights

@@ -13,10 +13,12 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
-from titanlite.parallel.activation_bytes import Layout, block_prices, layout_of
+from titanlite.parallel.activation_bytes import Layout, layout_of
+from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.memory import MemoryModel
+from titanlite.parallel.operations import CLASSES, OPERATIONS
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
-from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, rule_in_words
+from titanlite.parallel.save_rules import BLOCK, rule_in_words
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -23,8 +23,10 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
+from titanlite.parallel import operations as ops
 from titanlite.parallel.calls import draws
-from titanlite.parallel.save_rules import BLOCK, CLASSES, BlockRules, add_unknown_layers, is_whole
+from titanlite.parallel.operations import CLASSES
+from titanlite.parallel.save_rules import BLOCK, BlockRules, add_unknown_layers, is_whole
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")
@@ -212,20 +214,20 @@ def _check_attention(rules: BlockRules, block: nn.Module) -> None:
         if isinstance(module, Linear):
             rules.decide(_matmul_of(module))
         elif isinstance(module, CausalAttention):
-            rules.decide(CLASSES["attention"][0])
+            rules.decide(ops.ATTENTION)
 
 
 def _matmul_of(layer: Linear) -> str:
     """The operation that multiplies in a layer, as `activation_bytes.py` has it."""
     if isinstance(layer, ParallelLinear) and layer.fused is not None:
         gathers = isinstance(layer, ColumnParallelLinear)
-        return f"titanlite.{'all_gather_matmul' if gathers else 'matmul_reduce_scatter'}.default"
+        return ops.GATHER_MATMUL if gathers else ops.MATMUL_SCATTER
     if isinstance(layer.matmul, Float8Matmul):
         if layer.matmul.lowering.why is None:
-            return "titanlite.scaled_matmul.default"
+            return ops.SCALED_MATMUL
         if isinstance(layer.matmul.function, BlockScaledFloat8) and layer.matmul.recipe.input.output != "none":
-            return "titanlite.block_scaled_matmul.default"
-    return CLASSES["matmul"][0]
+            return ops.BLOCK_SCALED_MATMUL
+    return ops.MATMUL
 
 
 def _is_pointwise(op: str) -> bool:

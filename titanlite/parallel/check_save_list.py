@@ -9,8 +9,10 @@ chooses and what carries a float8 recipe out on a device, in the first step.
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import RecipeError, nearest
-from titanlite.parallel.activation_bytes import Layout, price
-from titanlite.parallel.save_rules import BLOCK, CLASSES, OPERATIONS, add_unknown_layers, is_whole, kernels
+from titanlite.parallel.activation_bytes import Layout
+from titanlite.parallel.block_price import price
+from titanlite.parallel.operations import CLASSES, OPERATIONS
+from titanlite.parallel.save_rules import BLOCK, add_unknown_layers, is_whole, kernels
 
 
 def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, strict: bool) -> None:

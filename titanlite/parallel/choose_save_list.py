@@ -1,7 +1,7 @@
 """`recipe = "auto"`: the fastest save-list whose predicted peak stays within a budget.
 
 What can be kept falls into a few groups: attention, each matmul, each collective, or a whole block. A *selection* is a
-set of them; its price is a formula (`activation_bytes.py`) and the time to compute the rest again has been measured on
+set of them; its price is a formula (`block_price.py`) and the time to compute the rest again has been measured on
 this device (`time_activations.py`). The blocks of a model are alike but for the window of their attention, so a list is
 two selections, one for the first n blocks and one for the others: the second keeps more, for backward begins there. All
 pairs and all n are tried, and each peak is that of `memory.py`: of such lists none is faster by the measured times. Two
@@ -16,9 +16,11 @@ from itertools import chain, combinations
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.parallel.activation_bytes import Activation, BlockPrice, Layout, activations, block_prices
+from titanlite.parallel.activation_bytes import Activation, Layout, activations
+from titanlite.parallel.block_price import BlockPrice, block_prices
 from titanlite.parallel.memory import GIB, MemoryModel, usable
-from titanlite.parallel.save_rules import BLOCK, CLASS_OF, FUSED
+from titanlite.parallel.operations import CLASS_OF, FUSED
+from titanlite.parallel.save_rules import BLOCK
 
 _DEAR = ("attention", "matmul", "communication")
 

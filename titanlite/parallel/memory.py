@@ -22,14 +22,8 @@ from dataclasses import dataclass, fields
 
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
-from titanlite.parallel.activation_bytes import (
-    HEAD,
-    BlockPrice,
-    block_prices,
-    held_without_checkpointing,
-    in_blocks,
-    layout_of,
-)
+from titanlite.parallel.activation_bytes import HEAD, in_blocks, layout_of
+from titanlite.parallel.block_price import BlockPrice, block_prices, held_without_checkpointing
 
 GIB = 2**30
 SLACK = 2 * GIB // 5

@@ -1,12 +1,13 @@
 """What each rule of a save-list keeps, and what computing that again would cost: `titanlite plan` prints it, and
-a receipt has the bytes where compiled blocks cannot be asked. By the formulas of `activation_bytes.py`, without torch.
+a receipt has the bytes where compiled blocks cannot be asked. By the formulas of `block_price.py`, without torch.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.parallel.activation_bytes import Layout, held_without_checkpointing, price
+from titanlite.parallel.activation_bytes import Layout
+from titanlite.parallel.block_price import held_without_checkpointing, price
 from titanlite.parallel.save_rules import BLOCK, is_whole
 
 

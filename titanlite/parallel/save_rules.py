@@ -1,7 +1,7 @@
 """Which rule of a save-list decides about an operation: the first that matches.
 
 The rules are applied twice: to the operations that run (`activation_checkpoint.py`), and to those that a block is known
-to consist of, which gives the price of each rule (`activation_bytes.py`). Nothing here needs torch.
+to consist of, which gives the price of each rule (`block_price.py`). Nothing here needs torch.
 
 An operation belongs to a linear layer by its place: what comes before a matmul (a norm's statistics, a gather, a cast)
 prepares that layer's input, a reduce-scatter ends the layer of the last matmul. So a rule for `wqkv` holds whatever
@@ -18,59 +18,8 @@ from titanlite.config.architectures import nearest_layer
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
-
-CLASSES: dict[str, tuple[str, ...]] = {
-    "attention": (
-        "aten._scaled_dot_product_cudnn_attention.default",
-        "aten._scaled_dot_product_flash_attention.default",
-        "aten._scaled_dot_product_efficient_attention.default",
-        "aten._scaled_dot_product_fused_attention_overrideable.default",
-        "aten._scaled_dot_product_attention_math.default",
-        "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        "titanlite.window_attention.default",  # to a window; torch chooses among the others
-    ),
-    "matmul": (
-        "aten.mm.default",
-        "aten.addmm.default",
-        "aten._scaled_mm.default",
-        "aten._scaled_mm_v2.default",
-        "titanlite.scaled_matmul.default",
-        "titanlite.block_scaled_matmul.default",
-    ),
-    "communication": (
-        "_c10d_functional.all_gather_into_tensor.default",
-        "_c10d_functional.reduce_scatter_tensor.default",
-    ),
-    "statistics": (
-        "aten.mean.dim",
-        "aten.amax.default",
-        "aten.max.default",
-        "_c10d_functional.all_reduce.default",
-    ),
-    "cast": ("aten._to_copy.default", "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"),
-}
-"""The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
-float8 scales, those of all ranks too; a cast is one to float8. What is not listed here is recomputed unless it is named
-itself."""
-
-FUSED = {
-    "titanlite.all_gather_matmul.default": ("communication", "matmul"),
-    "titanlite.matmul_reduce_scatter.default": ("matmul", "communication"),
-}
-"""Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
-is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
-
-CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
-"""The class of each operation that is in one."""
-OPERATIONS = (*CLASS_OF, *FUSED)
-"""All that blocks of shipped architectures consist of, but for elementwise operations."""
-
-_WINDOW = "titanlite.window_attention.default"
-_MAXIMA = ("aten.amax.default", "aten.max.default")
-_REDUCED = "_c10d_functional.all_reduce.default"  # the maximum before it
-_SCALED_INSIDE = ("titanlite.swiglu_cast.default", "titanlite.cast_blocks.default")
-_GATHER_MATMUL = "titanlite.all_gather_matmul.default"
-_AFTER_ITS_MATMUL = "_c10d_functional.reduce_scatter_tensor.default"
+from titanlite.parallel import operations as ops
+from titanlite.parallel.operations import CLASS_OF, CLASSES, FUSED
 
 BLOCK = "block"
 """What a rule for whole blocks names: they run without checkpointing, as all do where a list saves everything."""
@@ -123,12 +72,12 @@ class BlockRules:
         """
         default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
         classes = FUSED.get(op) or (self._class(op, to_float8),)
-        layer = self._layer(self._matmuls - (op == _AFTER_ITS_MATMUL)) if classes[0] not in (None, "attention") else ""
+        layer = self._layer(self._matmuls - (op == ops.SCATTER)) if classes[0] not in (None, "attention") else ""
         found = [self._first(op, name, layer) for name in reversed(classes)]  # what is the result first
         if classes == (None,) and op in CLASS_OF:  # made of a weight, which rules never keep, whatever they name
             found = [i for i in found if i is None or self._save_list.rules[i].action == "recompute"] or [None]
         says = [(rule, default if rule is None else self._action(rule)) for rule in found]
-        decisive = says[:1] if op == _GATHER_MATMUL else says
+        decisive = says[:1] if op == ops.GATHER_MATMUL else says
         action: Action = "save" if "save" in [of_rule for _, of_rule in decisive] else "recompute"
         rules = tuple(dict.fromkeys(rule for rule in reversed(found) if rule is not None))
         if "matmul" in classes:
@@ -143,13 +92,13 @@ class BlockRules:
 
     def _class(self, op: str, to_float8: bool) -> str | None:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
-        if op == "aten._to_copy.default" and not to_float8:
+        if op == ops.CAST and not to_float8:
             return None
         name = CLASS_OF.get(op)
-        if name == "cast" or op in _MAXIMA:
-            self._operands.update(["statistics", "cast"] if op in _SCALED_INSIDE else [name])
+        if name == "cast" or op in (ops.AMAX, ops.MAX):
+            self._operands.update(["statistics", "cast"] if op in (ops.SWIGLU_CAST, ops.CAST_BLOCKS) else [name])
             return name if self._operands[name] == 1 else None
-        if op == _REDUCED:
+        if op == ops.MAX_OF_RANKS:
             return name if self._operands["statistics"] == 1 else None
         return name
 
@@ -209,7 +158,7 @@ def kernels(save_list: SaveList) -> list[str]:
         save_list: the list.
     """
     named = {rule.op for rule in save_list.rules}
-    return [op for op in CLASSES["attention"] if op in named and op != _WINDOW] or [CLASSES["attention"][0]]
+    return [op for op in CLASSES["attention"] if op in named and op != ops.WINDOW_ATTENTION] or [ops.ATTENTION]
 
 
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:

@@ -23,16 +23,11 @@ from pathlib import Path
 import tomli
 
 from titanlite.errors import Problem
-from titanlite.parallel.activation_bytes import (
-    HEAD,
-    Activation,
-    BlockPrice,
-    activations,
-    token_bytes,
-)
+from titanlite.parallel.activation_bytes import HEAD, Activation, activations, token_bytes
+from titanlite.parallel.block_price import BlockPrice
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.operations import CLASSES, FUSED
 from titanlite.parallel.traffic import Unit, sent_bytes, units
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")

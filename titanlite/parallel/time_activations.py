@@ -26,11 +26,10 @@ from titanlite.kernels.swiglu import swiglu
 from titanlite.models.layers import CausalAttention, Linear, add_bias
 from titanlite.parallel.activation_bytes import Activation, Layout
 from titanlite.parallel.choose_save_list import Times, dear
-from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.operations import FUSED, GATHER, SCATTER
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _REPEATS = 5
-_GATHER, _SCATTER = CLASSES["communication"]
 _GATES = {"swiglu": swiglu, "geglu": geglu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
@@ -121,10 +120,10 @@ def _part(block: nn.Module, op: str, name: str, M: int, random: Callable[..., Te
         if op in FUSED:
             x = random(rows if isinstance(layer, ColumnParallelLinear) else M, K)
             return lambda: layer(x)
-        if op == _GATHER:
+        if op == GATHER:
             x = random(rows, K)
             return lambda: gather_tokens(x, layer.group)
-        if op == _SCATTER:
+        if op == SCATTER:
             x = random(M, N)
             return lambda: scatter_tokens(x, layer.group)
     x = random(M, K)

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from titanlite.parallel.activation_bytes import HEAD, BlockPrice
+from titanlite.parallel.activation_bytes import HEAD
+from titanlite.parallel.block_price import BlockPrice
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.save_rules import CLASSES, FUSED
+from titanlite.parallel.operations import CLASSES, FUSED
 
 Pass = Literal["forward", "backward", "recomputation", "update"]
 

@@ -1,0 +1,47 @@
+"""The operations that blocks consist of, but for elementwise ones, and the classes of them that rules name."""
+
+ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # the first of those that torch chooses among
+WINDOW_ATTENTION = "titanlite.window_attention.default"
+MATMUL = "aten.mm.default"
+SCALED_MATMUL = "titanlite.scaled_matmul.default"
+BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
+GATHER = "_c10d_functional.all_gather_into_tensor.default"
+SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+GATHER_MATMUL = "titanlite.all_gather_matmul.default"
+MATMUL_SCATTER = "titanlite.matmul_reduce_scatter.default"
+MEAN, AMAX, MAX = "aten.mean.dim", "aten.amax.default", "aten.max.default"
+MAX_OF_RANKS = "_c10d_functional.all_reduce.default"
+CAST = "aten._to_copy.default"
+SWIGLU_CAST, CAST_BLOCKS = "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"
+
+CLASSES: dict[str, tuple[str, ...]] = {
+    "attention": (
+        ATTENTION,
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_fused_attention_overrideable.default",
+        "aten._scaled_dot_product_attention_math.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        WINDOW_ATTENTION,
+    ),
+    "matmul": (
+        *(MATMUL, "aten.addmm.default", "aten._scaled_mm.default", "aten._scaled_mm_v2.default"),
+        *(SCALED_MATMUL, BLOCK_SCALED_MATMUL),
+    ),
+    "communication": (GATHER, SCATTER),
+    "statistics": (MEAN, AMAX, MAX, MAX_OF_RANKS),
+    "cast": (CAST, SWIGLU_CAST, CAST_BLOCKS),
+}
+"""The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
+float8 scales, those of all ranks too; a cast is one to float8. What is not listed here is recomputed unless it is named
+itself."""
+
+FUSED = {GATHER_MATMUL: ("communication", "matmul"), MATMUL_SCATTER: ("matmul", "communication")}
+"""Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
+is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
+
+CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
+"""The class of each operation that is in one."""
+
+OPERATIONS = (*CLASS_OF, *FUSED)
+"""All that are known."""
