@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_command_line import parse
-from titanlite.config.check import RANGES, check, sequences_per_step
+from titanlite.config.check import check, sequences_per_step
 from titanlite.config.problems import Origin, Place
+from titanlite.config.ranges import RANGES
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config

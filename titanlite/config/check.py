@@ -1,8 +1,8 @@
 """Cross-checks: is what the config asks for possible, on this many processes and with this model?
 
-The types of single values were checked when they were read. Here values are held against their range, against each
-other, against the model's dimensions and against the number of processes, before any process group or device is
-touched. Whatever can be said without the number of processes is also said when it is not known.
+The types of single values were checked when they were read. Here values are held against their range (`ranges.py`),
+each other, the model's dimensions and the number of processes, before any process group or device is touched. Whatever
+can be said without the number of processes is also said when it is not known.
 """
 
 import math
@@ -12,54 +12,9 @@ from collections.abc import Collection
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
+from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
-
-RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it
-    "job.stop_after": "[0, inf)",
-    "model.n_layers": "[1, inf)",
-    "model.dim": "[1, inf)",
-    "model.n_heads": "[1, inf)",
-    "model.n_kv_heads": "[1, inf)",
-    "model.ffn_dim": "[1, inf)",
-    "model.vocab_size": "[1, inf)",
-    "model.rope_theta": "(0, inf)",
-    "data.max_tokens": "[0, inf)",
-    "data.max_bad_records": "[0, inf)",
-    "training.steps": "[1, inf)",
-    "training.seq_len": "[1, inf)",
-    "training.local_batch_size": "[1, inf)",
-    "training.global_batch_size": "[1, inf)",
-    "training.max_norm": "[0, inf)",
-    "training.seed": "[0, 4294967295]",
-    "optimizer.lr": "(0, inf)",
-    "optimizer.beta1": "[0, 1)",
-    "optimizer.beta2": "[0, 1)",
-    "optimizer.eps": "(0, inf)",
-    "optimizer.weight_decay": "[0, inf)",
-    "lr_scheduler.warmup_steps": "[0, inf)",
-    "lr_scheduler.decay_ratio": "(0, 1]",
-    "lr_scheduler.min_lr_factor": "[0, 1]",
-    "parallelism.data_parallel_replicate_degree": "[1, inf)",
-    "parallelism.data_parallel_shard_degree": "[-1, inf)",
-    "parallelism.tensor_parallel_degree": "[1, inf)",
-    "comm.init_timeout_seconds": "[1, 31536000]",  # a year; a timedelta does not hold every number
-    "comm.train_timeout_seconds": "[1, 31536000]",
-    "activation_checkpoint.budget_gib": "(0, inf)",
-    "validation.freq": "[1, inf)",
-    "validation.steps": "[-1, inf)",
-    "checkpoint.interval": "[1, inf)",
-    "checkpoint.keep_latest_k": "[0, inf)",
-    "checkpoint.resume": "[1, inf)",
-    "metrics.log_freq": "[1, inf)",
-    "metrics.float8_numerics_freq": "[0, inf)",
-    "profiling.start_step": "[1, inf)",
-    "profiling.steps": "[1, inf)",
-}
-
-
-# Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.
-_FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check(
@@ -87,7 +42,7 @@ def check(
     def are_read(*sections: str) -> bool:
         return not {*sections} & {*unread}
 
-    _check_ranges(config, problems)
+    check_ranges(config, problems)
     _check_names(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
@@ -139,39 +94,6 @@ def _data_ranks(config: Config, world: int | None) -> int:
     if world is not None:
         return max(1, world // p.tensor_parallel_degree)
     return p.data_parallel_replicate_degree
-
-
-def _check_ranges(config: Config, problems: Problems) -> None:
-    """Every number is in its range, which NaN never is, and float32 holds it."""
-    least, most = _FLOAT32_NORMAL
-    for key, span in RANGES.items():
-        section, _, name = key.partition(".")
-        value, default = getattr(getattr(config, section), name), getattr(getattr(Config(), section), name)
-        fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
-        if isinstance(value, int | float) and not _inside(value, span):
-            problems.add(key, show(value), _in_words(span, value), fix)
-        elif isinstance(value, float) and value and not least <= value <= most:
-            problems.add(
-                key, show(value), f"{_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}", fix
-            )
-    for key in ("parallelism.data_parallel_shard_degree", "validation.steps"):
-        section, _, name = key.partition(".")
-        if getattr(getattr(config, section), name) == 0:
-            problems.add(key, "0", "-1 (all) or at least 1", f"{name} = -1")
-
-
-def _inside(value: float, span: str) -> bool:
-    low, high = (float(bound) for bound in span[1:-1].split(","))
-    return (value >= low if span[0] == "[" else value > low) and (value <= high if span[-1] == "]" else value < high)
-
-
-def _in_words(span: str, value: float) -> str:
-    """Say which numbers a range holds, as "a whole number, at least 1"."""
-    low, high = span[1:-1].split(", ")
-    bounds = [f"{'at least' if span[0] == '[' else 'above'} {low}"]
-    if high != "inf":
-        bounds.append(f"{'at most' if span[-1] == ']' else 'below'} {high}")
-    return f"{'a whole number' if isinstance(value, int) else 'a number'}, {' and '.join(bounds)}"
 
 
 def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:

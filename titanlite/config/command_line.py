@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -152,10 +153,8 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
     for key, words in list(spelled.items()):
         if _tyro(words, config) is None:
             del spelled[key]
-            hint, saw = schema_keys()[key], " ".join(flags[key])
-            section, _, name = key.partition(".")
-            default = getattr(getattr(Config(), section), name)
-            fix = repair(hint, saw, key, default).replace(f"{name} = ", f"--{key} ", 1)
+            hint, saw, name = schema_keys()[key], " ".join(flags[key]), key.partition(".")[2]
+            fix = repair(hint, saw, key, attrgetter(key)(Config())).replace(f"{name} = ", f"--{key} ", 1)
             if hint is str and len(flags[key]) > 1 and all(map(os.path.exists, flags[key])):
                 saw = f"{flags[key][0]} and {len(flags[key]) - 1} more"
                 fix = f"put the pattern in quotes, as --{key} '*.txt': the shell gives the files that match it instead"

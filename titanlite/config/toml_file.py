@@ -53,8 +53,7 @@ def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...
     def refuse(saw: str, want: str, fix: str) -> ConfigError:
         return ConfigError(describe(str(path), [Problem("extends", saw, want, fix, extends_line)]))
 
-    table: Table = {}
-    places: dict[str, Place] = {}
+    read: list[tuple[Table, dict[str, Place]]] = []
     for name in names:
         if not isinstance(name, str):
             raise refuse(show(name), "a list of names, in quotes", 'extends = ["base.toml"]')
@@ -65,8 +64,12 @@ def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...
         if base.resolve() in [p.resolve() for p in chain]:
             circle = " → ".join(str(p) for p in (*chain, base))
             raise refuse(show(name), f"files that do not extend each other in a circle: {circle}", "remove this name")
-        _merge(table, places, *_read(base, find, chain))
-    _merge(table, places, own, {key: Place(str(path), line) for key, line in lines.items()})
+        read.append(_read(base, find, chain))
+    read.append((own, {key: Place(str(path), line) for key, line in lines.items()}))
+    table, places = Table(), dict[str, Place]()
+    for over, over_places in read:
+        _merge(table, places, over)
+        places.update(over_places)
     return table, places
 
 
@@ -106,17 +109,12 @@ def nearest_file(path: Path) -> str:
     return f"write it, or start from one in {shipped_folder('configs')}: {', '.join(shipped)}"
 
 
-def _merge(table: Table, places: dict[str, Place], over: Table, over_places: dict[str, Place]) -> None:
-    """Merge `over` into `table`, and the places with it."""
-    _merge_table(table, places, over, "")
-    places.update(over_places)
-
-
-def _merge_table(table: Table, places: dict[str, Place], over: Table, prefix: str) -> None:
+def _merge(table: Table, places: dict[str, Place], over: Table, prefix: str = "") -> None:
+    """Merge `over` into `table`, and take out the places of what it replaces."""
     for key, value in over.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(table.get(key), dict):
-            _merge_table(table[key], places, cast("Table", value), f"{path}.")
+            _merge(table[key], places, cast("Table", value), f"{path}.")
             continue
         for old in [p for p in places if p == path or p.startswith((f"{path}.", f"{path}["))]:
             del places[old]

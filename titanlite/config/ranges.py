@@ -1,0 +1,90 @@
+"""The range of every number of the config.
+
+Their types were checked when they were read; what they are held against besides, each other and the model's dimensions,
+is in `check.py`.
+"""
+
+from operator import attrgetter
+
+from titanlite.config.build import show
+from titanlite.config.problems import Problems
+from titanlite.config.schema import Config
+
+RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 stands for all, and 0 is none
+    "job.stop_after": "[0, inf)",
+    "model.n_layers": "[1, inf)",
+    "model.dim": "[1, inf)",
+    "model.n_heads": "[1, inf)",
+    "model.n_kv_heads": "[1, inf)",
+    "model.ffn_dim": "[1, inf)",
+    "model.vocab_size": "[1, inf)",
+    "model.rope_theta": "(0, inf)",
+    "data.max_tokens": "[0, inf)",
+    "data.max_bad_records": "[0, inf)",
+    "training.steps": "[1, inf)",
+    "training.seq_len": "[1, inf)",
+    "training.local_batch_size": "[1, inf)",
+    "training.global_batch_size": "[1, inf)",
+    "training.max_norm": "[0, inf)",
+    "training.seed": "[0, 4294967295]",
+    "optimizer.lr": "(0, inf)",
+    "optimizer.beta1": "[0, 1)",
+    "optimizer.beta2": "[0, 1)",
+    "optimizer.eps": "(0, inf)",
+    "optimizer.weight_decay": "[0, inf)",
+    "lr_scheduler.warmup_steps": "[0, inf)",
+    "lr_scheduler.decay_ratio": "(0, 1]",
+    "lr_scheduler.min_lr_factor": "[0, 1]",
+    "parallelism.data_parallel_replicate_degree": "[1, inf)",
+    "parallelism.data_parallel_shard_degree": "[-1, inf)",
+    "parallelism.tensor_parallel_degree": "[1, inf)",
+    "comm.init_timeout_seconds": "[1, 31536000]",  # a year; a timedelta does not hold every number
+    "comm.train_timeout_seconds": "[1, 31536000]",
+    "activation_checkpoint.budget_gib": "(0, inf)",
+    "validation.freq": "[1, inf)",
+    "validation.steps": "[-1, inf)",
+    "checkpoint.interval": "[1, inf)",
+    "checkpoint.keep_latest_k": "[0, inf)",
+    "checkpoint.resume": "[1, inf)",
+    "metrics.log_freq": "[1, inf)",
+    "metrics.float8_numerics_freq": "[0, inf)",
+    "profiling.start_step": "[1, inf)",
+    "profiling.steps": "[1, inf)",
+}
+
+# Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.
+_FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+
+def check_ranges(config: Config, problems: Problems) -> None:
+    """Refuse numbers out of their range, as NaN always is, and those that float32 does not hold.
+
+    Args:
+        config: as it was read.
+        problems: gets what is wrong.
+    """
+    least, most = _FLOAT32_NORMAL
+    for key, span in RANGES.items():
+        value, default, name = attrgetter(key)(config), attrgetter(key)(Config()), key.partition(".")[2]
+        fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
+        if isinstance(value, int | float) and not _inside(value, span):
+            problems.add(key, show(value), _in_words(span, value), fix)
+        elif isinstance(value, float) and value and not least <= value <= most:
+            want = f"{_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}"
+            problems.add(key, show(value), want, fix)
+        elif value == 0 and span.startswith("[-1"):
+            problems.add(key, "0", "-1 (all) or at least 1", f"{name} = -1")
+
+
+def _inside(value: float, span: str) -> bool:
+    low, high = (float(bound) for bound in span[1:-1].split(","))
+    return (value >= low if span[0] == "[" else value > low) and (value <= high if span[-1] == "]" else value < high)
+
+
+def _in_words(span: str, value: float) -> str:
+    """Say which numbers a range holds, as "a whole number, at least 1"."""
+    low, high = span[1:-1].split(", ")
+    bounds = [f"{'at least' if span[0] == '[' else 'above'} {low}"]
+    if high != "inf":
+        bounds.append(f"{'at most' if span[-1] == ']' else 'below'} {high}")
+    return f"{'a whole number' if isinstance(value, int) else 'a number'}, {' and '.join(bounds)}"
