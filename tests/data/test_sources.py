@@ -1,14 +1,17 @@
 """Sources: what a string resolves to, which documents are in it, and what is said about bad ones."""
 
 import errno
+import gzip
 import json
 import os
 import sysconfig
 from pathlib import Path
 
+import pyarrow
 import pytest
 
-from titanlite.data.documents import Tally, documents
+from titanlite.config.schema import Data
+from titanlite.data.documents import Tally, check_text_key, documents
 from titanlite.data.sources import resolve
 from titanlite.errors import DataError
 
@@ -130,21 +133,45 @@ def test_other_files_and_mixtures_are_refused(tmp_path: Path) -> None:
     assert resolve(f"{tmp_path}/*.bin").kind == "tokens"
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_compressed_files_are_not_left_out_in_silence(tmp_path: Path, suffix: str) -> None:
+def test_compressed_files_are_not_left_out_in_silence(tmp_path: Path) -> None:
     (tmp_path / "notes.md").touch()
     with pytest.raises(DataError, match="a folder with no file of a known type in it or below\n"):
         resolve(str(tmp_path))
     (tmp_path / "a.jsonl").touch()
     assert len(resolve(str(tmp_path)).files) == 1
-    (tmp_path / f"b.jsonl{suffix}").touch()
-    for source in (f"{tmp_path}", f"{tmp_path}/[ab]*", f"{tmp_path}/b.jsonl{suffix}"):
-        with pytest.raises(DataError, match=rf"1 of another kind, first {tmp_path}/b\.jsonl{suffix}\n") as e:
-            resolve(source)
-        assert f"fix:  decompress them or read them as 'hf:{tmp_path}', or narrow the pattern, as in" in str(e.value)
-    (tmp_path / f"b.jsonl{suffix}").rename(tmp_path / f"b.txt{suffix}")
-    with pytest.raises(DataError, match=rf"fix:  decompress them, or narrow the pattern, as in '{tmp_path}/\*\.jsonl'"):
-        resolve(str(tmp_path))
+    for name in ("b.jsonl.xz", "b.json.bz2", "b.txt.gz", "b.txt.zst"):
+        (tmp_path / name).touch()
+        for source in (f"{tmp_path}", f"{tmp_path}/[ab]*", f"{tmp_path}/{name}"):
+            with pytest.raises(DataError, match=f"1 of another kind, first {tmp_path}/{name}\n") as e:
+                resolve(source)
+            assert "fix:  decompress them, or narrow the pattern, as in" in str(e.value)
+        (tmp_path / name).unlink()
+
+
+def compress(content: bytes, suffix: str) -> bytes:
+    """In two pieces, as tools that work in parallel leave them."""
+    if suffix == ".gz":
+        return gzip.compress(content[:1000]) + gzip.compress(content[1000:])
+    codec = pyarrow.Codec("zstd")
+    return b"".join(codec.compress(piece, asbytes=True) for piece in (content[:1000], content[1000:]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.json.zst"])
+def test_compressed_records(tmp_path: Path, name: str) -> None:
+    texts = [f"text {i}, caf\u00e9" for i in range(300)]
+    lines = "\ufeff" + "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    whole = compress(lines.encode(), Path(name).suffix)
+    (tmp_path / name).write_bytes(whole)
+    (tmp_path / "b.jsonl").write_text('{"text": "plain"}\n')
+    found, tally = read(str(tmp_path))
+    assert found == [*texts, "plain"]
+    assert tally.n_bytes == len(whole) + 18  # as they are on the disk, which is what progress is of
+    with pytest.raises(DataError, match=r"data\.text_key = 'body'"):
+        check_text_key(resolve(f"{tmp_path}/{name}"), Data(text_key="body"))
+    for damaged in (whole[:-20], b"no such format"):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"{name}: .*(Truncated|failed)"):
+            read(f"{tmp_path}/{name}")
 
 
 def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:

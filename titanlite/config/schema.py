@@ -58,7 +58,7 @@ class Data:
     """What to train on. Text is tokenized once into token shards, which every run memory-maps."""
 
     source: str = "python_stdlib"
-    """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl, .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
+    """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl (also .gz, .zst), .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
     tokenizer: str = "bytes"
     """`bytes` (256 ids, NUL separates documents) or the path of a tokenizer.json."""
     text_key: str = "text"

@@ -6,16 +6,17 @@ process; what makes that cheap is that it happens once (prepare.py).
 """
 
 import codecs
+import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from titanlite.config.schema import Data
-from titanlite.data.sources import Source, unreadable
+from titanlite.data.sources import CODECS, JSON_LINES, Source, unreadable
 from titanlite.errors import DataError, Problem, describe, nearest
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
@@ -95,7 +96,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
     for file in source.files:
         start = tally.n_bytes
         try:
-            if file.suffix == ".jsonl":
+            if file.name.endswith(JSON_LINES):
                 yield from _jsonl_documents(file, text_key, tally)
             elif file.suffix == ".parquet":
                 yield from _parquet_documents(file, text_key, tally, source.key)
@@ -116,10 +117,10 @@ def check_text_key(source: Source, data: Data) -> None:
     """
     if source.kind != "text":
         return
-    first = {suffix: [f for f in source.files if f.suffix == suffix][:1] for suffix in (".parquet", ".jsonl")}
-    for file in (*first[".parquet"], *first[".jsonl"]):
+    of_each_kind = ([f for f in source.files if f.name.endswith(suffix)][:1] for suffix in (".parquet", JSON_LINES))
+    for file in chain(*of_each_kind):
         try:
-            if file.suffix == ".jsonl":
+            if file.name.endswith(JSON_LINES):
                 _check_records(file, data)
             else:
                 with _parquet(file, data.text_key, source.key):
@@ -130,7 +131,7 @@ def check_text_key(source: Source, data: Data) -> None:
 
 def _check_records(file: Path, data: Data) -> None:
     without: list[dict[str, object]] = []
-    with file.open("rb") as lines:
+    with _json_lines(file) as (lines, _):
         start = lines.read(_START_BYTES)
         whole = start if not lines.read(1) else start[: start.rfind(b"\n") + 1]
     for line in whole.removeprefix(codecs.BOM_UTF8).split(b"\n"):
@@ -189,10 +190,25 @@ def _blocks(file: Path, tally: Tally) -> Iterator[str]:
             yield decoder.decode(chunk)
 
 
+@contextmanager
+def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Open a file of lines, compressed or not; the second tells how many of its bytes have been read."""
+    with file.open("rb") as data:
+        if file.suffix not in CODECS:
+            yield data, data.tell
+            return
+        import pyarrow
+
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(data), CODECS[file.suffix])  # damage is an OSError
+        with io.BufferedReader(cast(io.RawIOBase, stream)) as lines:
+            yield lines, data.tell
+
+
 def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
-    with file.open("rb") as lines:
+    start = tally.n_bytes
+    with _json_lines(file) as (lines, n_read):
         for number, line in enumerate(lines, 1):
-            tally.n_bytes += len(line)
+            tally.n_bytes = start + n_read()
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():

@@ -22,7 +22,7 @@ from titanlite.data.documents import Tally, check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
-from titanlite.data.sources import Source, resolve
+from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
 from titanlite.errors import DataError, Problem, describe
@@ -154,7 +154,8 @@ def _count_if_small(
     """
     max_tokens, n_bytes = _max_tokens(source, data), source.n_bytes()
     check_text_key(source, data)
-    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not any(f.suffix == ".parquet" for f in source.files)
+    is_packed = any(f.suffix in (".parquet", *CODECS) for f in source.files)
+    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
             return None

@@ -1,7 +1,8 @@
 """Sources: from the string in `data.source` to files.
 
     python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
-    a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids)
+    a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids);
+                                            lines of JSON also compressed, as .jsonl.gz, .json.gz, .jsonl.zst, .json.zst
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
 Names only: what is in the files is read by documents.py. No torch here: a source that matches nothing is reported
@@ -18,8 +19,12 @@ from typing import Literal
 
 from titanlite.errors import DataError, Problem, describe
 
-SUFFIXES = (".txt", ".jsonl", ".parquet", ".bin")
-_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+"""Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
+JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
+SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
+# Not read, but not left out of a folder in silence either.
+_COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
 
 
 @dataclass(frozen=True)
@@ -73,17 +78,12 @@ def resolve(source: str, key: str = "data.source") -> Source:
             saw = f"{source!r}, a folder with no file of a known type in it or below"
         fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))
-    unknown = [f for f in files if f.suffix not in SUFFIXES]
+    unknown = [f for f in files if not f.name.endswith(SUFFIXES)]
     if unknown:
         saw = f"{source!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
-        known = next((f.suffix for f in files if f.suffix in SUFFIXES), ".txt")
+        known = next((suffix for f in files for suffix in SUFFIXES if f.name.endswith(suffix)), ".txt")
         fix = f"narrow the pattern, as in {str(unknown[0].parent / f'*{known}')!r}"
-        if unknown[0].suffix in _COMPRESSED:
-            # Of text, `datasets` would make each line a document.
-            as_dataset = f" or read them as {f'hf:{unknown[0].parent}'!r}" if ".json" in unknown[0].name else ""
-            fix = f"decompress them{as_dataset}, or {fix}"
-        else:
-            fix += ", or rename the files"
+        fix = f"decompress them, or {fix}" if unknown[0].name.endswith(_COMPRESSED) else f"{fix}, or rename the files"
         raise DataError(describe("data", [Problem(key, saw, "files named " + ", ".join(SUFFIXES), fix)]))
     tokens = [f for f in files if f.suffix == ".bin"]
     if tokens and len(tokens) < len(files):
@@ -118,11 +118,7 @@ def _is_held_out(relative_path: str) -> bool:
 def _matches(source: str, key: str) -> list[Path]:
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        data = (
-            *SUFFIXES,
-            *(suffix + of for suffix in SUFFIXES for of in _COMPRESSED),
-        )  # the latter are refused by name
-        found = [f for f in _glob(_all_below(path), source, key) if f.endswith(data)]
+        found = [f for f in _glob(_all_below(path), source, key) if f.endswith((*SUFFIXES, *_COMPRESSED))]
     else:
         found = [path] if os.path.exists(path) else _glob(path, source, key)
     # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the suffix.
