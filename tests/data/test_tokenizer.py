@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from titanlite.config.schema import Data
+from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import load
 from titanlite.errors import DataError
+from titanlite.observe.receipt import Receipt
+from titanlite.training.receipt import add_data
 
 
 def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **extra: Any) -> Path:
@@ -61,6 +65,31 @@ def test_vocabulary_is_the_largest_id_and_one(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "</s>": 3, "b": 9}, unk_token="a")).save(str(tmp_path / "t.json"))
     tokenizer = load(str(tmp_path / "t.json"))
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (10, 3)
+
+
+def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"a": 0, "</s>": 1, "b": 2, "<unk>": 3}
+    pieces = [(word, -1.0) for word in words]
+    (tmp_path / "a.jsonl").write_text('{"text": "a c b d"}\n{"text": "c </s>"}\n{"text": "a b"}\n')
+    for model in (models.WordLevel(words, unk_token="<unk>"), models.Unigram(pieces, unk_id=3)):
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(tmp_path / "t.json"))
+        data = Data(
+            source=str(tmp_path / "a.jsonl"),
+            tokenizer=str(tmp_path / "t.json"),
+            cache_dir=str(tmp_path / type(model).__name__),
+            max_bad_records=1,
+        )
+        assert load(data.tokenizer).unknown_id == 3
+        meta = prepare(data.source, data, 4, progress=False).meta
+        assert (meta.tokens, meta.n_unknown, meta.n_bad_records) == (8, 2, 1)  # a bad record's do not count
+        (_, warning) = add_data(Receipt(), "data.source", meta)
+        assert warning.endswith("2 tokens (25.00%) stand for text that " + data.tokenizer + " does not know")
+    Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "t.json"))
+    assert load(str(tmp_path / "t.json")).unknown_id is None
 
 
 @pytest.mark.parametrize(

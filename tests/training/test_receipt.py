@@ -78,7 +78,7 @@ def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk)
 
 def test_all_bad_records_are_named_if_they_are_few() -> None:
     receipt, meta = Receipt(), Meta("x", "bytes", "uint16", (), "", n_bad_records=1, bad_records=("x:2: no",))
-    warning = training_receipt.add_data(receipt, "data.source", meta)
+    (warning,) = training_receipt.add_data(receipt, "data.source", meta)
     assert warning == "data.source = x: 1 bad record skipped (data.max_bad_records):\n      x:2: no"
     assert receipt.entries[0].skipped == (Skipped("x:2: no", "a bad record"),)
 

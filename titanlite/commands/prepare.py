@@ -46,6 +46,8 @@ def _summary(shards: TokenShards) -> str:
         f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'another program'}",
         *[f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"]
         * bool(meta.max_tokens),
+        *[f"  unknown      {meta.n_unknown:,} of the tokens stand for text that the tokenizer does not know"]
+        * bool(meta.n_unknown),
         f"  bytes        {meta.input_bytes:,} read",
         f"  bad records  {meta.n_bad_records:,}",
         *(f"    {record}" for record in meta.bad_records),

@@ -43,6 +43,7 @@ class Tally:
     n_bytes: int = 0  # of the input
     n_documents: int = 0  # that were encoded, and are good
     n_tokens: int = 0  # of these, with separators
+    n_unknown: int = 0  # of these, that stand for text which the tokenizer does not know
     is_cut: bool = False  # there are more, which data.max_tokens leaves out
     n_bad: int = 0
     bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones

@@ -59,7 +59,7 @@ def encode(
     Raises:
         DataError: a file or a text cannot be used, or too many records are bad.
     """
-    is_bad, n_tokens = False, 0  # of the document that a piece is of
+    is_bad, n_tokens, n_unknown = False, 0, 0  # of the document that a piece is of
     batches = _batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
@@ -68,15 +68,18 @@ def encode(
             if not is_bad and (ids == tokenizer.separator_id).any():
                 what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
                 tally.add_bad(piece.place, f"holds {what} separates documents")
-                is_bad, n_tokens = True, 0
+                is_bad, n_tokens, n_unknown = True, 0, 0
                 encoded.append(Encoded(ids[:0], ends=False, is_bad=True))
             elif not is_bad:
                 ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if piece.ends else ids
                 encoded.append(Encoded(ended, piece.ends))
                 n_tokens += len(ended)
+                if tokenizer.unknown_id is not None:
+                    n_unknown += int(np.count_nonzero(ids == tokenizer.unknown_id))
             if piece.ends:
                 tally.n_documents, tally.n_tokens = tally.n_documents + (not is_bad), tally.n_tokens + n_tokens
-                is_bad, n_tokens = False, 0
+                tally.n_unknown += n_unknown
+                is_bad, n_tokens, n_unknown = False, 0, 0
                 if 0 < max_tokens <= tally.n_tokens:
                     # What was read ahead does not count, but for that there is more.
                     tally.is_cut = tally.take_back(piece.n_bad, n_read) or n < len(batch) or _is_more(batches, tally)

@@ -262,6 +262,7 @@ def _tokenize(
         bad_records=tuple(tally.bad),
         skipped=tuple(tally.skipped),
         max_tokens=max_tokens if tally.is_cut else 0,
+        n_unknown=tally.n_unknown,
     )
 
 

@@ -53,6 +53,7 @@ class Meta:
     bad_records: tuple[str, ...] = ()  # the first ones
     skipped: tuple[str, ...] = ()
     max_tokens: int = 0  # data.max_tokens, if it left something out
+    n_unknown: int = 0  # tokens that stand for text which the tokenizer does not know
     version: int = VERSION
 
     @property

@@ -26,6 +26,7 @@ class Tokenizer(Protocol):
     name: str  # as the user wrote it
     vocab_size: int  # largest id + 1
     separator_id: int  # follows every document
+    unknown_id: int | None  # stands for text that there is no token for; None if there is one for all
     fingerprint: str  # equal for equal encodings
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -46,6 +47,7 @@ class ByteTokenizer:
     name = fingerprint = "bytes"
     vocab_size = 256
     separator_id = 0
+    unknown_id: int | None = None
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents as their UTF-8 bytes, uint8."""
@@ -71,6 +73,10 @@ class FileTokenizer:
         self.vocab_size = max(ids.values(), default=-1) + 1
         special = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
         self.separator_id = _separator(name, path, ids, special)
+        if isinstance(self._tokenizer.model, tokenizers.models.Unigram):  # which does not tell
+            self.unknown_id = json.loads(content)["model"].get("unk_id")
+        else:
+            self.unknown_id = ids.get(self._tokenizer.model.unk_token or "")
         self.fingerprint = hashlib.blake2b(content + b"%d" % self.separator_id, digest_size=16).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:

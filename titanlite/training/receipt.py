@@ -28,7 +28,7 @@ from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
 
 
-def add_data(receipt: Receipt, key: str, meta: Meta) -> str | None:
+def add_data(receipt: Receipt, key: str, meta: Meta) -> list[str]:
     """Add what a source gave, and what of it is not trained on.
 
     Args:
@@ -37,7 +37,8 @@ def add_data(receipt: Receipt, key: str, meta: Meta) -> str | None:
         meta: of its shards.
 
     Returns:
-        A warning that names the bad records which were skipped, as many as there are places kept of; None without any.
+        Warnings: of bad records which were skipped, as many named as there are places kept of; and of text that the
+        tokenizer does not know.
     """
     applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records, "skipped_files": len(meta.skipped)}
     if meta.tokenizer:  # token files do not say where a document ends
@@ -49,11 +50,17 @@ def add_data(receipt: Receipt, key: str, meta: Meta) -> str | None:
     if meta.max_tokens:
         applied["max_tokens"] = meta.max_tokens
         left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}"))
+    if meta.n_unknown:
+        applied["unknown"] = meta.n_unknown
     receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
-    if not meta.n_bad_records:
-        return None
-    count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
-    return "\n      ".join([f"{key} = {meta.source}: {count}", *meta.bad_records, *more])
+    warnings: list[str] = []
+    if meta.n_bad_records:
+        count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
+        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *meta.bad_records, *more]))
+    if meta.n_unknown:
+        share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
+        warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
+    return warnings
 
 
 def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:

@@ -133,9 +133,9 @@ def _train(
         console.warning(text)
     sources = {"data.source": shards} | ({"validation.source": held_out} if held_out else {})
     for key, source in sources.items():
-        bad = add_data(run.receipt, key, source.meta)
-        if bad and rank == 0:
-            console.warning(bad)
+        for text in add_data(run.receipt, key, source.meta):
+            if rank == 0:
+                console.warning(text)
     if run.chosen is not None:
         chosen = to_toml(run.save_list)
         on_rank_0(lambda: folder.record_save_list(chosen))
