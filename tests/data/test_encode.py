@@ -219,3 +219,16 @@ def test_seams_are_looked_for_in_blocks_that_are_longer_than_a_piece(
     pieces = [n for n in lengths if n > 80]
     assert 5_000 < pieces[0] < 5_600
     assert len(pieces) > 5
+
+
+def test_a_large_document_ends_where_it_reaches_max_tokens(tmp_path: Path) -> None:
+    text = a_text(10_000) * 150
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("behind it")
+    data = Data(str(tmp_path / "*.txt"), cache_dir=str(tmp_path / "cache"), max_tokens=400_000)
+    shards = prepare(data.source, data, 256, progress=False)
+    assert 400_000 < shards.meta.tokens < 700_000
+    assert (shards.meta.documents, shards.meta.max_tokens) == (1, 400_000)
+    ids = shards.read(0, shards.meta.tokens)
+    assert text.encode().startswith(bytes(ids[:-1].tolist()))
+    assert ids[-1] == 0

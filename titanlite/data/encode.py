@@ -51,7 +51,7 @@ def encode(
         text_key: the field of a record that holds its text.
         tokenizer: makes the ids.
         tally: counts what is read, what comes of it, and the documents that hold a separator.
-        max_tokens: nothing follows the document that reaches so many. 0: the whole source.
+        max_tokens: nothing follows the document, or the piece of one, that reaches so many. 0: the whole source.
 
     Yields:
         What was encoded at once, in order; a document may go on from one list to the next.
@@ -65,18 +65,20 @@ def encode(
         encoded: list[Encoded] = []
         n_read = tally.n_bad
         for n, (piece, ids) in enumerate(zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True), 1):
+            ends = piece.ends
             if not is_bad and (ids == tokenizer.separator_id).any():
                 what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
                 tally.add_bad(piece.place, f"holds {what} separates documents")
                 is_bad, n_tokens, n_unknown = True, 0, 0
                 encoded.append(Encoded(ids[:0], ends=False, is_bad=True))
             elif not is_bad:
-                ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if piece.ends else ids
-                encoded.append(Encoded(ended, piece.ends))
+                ends = ends or 0 < max_tokens <= tally.n_tokens + n_tokens + len(ids)
+                ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if ends else ids
+                encoded.append(Encoded(ended, ends))
                 n_tokens += len(ended)
                 if tokenizer.unknown_id is not None:
                     n_unknown += int(np.count_nonzero(ids == tokenizer.unknown_id))
-            if piece.ends:
+            if ends:
                 tally.n_documents, tally.n_tokens = tally.n_documents + (not is_bad), tally.n_tokens + n_tokens
                 tally.n_unknown += n_unknown
                 is_bad, n_tokens, n_unknown = False, 0, 0
