@@ -23,7 +23,8 @@ says that the graph was rewritten; whether a kernel then ran is in `titanlite.ke
 The pass is an option of the compiled model, not a setting of the process: graphs are compiled as long as shapes and
 modes are new, and those of backward, on GPUs, by a thread of autograd's, which in torch 2.13 has settings of its own.
 
-Reading order: this file, `fuse_gather.py`, `gathered.py`, `fuse_scatter.py`; below them `movement.py`, `rewriting.py`.
+Reading order: this file, `fuse_gather.py`, `gathered.py`, `fuse_scatter.py`; below them `atoms.py`, `movement.py`,
+`rewriting.py`.
 """
 
 import logging
@@ -37,7 +38,7 @@ from torch.fx import Graph, Node
 
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.kernels.lowering import lowered
-from titanlite.parallel import fuse_gather, fuse_scatter, gathered, movement, rewriting
+from titanlite.parallel import atoms, calls, fuse_gather, fuse_scatter, gathered, movement, rewriting
 from titanlite.parallel.fuse_scatter import REDUCE_SCATTER
 from titanlite.parallel.gathered import ALL_GATHER
 from titanlite.parallel.rewriting import MissedError, Rewriting, UnpairedError, name_of
@@ -192,5 +193,5 @@ class _Pass(CustomGraphPass):
         """What a compiled graph depends on beside its source; None to compile each graph anew."""
         if self._report is not None:
             return None
-        modules = (fuse_gather, fuse_scatter, gathered, movement, rewriting)
+        modules = (atoms, calls, fuse_gather, fuse_scatter, gathered, movement, rewriting)
         return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))

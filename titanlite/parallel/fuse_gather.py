@@ -14,19 +14,9 @@ from torch.fx import Node
 
 from titanlite.kernels.all_gather_matmul import FORMS  # and the operator with it
 from titanlite.kernels.products import out_dtype_of
+from titanlite.parallel.atoms import Atoms, Layout, identity, length, relocated, steps
 from titanlite.parallel.gathered import ALL_GATHER, Gathered, Product, product_of, shard_size
-from titanlite.parallel.movement import (
-    SPLITS,
-    Atoms,
-    Layout,
-    Movements,
-    identity,
-    length,
-    path,
-    relocated,
-    sources,
-    steps,
-)
+from titanlite.parallel.movement import SPLITS, Movements, path, sources
 from titanlite.parallel.rewriting import (
     Collective,
     MissedError,

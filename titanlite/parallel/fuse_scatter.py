@@ -15,7 +15,8 @@ from torch.fx import Node
 
 import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
 from titanlite.kernels.products import out_dtype_of
-from titanlite.parallel.movement import Layout, Movements, is_static, merged, path, relocated, reshaped, steps
+from titanlite.parallel.atoms import Layout, merged, relocated, reshaped, steps
+from titanlite.parallel.movement import Movements, is_static, path
 from titanlite.parallel.rewriting import (
     Collective,
     Matmul,

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from titanlite.parallel.movement import Atom, Atoms, Layout, Movements, identity, length, merged, steps
+from titanlite.parallel.atoms import Atom, Atoms, Layout, identity, length, merged, steps
+from titanlite.parallel.movement import Movements
 from titanlite.parallel.rewriting import Collective, Matmul, MissedError, collective_of
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -10,8 +10,9 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from titanlite.parallel.atoms import Atoms, length, steps
 from titanlite.parallel.calls import arguments_of
-from titanlite.parallel.movement import SPLITS, Atoms, is_static, length, sources, steps
+from titanlite.parallel.movement import SPLITS, is_static, sources
 
 aten = torch.ops.aten
 

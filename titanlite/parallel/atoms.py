@@ -1,0 +1,168 @@
+"""Where the elements of a moved tensor lie in the flat tensor that they come from: layouts, and their arithmetic.
+
+The source is taken as flat, in row-major order. Each dim of a moved tensor is an ordered product of atoms
+`(size, stride)`, strides counted in the flat source, the last atom running fastest (the layouts of CuTe). A gathered
+`[ranks·B, S, D]`, split over ranks and joined along dim 1 for `[B, ranks·S, D]`, has the dims
+
+    ((B, S·D),)   ((ranks, B·S·D), (S, D))   ((D, 1),)
+
+which says all: ranks are outermost in dim 1, each brings S rows, and B lies around them. Nothing here needs torch.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+Atom = tuple[int, int]
+Atoms = tuple[Atom, ...]
+
+
+class Layout(NamedTuple):
+    """Where the elements of a moved tensor come from.
+
+    Attributes:
+        dims: atoms of each dim; of a dim of length 1, none.
+        offset: of the first element, in the flat source.
+    """
+
+    dims: tuple[Atoms, ...]
+    offset: int = 0
+
+    @property
+    def atoms(self) -> Atoms:
+        """All atoms, outermost first."""
+        return tuple(atom for dim in self.dims for atom in dim)
+
+
+def merged(atoms: Sequence[Atom]) -> Atoms:
+    """The same elements in as few atoms as possible."""
+    out: list[Atom] = []
+    for size, stride in atoms:
+        if size == 1:
+            continue
+        if out and out[-1][1] == size * stride:
+            out[-1] = (out[-1][0] * size, stride)
+        else:
+            out.append((size, stride))
+    return tuple(out)
+
+
+def length(atoms: Sequence[Atom]) -> int:
+    """How many elements."""
+    return math.prod(size for size, _ in atoms)
+
+
+def identity(shape: Sequence[int]) -> Layout:
+    """The layout of the source itself."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return Layout(tuple(merged([atom]) for atom in zip(shape, strides, strict=True)))
+
+
+def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
+    """The layout under another shape, or None if an atom would have to be cut unevenly."""
+    left, dims = list(reversed(merged(layout.atoms))), []
+    for size in shape:
+        taken: list[Atom] = []
+        while size > 1:
+            if not left:
+                return None
+            n, stride = left.pop()
+            if n > size and n % size == 0:
+                left.append((n // size, stride))
+                n, stride = size, stride * (n // size)
+            elif size % n:
+                return None
+            taken.append((n, stride))
+            size //= n
+        dims.append(merged(taken))
+    return Layout(tuple(dims), layout.offset)
+
+
+def narrowed(layout: Layout, dim: int, start: int, size: int) -> Layout | None:
+    """A range of one dim, or None if it is not an aligned one."""
+    atoms, offset, kept = list(layout.dims[dim]), layout.offset, ()
+    while atoms:
+        (_, stride), inner = atoms[0], length(atoms[1:])
+        if start % inner == 0 and size % inner == 0:
+            offset += start // inner * stride
+            kept = merged([(size // inner, stride), *atoms[1:]])
+            break
+        if start // inner != (start + size - 1) // inner:
+            return None
+        offset += start // inner * stride
+        start %= inner
+        atoms = atoms[1:]
+    return Layout((*layout.dims[:dim], kept, *layout.dims[dim + 1 :]), offset)
+
+
+def joined(layouts: Sequence[Layout], dim: int) -> Layout | None:
+    """Pieces side by side along a dim, or None if they are not equal pieces at equal distances."""
+    first = layouts[0]
+    steps = {b.offset - a.offset for a, b in pairwise(layouts)}
+    if len(layouts) == 1:
+        return first
+    if len(steps) != 1 or min(steps) <= 0 or any(each.dims != first.dims for each in layouts):
+        return None
+    dims = list(first.dims)
+    dims[dim] = merged([(len(layouts), steps.pop()), *dims[dim]])
+    return Layout(tuple(dims), first.offset)
+
+
+def relocated(atoms: Atoms, places: Sequence[tuple[int, int, int]]) -> Atoms | None:
+    """The atoms in another flat tensor.
+
+    Args:
+        atoms: in the old flat tensor.
+        places: how the old flat tensor lies in the new one: (size, old stride, new stride) each.
+
+    Returns:
+        The atoms in the new flat tensor, or None if one of them is in no place, or cut unevenly.
+    """
+    out: list[Atom] = []
+    for size, stride in atoms:
+        tail: list[Atom] = []
+        while size > 1:
+            place = next((p for p in places if p[1] <= stride < p[0] * p[1]), None)
+            if place is None:
+                return None
+            n, old, new = place
+            if stride % old or n % (stride // old):
+                return None
+            inside, room = stride // old, n // (stride // old)
+            if size > room and size % room:
+                return None
+            taken = min(size, room)
+            tail.append((taken, new * inside))
+            size, stride = size // taken, stride * taken
+        out.extend(reversed(tail))
+    return merged(out)
+
+
+class Steps(NamedTuple):
+    """How to build a layout from its source: reshape, permute, reshape."""
+
+    sizes: list[int]
+    order: list[int]
+    shape: list[int]
+
+
+def steps(dims: Sequence[Atoms], total: int) -> Steps | None:
+    """How to build a tensor of these dims from all elements of the flat source, or None if they are not all there.
+
+    Args:
+        dims: atoms of each dim.
+        total: elements of the source.
+    """
+    atoms = [atom for dim in dims for atom in dim]
+    by_stride = sorted(range(len(atoms)), key=lambda i: -atoms[i][1])
+    rest = total
+    for i in by_stride:
+        size, stride = atoms[i]
+        if size * stride != rest:
+            return None
+        rest = stride
+    if rest != 1:
+        return None
+    order = [by_stride.index(i) for i in range(len(atoms))]
+    return Steps([atoms[i][0] for i in by_stride], order, [length(dim) for dim in dims])
