@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 
 from titanlite.parallel.sharding.graph import Graph, tensor_inputs, values
+from titanlite.parallel.sharding.own_rules import RESHAPES
 from titanlite.parallel.sharding.plan import Move, Placements, Plan, local_shape
-from titanlite.parallel.sharding.rules import RESHAPES
 from titanlite.parallel.sharding.select import Hop, hops
 
 aten = torch.ops.aten

@@ -15,9 +15,10 @@ from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.sharding.graph import Graph, tensor_inputs, value
+from titanlite.parallel.sharding.own_rules import RESHAPES
 from titanlite.parallel.sharding.plan import Collective, Plan, show
 from titanlite.parallel.sharding.reshape import moved_shards, obstacle
-from titanlite.parallel.sharding.rules import RESHAPES, is_weight_of
+from titanlite.parallel.sharding.rules import is_weight_of
 from titanlite.parallel.sharding.select import Selection
 
 

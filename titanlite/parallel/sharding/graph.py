@@ -20,6 +20,7 @@ import torch.fx.config
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 from torch.fx import Node
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -248,16 +249,7 @@ def values(node: Node) -> list[Tensor]:
 def tensor_inputs(node: Node) -> list[Node]:
     """The tensors among a node's arguments, in order, as often as they occur."""
     found: list[Node] = []
-
-    def visit(argument: Any) -> None:
-        if isinstance(argument, Node):
-            found.append(argument)
-        elif isinstance(argument, tuple | list):
-            for each in argument:
-                visit(each)
-
-    for argument in (*node.args, *node.kwargs.values()):
-        visit(argument)
+    map_arg((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
     return found
 
 

@@ -25,8 +25,9 @@ from torch.fx import Node
 
 from titanlite.parallel.sharding.annotations import Pinned
 from titanlite.parallel.sharding.graph import Graph, tensor_inputs, value
+from titanlite.parallel.sharding.own_rules import MATMULS, Rule
 from titanlite.parallel.sharding.plan import REPLICATE, Origin
-from titanlite.parallel.sharding.rules import MATMULS, Rule, rules_of
+from titanlite.parallel.sharding.rules import rules_of
 
 WEIGHTS, ACTIVATIONS, REPLICATED = range(3)
 

@@ -1,0 +1,237 @@
+"""Rules of operators that titanlite knows itself: DTensor has none, or others for dims of length 1 or uneven parts.
+
+DTensor has none of operators that are not decomposed. A rule says: with inputs so placed, the same operator on each
+rank's parts computes the output so placed. That everything may be whole is said for all operators in `rules.py`.
+
+Random numbers that are made from nothing are placed by what consumes them; ranks make the whole and keep their parts,
+or draw from streams of their own. Whole ones, and dropout of a whole tensor, need one stream for all ranks.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+
+import titanlite.kernels.norm_rope
+import titanlite.kernels.window_attention  # noqa: F401  # their operators have rules
+from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE
+from titanlite.parallel.sharding.reshape import moved_shards
+
+aten = torch.ops.aten
+
+
+class Rule(NamedTuple):
+    """One way to run an operator.
+
+    Attributes:
+        inputs: placement of each tensor among its arguments.
+        output: of what it computes, of all its tensors if several.
+        statistics: float32 numbers per row of the input that the ranks exchange inside the operator; 0 but for a
+            cross-entropy over a sharded vocabulary.
+    """
+
+    inputs: tuple[Placement, ...]
+    output: Placement
+    statistics: int = 0
+
+
+_Own = Callable[..., Iterable[Rule]]
+_OWN: dict[object, _Own] = {}
+
+RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.view_as.default,
+}
+MATMULS = {aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default}
+_ELEMENTWISE = {
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.type_as.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.detach_.default,  # these two: of a constant of the model
+    aten.lift_fresh_copy.default,
+    aten.alias.default,
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+    aten.dropout.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.bernoulli.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+}
+_FACTORIES = {
+    aten.rand.default,
+    aten.randn.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.empty.memory_format,
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.scalar_tensor.default,
+}
+
+
+def own_rules(
+    op: torch._ops.OpOverload, inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], size: int
+) -> Iterable[Rule] | None:
+    """Give the rules of an operator but for the one with everything whole; None if there are none here.
+
+    Args:
+        op: the operator.
+        inputs: the tensors among its arguments.
+        out: what it computes; of several tensors the first.
+        arguments: all of them, by name.
+        size: ranks along the axis.
+    """
+    if op in _OWN:
+        return _OWN[op](inputs, out, arguments, size)
+    if op in _FACTORIES:
+        return [Rule((), Shard(d)) for d in range(out.ndim)]
+    if op in _ELEMENTWISE or torch.Tag.pointwise in op.tags:
+        return _elementwise(inputs, out)
+    return None
+
+
+def _own(*targets: object) -> Callable[[_Own], _Own]:
+    def add(function: _Own) -> _Own:
+        _OWN.update(dict.fromkeys(targets, function))
+        return function
+
+    return add
+
+
+def _elementwise(inputs: list[Tensor], out: Tensor) -> Iterable[Rule]:
+    """Each dim of the output, with all inputs that have it; a dim of length 1 is whole on every rank."""
+    for dim in range(out.ndim):
+        if out.shape[dim] == 1:
+            continue
+        own = [dim - out.ndim + tensor.ndim for tensor in inputs]
+        has = [d >= 0 and tensor.shape[d] != 1 for d, tensor in zip(own, inputs, strict=True)]
+        yield Rule(tuple(Shard(d) if h else REPLICATE for d, h in zip(own, has, strict=True)), Shard(dim))
+
+
+@_own(*RESHAPES)
+def _reshape(inputs: list[Tensor], out: Tensor, _: dict[str, Any], size: int) -> Iterable[Rule]:
+    others = (REPLICATE,) * (len(inputs) - 1)
+    for before, after in moved_shards(inputs[0].shape, out.shape, size).items():
+        yield Rule((Shard(before), *others), Shard(after))
+
+
+def _einsum(left: str, right: str, out: str) -> Iterable[Rule]:
+    """A letter of the output is split in all tensors that have it; a letter that is summed over gives a partial sum."""
+    for letter in dict.fromkeys(left + right):
+        places = [Shard(t.index(letter)) if letter in t else REPLICATE for t in (left, right)]
+        yield Rule((places[0], places[1]), Shard(out.index(letter)) if letter in out else PARTIAL)
+
+
+@_own(aten.linear.default)
+def _linear(inputs: list[Tensor], *_: object) -> Iterable[Rule]:
+    batch = "abcdefgh"[: inputs[0].ndim - 1]
+    return _einsum(f"{batch}k", "nk", f"{batch}n")
+
+
+@_own(aten.mm.default, aten.bmm.default, aten.matmul.default)
+def _matmul(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
+    left, right = inputs
+    if min(left.ndim, right.ndim) < 2:
+        a, b = ("k" if left.ndim == 1 else "abcdefgh"[: left.ndim - 1] + "k"), "k"
+        if right.ndim > 1:
+            b = "abcdefgh"[: right.ndim - 2] + "kn"
+        yield from _einsum(a, b, "".join(c for c in a + b if c != "k"))
+        return
+    batch = "abcdefgh"[: out.ndim - 2]
+    letters = []
+    for tensor, ends in ((left, "mk"), (right, "kn")):
+        own = batch[len(batch) - (tensor.ndim - 2) :]
+        # A batch dim of length 1 is broadcast: upper case is a letter of its own, which the output does not have.
+        sizes = tensor.shape[: tensor.ndim - 2]
+        letters.append("".join(c if n > 1 else c.upper() for c, n in zip(own, sizes, strict=True)) + ends)
+    for rule in _einsum(letters[0], letters[1], batch + "mn"):
+        if not _is_broadcast(rule, inputs):
+            yield rule
+
+
+def _is_broadcast(rule: Rule, inputs: list[Tensor]) -> bool:
+    pairs = zip(rule.inputs, inputs, strict=True)
+    return any(isinstance(p, Shard) and t.shape[p.dim] == 1 for p, t in pairs)
+
+
+@_own(aten.layer_norm.default, aten.rms_norm.default)
+def _norm(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+    others = (REPLICATE,) * (len(inputs) - 1)
+    for dim in range(out.ndim - len(arguments["normalized_shape"])):
+        yield Rule((Shard(dim), *others), Shard(dim))
+
+
+@_own(aten.softmax.int, aten.log_softmax.int, aten.chunk.default, aten.cumsum.default)
+def _along_dim(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+    """Operators that work along one dim and leave the others as they are."""
+    worked = arguments["dim"] % out.ndim
+    return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d != worked]
+
+
+@_own(aten.pad.default)
+def _pad(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+    padded = {out.ndim - 1 - i // 2 for i, n in enumerate(arguments["pad"]) if n}  # the last dim comes first
+    return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d not in padded]
+
+
+@_own(aten.scaled_dot_product_attention.default, torch.ops.titanlite.window_attention.default)
+def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+    """[B, H, S, E] queries, [B, K, S, E] keys and values: over B, and over heads where H and K both divide."""
+    mask = inputs[3:]
+    if arguments.get("dropout_p"):
+        return
+    for dim in range(out.ndim - 2):
+        own = [dim - out.ndim + m.ndim for m in mask]
+        split = (Shard(d) if d >= 0 and m.shape[d] != 1 else REPLICATE for d, m in zip(own, mask, strict=True))
+        yield Rule((Shard(dim),) * 3 + tuple(split), Shard(dim))
+
+
+@_own(torch.ops.titanlite.norm_rope.default)
+def _norm_rope(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
+    """Heads, those of a key and a value with all of their queries, each by itself."""
+    yield Rule((Shard(1), *(REPLICATE,) * (len(inputs) - 1)), Shard(1))
+
+
+@_own(aten.embedding.default)
+def _embedding(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
+    """A rank that holds some rows gives zeros for all others, so their sum is the result."""
+    yield Rule((Shard(0), REPLICATE), PARTIAL)
+    yield Rule((Shard(1), REPLICATE), Shard(out.ndim - 1))
+    for dim in range(inputs[1].ndim):
+        yield Rule((REPLICATE, Shard(dim)), Shard(dim))
+
+
+@_own(aten.cross_entropy_loss.default)
+def _cross_entropy(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+    """Logits [M, V] and targets [M]: over V with two statistics per token, over M where losses are summed or kept."""
+    logits, targets, *weight = inputs
+    if weight or targets.is_floating_point() or logits.ndim != 2:
+        return
+    if not arguments["label_smoothing"]:
+        yield Rule((Shard(1), REPLICATE), REPLICATE, statistics=2)
+    if arguments["reduction"] != _MEAN:  # a mean would count the targets of one rank
+        yield Rule((Shard(0), Shard(0)), Shard(0) if out.ndim else PARTIAL)
+
+
+_MEAN = 1
