@@ -9,7 +9,8 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.choose_save_list import choose
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.step_time import DEFAULT_DEVICE, DEVICES, StepTime, StepTimeModel, measured_rates, unrated
+from titanlite.parallel.rates import DEFAULT_DEVICE, DEVICES, measured_rates, unrated
+from titanlite.parallel.step_time import StepTime, StepTimeModel
 
 TP = "--parallelism.tensor_parallel_degree"
 ASYNC = "--parallelism.async_tensor_parallel"

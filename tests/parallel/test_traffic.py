@@ -15,7 +15,7 @@ from titanlite.commands.planned_run import plan_run
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.kernels import collectives
-from titanlite.parallel.step_time import measured_rates
+from titanlite.parallel.rates import measured_rates
 from titanlite.parallel.traffic import sent_bytes
 from titanlite.training.build import fastest_attention
 from titanlite.training.step import train_step

@@ -12,7 +12,8 @@ from titanlite.parallel.block_price import block_prices, without_price
 from titanlite.parallel.choose_save_list import choose, in_words
 from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
-from titanlite.parallel.step_time import Rates, StepTime, StepTimeModel, unrated
+from titanlite.parallel.rates import Rates, unrated
+from titanlite.parallel.step_time import StepTime, StepTimeModel
 
 _CLASSES = {  # of work, where the name in `StepTime` says too little
     "tokens": "TP collectives",

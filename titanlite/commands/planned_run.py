@@ -11,7 +11,7 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.parallel.block_price import block_prices, without_price
 from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.step_time import DEFAULT_DEVICE, measured_rates
+from titanlite.parallel.rates import DEFAULT_DEVICE, measured_rates
 from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How long a step takes, by class of work, from shapes and measured rates (`rates/`); no GPU and no torch.
+"""How long a step takes, by class of work, from shapes and measured rates (`rates.py`); no GPU and no torch.
 
     matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
     attention        forward 2·M·H·E·S, the causal half of two products; to a window of W tokens W·(2·S − W) / S in the
@@ -16,84 +16,19 @@ Rates, no simulation: kernels are as fast in a small shape as in a large one, an
 Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-import tomli
-
-from titanlite.errors import Problem
 from titanlite.parallel.activation_bytes import HEAD, Activation, activations, token_bytes
 from titanlite.parallel.block_price import BlockPrice
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.operations import CLASSES, FUSED
+from titanlite.parallel.rates import Rates
 from titanlite.parallel.traffic import Unit, sent_bytes, units
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
 _T, _G = 1e12, 1e9
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a GPU does in a second; the files of `rates/` have units and sources.
-
-    Attributes:
-        device: that they were measured on.
-        device_gib: its memory.
-        matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
-        float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
-        attention: TFLOP/s of forward and backward, by the width of a head.
-        attention_window: the same of attention to a window.
-        window: tokens of that.
-        memory: GB/s of elementwise work.
-        optimizer: GB/s.
-        tensor_parallel: GB/s that a rank receives of tokens.
-        fsdp: GB/s that a rank receives of weights and gradients.
-        fused: a collective and its matmul in one operator, against the longer of the two.
-        host: GPUs that the rates of collectives hold for.
-    """
-
-    device: str
-    device_gib: float
-    matmul_alone: float
-    matmul_beside_collectives: float
-    float8_fast: float
-    float8_split: float
-    attention: Mapping[int, tuple[float, float]]
-    attention_window: tuple[float, float]
-    window: int
-    memory: float
-    optimizer: float
-    tensor_parallel: float
-    fsdp: float
-    fused: float
-    host: int
-
-    def attention_of(self, width: int) -> tuple[float, float]:
-        """Those of the narrowest heads that are as wide, or of the widest."""
-        as_wide = [E for E in self.attention if width <= E]
-        return self.attention[min(as_wide, default=max(self.attention))]
-
-
-_RATES = Path(__file__).with_name("rates")
-DEVICES = sorted(file.stem for file in _RATES.glob("*.toml"))
-"""Whose rates come with titanlite, as `titanlite plan --device` takes them."""
-DEFAULT_DEVICE = "h200"
-
-
-def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
-    """Read the rates of a device.
-
-    Args:
-        device: one of `DEVICES`.
-    """
-    read = tomli.loads((_RATES / f"{device}.toml").read_text(encoding="utf-8"))
-    if basis := read.pop("extends", None):
-        read = tomli.loads((_RATES / f"{basis}.toml").read_text(encoding="utf-8")) | read
-    read["attention_window"] = tuple(read["attention_window"])
-    read["attention"] = {int(width): tuple(rates) for width, rates in read["attention"].items()}
-    return Rates(**read)
 
 
 @dataclass(frozen=True)
@@ -116,7 +51,7 @@ class StepTime:
 
     def categories(self) -> dict[str, float]:
         """Give the milliseconds by class."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -303,30 +238,3 @@ class StepTimeModel:
 
         of_block = block.gathers * gather(block) + reduction(block)
         return gather(embedding) + gather(block) + reduction(embedding) + n * max(0.0, of_block - compute)
-
-
-def unrated(memory: MemoryModel) -> Problem | None:
-    """Why the rates are not those of a run, or None.
-
-    Args:
-        memory: of the run.
-    """
-    config, sizes, layout = memory.config, memory.sizes, memory.layout
-    if layout.unpriced:
-        return layout.unpriced
-    if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
-        want = "a recipe whose scales are by tensor or row: there are no rates of another"
-        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
-    if layout.float8 is not None and layout.float8.reduce_amax and layout.tensor_parallel > 1:
-        want = "a recipe without reduce_amax: there are no rates of reductions of one number"
-        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")
-    aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
-    if sizes.vocab_size % aligned:
-        want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
-        return Problem("model.vocab_size", str(sizes.vocab_size), want, "titanlite validate names one")
-    if config.training.mixed_precision_param != "bfloat16":
-        want = "bfloat16: there are no rates of another"
-        return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")
-    if not config.compile.enable:
-        return Problem("compile.enable", "false", "true: the rates are those of compiled blocks", "measure it")
-    return None

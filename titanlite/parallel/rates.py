@@ -1,0 +1,99 @@
+"""What a GPU does in a second, as it was measured (`devices/*.toml`), and which runs that says nothing of; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli
+
+from titanlite.errors import Problem
+from titanlite.parallel.memory import MemoryModel
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second; the files of `devices/` have units and sources.
+
+    Attributes:
+        device: that they were measured on.
+        device_gib: its memory.
+        matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
+        float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
+        attention: TFLOP/s of forward and backward, by the width of a head.
+        attention_window: the same of attention to a window.
+        window: tokens of that.
+        memory: GB/s of elementwise work.
+        optimizer: GB/s.
+        tensor_parallel: GB/s that a rank receives of tokens.
+        fsdp: GB/s that a rank receives of weights and gradients.
+        fused: a collective and its matmul in one operator, against the longer of the two.
+        host: GPUs that the rates of collectives hold for.
+    """
+
+    device: str
+    device_gib: float
+    matmul_alone: float
+    matmul_beside_collectives: float
+    float8_fast: float
+    float8_split: float
+    attention: Mapping[int, tuple[float, float]]
+    attention_window: tuple[float, float]
+    window: int
+    memory: float
+    optimizer: float
+    tensor_parallel: float
+    fsdp: float
+    fused: float
+    host: int
+
+    def attention_of(self, width: int) -> tuple[float, float]:
+        """Those of the narrowest heads that are as wide, or of the widest."""
+        as_wide = [E for E in self.attention if width <= E]
+        return self.attention[min(as_wide, default=max(self.attention))]
+
+
+_FOLDER = Path(__file__).with_name("devices")
+DEVICES = sorted(file.stem for file in _FOLDER.glob("*.toml"))
+"""Whose rates come with titanlite, as `titanlite plan --device` takes them."""
+DEFAULT_DEVICE = "h200"
+
+
+def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
+    """Read the rates of a device.
+
+    Args:
+        device: one of `DEVICES`.
+    """
+    read = tomli.loads((_FOLDER / f"{device}.toml").read_text(encoding="utf-8"))
+    if basis := read.pop("extends", None):
+        read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
+    read["attention_window"] = tuple(read["attention_window"])
+    read["attention"] = {int(width): tuple(rates) for width, rates in read["attention"].items()}
+    return Rates(**read)
+
+
+def unrated(memory: MemoryModel) -> Problem | None:
+    """Why the rates are not those of a run, or None.
+
+    Args:
+        memory: of the run.
+    """
+    config, sizes, layout = memory.config, memory.sizes, memory.layout
+    if layout.unpriced:
+        return layout.unpriced
+    if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
+        want = "a recipe whose scales are by tensor or row: there are no rates of another"
+        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
+    if layout.float8 is not None and layout.float8.reduce_amax and layout.tensor_parallel > 1:
+        want = "a recipe without reduce_amax: there are no rates of reductions of one number"
+        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")
+    aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
+    if sizes.vocab_size % aligned:
+        want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
+        return Problem("model.vocab_size", str(sizes.vocab_size), want, "titanlite validate names one")
+    if config.training.mixed_precision_param != "bfloat16":
+        want = "bfloat16: there are no rates of another"
+        return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")
+    if not config.compile.enable:
+        return Problem("compile.enable", "false", "true: the rates are those of compiled blocks", "measure it")
+    return None
