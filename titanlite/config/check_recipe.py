@@ -1,0 +1,137 @@
+"""What the schemas of recipes (`recipe_schema.py`) cannot say: whether values go together, and with the hardware."""
+
+from dataclasses import asdict
+from typing import get_args
+
+from titanlite.config.build import show
+from titanlite.config.problems import Problems
+from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity, ModelRecipe, SaveList
+from titanlite.errors import nearest
+
+OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
+
+
+def check_model(recipe: ModelRecipe, problems: Problems) -> None:
+    """Dimensions are positive, heads even; `config/check.py` holds them against each other, after the overrides."""
+    for name, value in asdict(recipe).items():
+        if value == 0 and getattr(ModelRecipe, name, None) == 0:
+            continue  # not given; `config/architectures.py` knows who needs it
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            problems.add(name, show(value), "a number above 0", f"{name} = the published size")
+    if recipe.head_dim % 2:  # no key of a config overrides it
+        want = "an even width, for rotary pairs"
+        problems.add("head_dim", show(recipe.head_dim), want, "head_dim = the published size")
+
+
+_PAIRS = {  # of granularities in one matmul that exist, in either order
+    frozenset({"tensor"}),
+    frozenset({"row"}),
+    frozenset({"tensor", "row"}),  # the one scale is repeated
+    frozenset({"1x128"}),
+    frozenset({"1x128", "128x128"}),
+    frozenset({"1x32"}),
+}
+
+
+def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
+    """Each matmul is one that the hardware, or its definition, can carry out."""
+    for matmul, (left, right) in MATMULS.items():
+        a, b = getattr(recipe, left), getattr(recipe, right)
+        grain_a, grain_b = recipe.operands(matmul)
+        if (grain_a == "none") != (grain_b == "none"):
+            where, other = (left, right) if grain_a == "none" else (right, left)
+            want = f'both operands of a matmul in float8, or both "none"; {other}.{matmul} is not "none"'
+            problems.add(f"{where}.{matmul}", '"none"', want, f'{other}.{matmul} = "none"')
+        elif grain_a == "none":
+            continue
+        elif a.dtype == b.dtype == "e5m2":
+            want = f"e4m3 for one operand of the {matmul} matmul: tensor cores have no e5m2 × e5m2"
+            problems.add(f"{right}.dtype", '"e5m2"', want, f'{right}.dtype = "e4m3"')
+        elif frozenset({grain_a, grain_b}) not in _PAIRS:
+            kept, wrong = (f"{left}.{matmul}", grain_a), (f"{right}.{matmul}", grain_b)
+            if problems.is_own(kept[0]) and not problems.is_own(wrong[0]):  # what a base says was right there
+                kept, wrong = wrong, kept
+            fitting = [show(g) for g in get_args(Granularity) if frozenset({kept[1], g}) in _PAIRS]
+            want = f"one of {', '.join(fitting)} beside {kept[0]} = {show(kept[1])}"
+            problems.add(wrong[0], show(wrong[1]), want, f"{matmul} = {fitting[0]}")
+        elif grain_a in BLOCKS and getattr(recipe.accumulation, matmul) == "fast":
+            want = '"split": what has scales by block is added up in float32, block by block'
+            problems.add(f"accumulation.{matmul}", '"fast"', want, f'{matmul} = "split"')
+    grains = set(recipe.granularities) - {"none"}
+    if not grains and not problems:
+        want = 'a matmul in float8; all three are "none"'
+        problems.add("input.output", '"none"', want, 'float8.recipe = "none" in the config, for no float8 at all')
+    if recipe.scale_rounding == "e8m0_rceil" and (others := sorted(grains - set(BLOCKS))):
+        want = f"a rounding for all of its granularities; {', '.join(others)} have no E8M0 scales, blocks have"
+        problems.add("scale_rounding", '"e8m0_rceil"', want, 'scale_rounding = "pow2_floor"')
+    if recipe.scale_rounding == "exact" and "1x32" in grains:
+        want = "a power of two: scales of 1x32 blocks are stored as E8M0, exponents alone"
+        problems.add("scale_rounding", '"exact"', want, 'scale_rounding = "e8m0_rceil"')
+    weight = recipe.weight
+    if recipe.fsdp_all_gather == "float8":
+        given, want = {"fsdp_all_gather": "float8"}, ""
+        if weight.output != weight.grad_input or weight.output not in ("tensor", "row"):
+            given |= {"weight.output": weight.output, "weight.grad_input": weight.grad_input}
+            want = 'weight.output and weight.grad_input both "tensor", or both "row": one cast travels'
+        elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
+            given["scale_rounding"] = recipe.scale_rounding
+            want = 'scale_rounding = "pow2_floor": backward casts rows again, by column'
+        if want:  # what a base says was right there
+            key = next(filter(problems.is_own, given), "fsdp_all_gather")
+            want = f'beside fsdp_all_gather = "float8", {want}'
+            problems.add(key, show(given[key]), want, 'fsdp_all_gather = "high_precision"')
+    if recipe.reduce_amax:
+        if others := sorted(set(recipe.granularities) - {"tensor"}):
+            want = f'false, unless every operand has one scale, "tensor"; {", ".join(others)} would stay a rank\'s own'
+            problems.add("reduce_amax", "true", want, "leave reduce_amax out")
+        elif recipe.fsdp_all_gather != "float8":
+            want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
+            problems.add("fsdp_all_gather", show(recipe.fsdp_all_gather), want, 'fsdp_all_gather = "float8"')
+    if not recipe.min_compute_capability > 0:
+        given = show(recipe.min_compute_capability)
+        problems.add("min_compute_capability", given, "a number above 0", "leave min_compute_capability out")
+    unit, why = max(((BLOCKS[g][1], "blocks are whole") for g in grains if g in BLOCKS), default=(1, ""))
+    if recipe.status != "emulated" and unit < 16:
+        unit, why = 16, "tensor cores multiply no other widths"  # in float8, a row is whole words of 16 bytes
+    if recipe.dim_multiple < 1 or recipe.dim_multiple % unit:
+        want = "a number above 0" if unit == 1 else f"a multiple of {unit}: {why}"
+        fix = "leave dim_multiple out" if unit == 1 else f"dim_multiple = {unit}"
+        problems.add("dim_multiple", show(recipe.dim_multiple), want, fix)
+
+
+def check_save_list(recipe: SaveList, problems: Problems) -> None:
+    """Each rule names an op and can match something."""
+    decided: set[str] = set()  # ops that an earlier rule matches without exception
+    for n, rule in enumerate(recipe.rules):
+        where, is_class, is_block = f"rules[{n}]", rule.op in OP_CLASSES, rule.op == "block"
+        if not is_class and not is_block and "." not in rule.op:
+            choices = (*OP_CLASSES, "block")
+            near = nearest(rule.op, choices)
+            fix = f'did you mean "{near}"?' if near else "name a class, or one op"
+            want = f"one of {', '.join(choices)}, or one op, as aten.mm.default"
+            problems.add(f"{where}.op", show(rule.op), want, fix)
+        if is_block and any(earlier.op != "block" for earlier in recipe.rules[:n]):
+            want = "before all rules that are for a part of a block: the first that matches decides"
+            problems.add(f"{where}.op", show(rule.op), want, "move the rule up")
+        if is_block and rule.action != "save":
+            want = '"save": what a block keeps of itself, other rules say'
+            problems.add(f"{where}.action", show(rule.action), want, 'action = "save", or remove the rule')
+        if is_block and recipe.default == "save":
+            want = '"recompute" beside a rule for whole blocks'
+            problems.add("default", '"save"', want, 'default = "recompute"')
+        if rule.every < 1 or (rule.every > 1 and not is_class):
+            want = "at least 1, and 1 for a rule that names one op"
+            problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
+        if rule.module and (not is_class or rule.op == "attention"):
+            want = f"no modules: a rule chooses by linear layer among {', '.join(OP_CLASSES[1:])}"
+            problems.add(f"{where}.module", show(rule.module), want, "remove module")
+        try:
+            rule.blocks(1)
+        except ValueError:
+            want = 'a slice of the blocks, as ":", "5:" or ":-2"'
+            problems.add(f"{where}.layers", show(rule.layers), want, 'layers = ":" (the default)')
+        if rule.op in decided:
+            want = "an op that no earlier rule has decided; this rule can never match"
+            problems.add(f"{where}.op", show(rule.op), want, "remove the rule, or move it up")
+        if rule.every == 1 and not rule.module and rule.layers == ":":
+            decided.add(rule.op)
