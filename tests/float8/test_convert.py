@@ -17,7 +17,8 @@ from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Float8
 from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.blocks import BlockScaledFloat8
-from titanlite.float8.convert import Conversion, Lowering, apply_float8
+from titanlite.float8.convert import Conversion, apply_float8
+from titanlite.float8.matmul import Lowering
 from titanlite.float8.weight import Float8Weight, WeightShard, local_data
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.receipt import Entry, Receipt

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
-from titanlite.float8.convert import Float8Matmul
 from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import feed_forward
+from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.scope import joins_feed_forward
 from titanlite.float8.weight import Float8Weight
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens

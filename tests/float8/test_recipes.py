@@ -10,9 +10,9 @@ from torch import Tensor
 from titanlite import recipes
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe, Granularity
 from titanlite.float8 import emulated, fused
-from titanlite.float8.convert import Float8Matmul, lowering_of, torchao_config
 from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import FusedFloat8
+from titanlite.float8.matmul import Float8Matmul, lowering_of, torchao_config
 from titanlite.float8.scope import obstacle
 from titanlite.kernels.float8_cast import cast_to
 from titanlite.kernels.linear import Matmul

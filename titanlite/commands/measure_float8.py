@@ -21,7 +21,7 @@ from titanlite.commands.validate import CheckedRun
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.float8.convert import Float8Matmul, lowering_of
+from titanlite.float8.matmul import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear

@@ -1,9 +1,4 @@
-"""Float8 recipes applied to a model: each linear layer's three matmuls, by the lowering that the device has for them.
-
-The recipe is data (`recipes/float8/*.toml`); what it means is in `emulated.py`. titanlite's own products (`fused.py`)
-carry out whatever they can. Scales by block are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); what is left, as
-a matmul in high precision, is translated field by field for torchao. Where a device has no such matmul, the same casts
-are multiplied in float32: the same numbers, none of the speed.
+"""Float8 recipes (`recipes/float8/*.toml`) applied to a model: each linear layer's three matmuls become `matmul.py`'s.
 
 Layers work on local tensors, so under tensor parallelism every scale is that of this rank's part: exact for each
 product, and no reduction of maxima is needed. A recipe with `reduce_amax` asks for the bits of one device, and reduces
@@ -21,68 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.recipe_schema import MATMULS, Float8Recipe, Granularity
-from titanlite.float8.blocks import BlockScaledFloat8
-from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, EmulatedFloat8
-from titanlite.float8.fused import FusedFloat8, feed_forward
-from titanlite.float8.scope import (
-    is_by_blocks_of_128,
-    joins_feed_forward,
-    left_alone,
-    obstacle,
-    require_equal_shards,
-    require_matches,
-)
+from titanlite.config.recipe_schema import MATMULS, Float8Recipe
+from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups
+from titanlite.float8.fused import feed_forward
+from titanlite.float8.matmul import Float8Matmul, Lowering
+from titanlite.float8.scope import joins_feed_forward, left_alone, require_equal_shards, require_matches
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
-from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.linear import Matmul
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import FeedForward
-
-
-class Lowering(NamedTuple):
-    """Who carries out a recipe's matmuls on a device.
-
-    Attributes:
-        name: "fused", titanlite's own products; "definition", the same on a CPU; "block scaled", by cuBLASLt;
-            "torchao"; or "emulated".
-        why: not titanlite's own products, or None. If emulated: why the device does not multiply so.
-    """
-
-    name: str
-    why: str | None
-
-
-def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
-    """Choose who carries out a recipe: the first that can.
-
-    Args:
-        recipe: the arithmetic.
-        device: to train on.
-    """
-    unfused = obstacle(recipe)
-    if unfused is None and device.type != "cuda":
-        return Lowering("definition", None)
-    if why := _why_emulated(recipe, device):
-        return Lowering("emulated", why)
-    if unfused is None:
-        return Lowering("fused", None)
-    return Lowering("block scaled" if recipe.has_blocks else "torchao", unfused)
-
-
-def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
-    """Why a device has no tensor cores for a recipe, or None."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if capability[0] + capability[1] / 10 < recipe.min_compute_capability:
-        has = f"this GPU has {capability[0]}.{capability[1]}" if device.type == "cuda" else "this device is no GPU"
-        return f"it needs compute capability {recipe.min_compute_capability}, {has}"
-    if not recipe.has_blocks:
-        return None
-    if not is_by_blocks_of_128(recipe):
-        has = ", ".join(sorted({*recipe.granularities} - {"none"}))
-        return f"titanlite has no lowering that multiplies {has} with {recipe.scale_rounding} scales"
-    return block_scaled_matmul.obstacle(device)
 
 
 class Maximum(NamedTuple):
@@ -111,40 +53,6 @@ class Conversion:
     maxima: tuple[Maximum, ...] = ()  # reduced in a micro-step, once more where forward is computed again
 
 
-class Float8Matmul:
-    """`x @ weight.T` in float8, forward and backward.
-
-    Args:
-        recipe: the arithmetic.
-        device: that the operands will be on.
-        over: the ranks that hold the rest of the operands, for a recipe with `reduce_amax`.
-
-    Attributes:
-        recipe: as given.
-        over: as given.
-        lowering: who carries it out.
-        fused: the same with a collective in it.
-        unfused: why there is no such thing, or None: the lowering is then titanlite's own products.
-    """
-
-    def __init__(self, recipe: Float8Recipe, device: torch.device, over: AmaxGroups = ALL_HERE) -> None:
-        self.recipe, self.over, self.lowering = recipe, over, lowering_of(recipe, device)
-        self.unfused, self.fused = obstacle(recipe), FusedFloat8(recipe, over)
-        if self.lowering.why is None:
-            self.function: Matmul = self.fused
-        elif self.lowering.name == "torchao":
-            self.function = torchao_matmul(recipe)
-        else:
-            multiplies = self.lowering.name == "block scaled" or device.type == "cpu"  # there by definition
-            by_blocks = multiplies and is_by_blocks_of_128(recipe)
-            self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
-            self.unfused = self.unfused or "is emulated on this GPU"
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[M, K], [N, K] → [M, N]."""
-        return self.function(x, weight)
-
-
 class Float8FeedForward(FeedForward):
     """A `FeedForward` whose inside exists in float8 alone.
 
@@ -160,60 +68,6 @@ class Float8FeedForward(FeedForward):
         """[M/tp, D] → [M/tp, D]."""
         w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13.weight, self.w2.weight))
         return feed_forward(x, w13, w2, self.group, self.recipe)
-
-
-def torchao_matmul(recipe: Float8Recipe) -> Matmul:
-    """A recipe's arithmetic as torchao carries it out on tensor cores.
-
-    Args:
-        recipe: the arithmetic; without scales by block.
-    """
-    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
-    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
-
-    config = torchao_config(recipe)
-    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    products = LinearMMConfig(*(ScaledMMConfig(False, g.use_fast_accum, False, False) for g in gemms))
-    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
-
-
-def torchao_config(recipe: Float8Recipe):
-    """Translate a recipe, field by field.
-
-    Args:
-        recipe: the arithmetic; without scales by block.
-
-    Returns:
-        A `torchao.float8.Float8LinearConfig`.
-    """
-    from torchao.float8.config import (
-        CastConfig,
-        Float8GemmConfig,
-        Float8LinearConfig,
-        ScalingGranularity,
-        ScalingType,
-    )
-
-    granularities = {"tensor": ScalingGranularity.TENSORWISE, "row": ScalingGranularity.AXISWISE}
-
-    def cast(granularity: Granularity, dtype: str) -> CastConfig:
-        if granularity == "none":
-            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=DTYPES[dtype])
-        return CastConfig(scaling_granularity=granularities[granularity], target_dtype=DTYPES[dtype])
-
-    x, w, g, add = recipe.input, recipe.weight, recipe.grad_output, recipe.accumulation
-    return Float8LinearConfig(
-        cast_config_input=cast(x.output, x.dtype),
-        cast_config_input_for_grad_weight=cast(x.grad_weight, x.dtype),
-        cast_config_weight=cast(w.output, w.dtype),
-        cast_config_weight_for_grad_input=cast(w.grad_input, w.dtype),
-        cast_config_grad_output=cast(g.grad_input, g.dtype),
-        cast_config_grad_output_for_grad_weight=cast(g.grad_weight, g.dtype),
-        gemm_config_output=Float8GemmConfig(use_fast_accum=add.output == "fast"),
-        gemm_config_grad_input=Float8GemmConfig(use_fast_accum=add.grad_input == "fast"),
-        gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=add.grad_weight == "fast"),
-        round_scales_to_power_of_2=recipe.scale_rounding == "pow2_floor",
-    )
 
 
 def apply_float8(
@@ -236,14 +90,12 @@ def apply_float8(
         RecipeError: a filter matches no layer, or FSDP is to gather float8 and a weight's rows cannot be split equally.
     """
     matmul = Float8Matmul(recipe, device)
-    linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-    require_matches(filter_fqns, linears)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    require_matches(filter_fqns, list(linears))
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied = [], {}, dict[str, int](), []
     own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks
-    for name, module in model.named_modules():
-        if not isinstance(module, Linear):
-            continue
+    for name, module in linears.items():
         weight = local_data(module.weight)
         if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
             skipped[name] = why
@@ -262,11 +114,11 @@ def apply_float8(
             module.weight = _gathered_in_float8(module.weight, recipe, group)
     require_equal_shards(rows, shards)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
-    maxima = tuple(m for name in converted for m in _maxima(name, model.get_submodule(name), name in rows))
+    maxima = tuple(m for name in converted for m in _maxima(name, linears[name], name in rows))
     return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima)
 
 
-def _maxima(name: str, layer: nn.Module, is_gathered: bool) -> Iterator[Maximum]:
+def _maxima(name: str, layer: Linear, is_gathered: bool) -> Iterator[Maximum]:
     """The maxima that a converted layer reduces: with a collective inside its products, those of all their operands."""
     matmul: Float8Matmul = layer.matmul  # type: ignore[assignment]
     if not matmul.recipe.reduce_amax or getattr(layer, "group", None) is None:

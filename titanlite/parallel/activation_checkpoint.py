@@ -20,7 +20,7 @@ from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError, nearest
 from titanlite.float8.blocks import BlockScaledFloat8
-from titanlite.float8.convert import Float8Matmul
+from titanlite.float8.matmul import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
 from titanlite.parallel import operations as ops

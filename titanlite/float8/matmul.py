@@ -1,0 +1,146 @@
+"""`x @ weight.T` in float8, forward and backward, by the lowering that a device has for a recipe.
+
+What a recipe means is in `emulated.py`. titanlite's own products (`fused.py`) carry out whatever they can. Scales by
+block are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); what is left, as a matmul in high precision, is
+translated field by field for torchao. Where a device has no such matmul, the same casts are multiplied in float32: the
+same numbers, none of the speed.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlite.config.recipe_schema import Float8Recipe, Granularity
+from titanlite.float8.blocks import BlockScaledFloat8
+from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, EmulatedFloat8
+from titanlite.float8.fused import FusedFloat8
+from titanlite.float8.scope import is_by_blocks_of_128, obstacle
+from titanlite.kernels import block_scaled_matmul
+from titanlite.kernels.linear import Matmul
+
+
+class Lowering(NamedTuple):
+    """Who carries out a recipe's matmuls on a device.
+
+    Attributes:
+        name: "fused", titanlite's own products; "definition", the same on a CPU; "block scaled", by cuBLASLt;
+            "torchao"; or "emulated".
+        why: not titanlite's own products, or None. If emulated: why the device does not multiply so.
+    """
+
+    name: str
+    why: str | None
+
+
+def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
+    """Choose who carries out a recipe: the first that can.
+
+    Args:
+        recipe: the arithmetic.
+        device: to train on.
+    """
+    unfused = obstacle(recipe)
+    if unfused is None and device.type != "cuda":
+        return Lowering("definition", None)
+    if why := _why_emulated(recipe, device):
+        return Lowering("emulated", why)
+    if unfused is None:
+        return Lowering("fused", None)
+    return Lowering("block scaled" if recipe.has_blocks else "torchao", unfused)
+
+
+def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
+    """Why a device has no tensor cores for a recipe, or None."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if capability[0] + capability[1] / 10 < recipe.min_compute_capability:
+        has = f"this GPU has {capability[0]}.{capability[1]}" if device.type == "cuda" else "this device is no GPU"
+        return f"it needs compute capability {recipe.min_compute_capability}, {has}"
+    if not recipe.has_blocks:
+        return None
+    if not is_by_blocks_of_128(recipe):
+        has = ", ".join(sorted({*recipe.granularities} - {"none"}))
+        return f"titanlite has no lowering that multiplies {has} with {recipe.scale_rounding} scales"
+    return block_scaled_matmul.obstacle(device)
+
+
+class Float8Matmul:
+    """`x @ weight.T` in float8, forward and backward.
+
+    Args:
+        recipe: the arithmetic.
+        device: that the operands will be on.
+        over: the ranks that hold the rest of the operands, for a recipe with `reduce_amax`.
+
+    Attributes:
+        recipe: as given.
+        over: as given.
+        lowering: who carries it out.
+        fused: the same with a collective in it.
+        unfused: why there is no such thing, or None: the lowering is then titanlite's own products.
+    """
+
+    def __init__(self, recipe: Float8Recipe, device: torch.device, over: AmaxGroups = ALL_HERE) -> None:
+        self.recipe, self.over, self.lowering = recipe, over, lowering_of(recipe, device)
+        self.unfused, self.fused = obstacle(recipe), FusedFloat8(recipe, over)
+        if self.lowering.why is None:
+            self.function: Matmul = self.fused
+        elif self.lowering.name == "torchao":
+            self.function = torchao_matmul(recipe)
+        else:
+            multiplies = self.lowering.name == "block scaled" or device.type == "cpu"  # there by definition
+            by_blocks = multiplies and is_by_blocks_of_128(recipe)
+            self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
+            self.unfused = self.unfused or "is emulated on this GPU"
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[M, K], [N, K] → [M, N]."""
+        return self.function(x, weight)
+
+
+def torchao_matmul(recipe: Float8Recipe) -> Matmul:
+    """A recipe's arithmetic as torchao carries it out on tensor cores.
+
+    Args:
+        recipe: the arithmetic; without scales by block.
+    """
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    config = torchao_config(recipe)
+    gemms = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    products = LinearMMConfig(*(ScaledMMConfig(False, g.use_fast_accum, False, False) for g in gemms))
+    return lambda x, weight: matmul_with_hp_or_float8_args.apply(x, weight.t(), products, config)
+
+
+def torchao_config(recipe: Float8Recipe):
+    """Translate a recipe, field by field.
+
+    Args:
+        recipe: the arithmetic; without scales by block.
+
+    Returns:
+        A `torchao.float8.Float8LinearConfig`.
+    """
+    from torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
+
+    granularities = {"tensor": ScalingGranularity.TENSORWISE, "row": ScalingGranularity.AXISWISE}
+
+    def cast(granularity: Granularity, dtype: str) -> CastConfig:
+        if granularity == "none":
+            return CastConfig(scaling_type=ScalingType.DISABLED, target_dtype=DTYPES[dtype])
+        return CastConfig(scaling_granularity=granularities[granularity], target_dtype=DTYPES[dtype])
+
+    x, w, g, add = recipe.input, recipe.weight, recipe.grad_output, recipe.accumulation
+    return Float8LinearConfig(
+        cast_config_input=cast(x.output, x.dtype),
+        cast_config_input_for_grad_weight=cast(x.grad_weight, x.dtype),
+        cast_config_weight=cast(w.output, w.dtype),
+        cast_config_weight_for_grad_input=cast(w.grad_input, w.dtype),
+        cast_config_grad_output=cast(g.grad_input, g.dtype),
+        cast_config_grad_output_for_grad_weight=cast(g.grad_weight, g.dtype),
+        gemm_config_output=Float8GemmConfig(use_fast_accum=add.output == "fast"),
+        gemm_config_grad_input=Float8GemmConfig(use_fast_accum=add.grad_input == "fast"),
+        gemm_config_grad_weight=Float8GemmConfig(use_fast_accum=add.grad_weight == "fast"),
+        round_scales_to_power_of_2=recipe.scale_rounding == "pow2_floor",
+    )
