@@ -1,9 +1,6 @@
-"""Say what a run would hold before it is started: plan FILE --activation-checkpoint [flags of train.py].
+"""What `titanlite plan FILE --activation-checkpoint` prints: the price of each rule, and what every list would keep.
 
-    --activation-checkpoint    the price of each rule of the save-list, and what every list would keep; with --world N
-                               also the peak of the whole run
-
-All is computed from shapes (`titanlite/parallel/activation_bytes.py`, `memory.py`): no GPU, no process group, no torch.
+All is computed from shapes (`titanlite/parallel/block_price.py`, `memory.py`): no GPU, no process group, no torch.
 """
 
 from dataclasses import dataclass

@@ -57,24 +57,24 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float) ->
     def fitting(changes: "Iterable[_Change]") -> list[Override]:
         found: list[Override] = []
         for change in changes:
-            peak = _peak_if_possible(model, change.config, model.world, change.save_list)
+            peak = _peak_if_possible(model, change.config, model.world, change.save_list or save_list)
             if peak is not None and peak <= limit and peak < now:
                 found.append(Override(change.flag, peak, now - peak))
         return sorted(found, key=lambda override: -override.peak)
 
-    lists = fitting(_save_lists(config, save_list))
+    lists = fitting(_save_lists(config))
     budget = math.floor(limit / GIB * 10) / 10
     if limit < now and model.peak_under(LEAST).total <= usable(budget):
         peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
         flag = f"--activation_checkpoint.budget_gib {budget}"
         lists = [Override(flag if is_auto else f"--activation_checkpoint.recipe auto {flag}", peak, now - peak), *lists]
     sequences = sequences_per_step(config, model.world)
-    layouts, batches = fitting(_layouts(config, save_list, sequences)), fitting(_batches(config, save_list))
+    layouts, batches = fitting(_layouts(config, sequences)), fitting(_batches(config))
     if not (lists or layouts or batches):
         lists = fitting(
             replace(second, flag=f"{first.flag} {second.flag}")
-            for first in (*_layouts(config, save_list, sequences), *_batches(config, save_list))
-            for second in (*_save_lists(first.config, save_list), *_batches(first.config, save_list))
+            for first in (*_layouts(config, sequences), *_batches(config))
+            for second in (*_save_lists(first.config), *_batches(first.config))
         )
     kinds = lists, layouts, batches
     return sorted(
@@ -140,10 +140,10 @@ class _Change:
 
     flag: str
     config: Config
-    save_list: SaveList
+    save_list: SaveList | None = None  # the run's own
 
 
-def _save_lists(config: Config, save_list: SaveList) -> Iterator[_Change]:
+def _save_lists(config: Config) -> Iterator[_Change]:
     """Every other list there is; where the list is chosen to keep to a budget, none."""
     if config.activation_checkpoint.budget_gib is not None:
         return
@@ -152,30 +152,30 @@ def _save_lists(config: Config, save_list: SaveList) -> Iterator[_Change]:
             other = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
         except RecipeError:  # of a list that the run does not use
             continue
-        yield replace(_changed(config, "activation_checkpoint", "recipe", name, save_list), save_list=other)
+        yield replace(_changed(config, "activation_checkpoint", "recipe", name), save_list=other)
 
 
-def _layouts(config: Config, save_list: SaveList, sequences: int | None) -> Iterator[_Change]:
+def _layouts(config: Config, sequences: int | None) -> Iterator[_Change]:
     """More ranks to a layer, with as many sequences a step; fewer replicas, weights that are freed."""
     mesh = config.parallelism
     for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
-        change = _changed(config, "parallelism", "tensor_parallel_degree", degree, save_list)
+        change = _changed(config, "parallelism", "tensor_parallel_degree", degree)
         if sequences and not config.training.global_batch_size:
             training = replace(config.training, global_batch_size=sequences)
             flag = f"{change.flag} --training.global_batch_size {sequences}"
             change = replace(change, flag=flag, config=replace(change.config, training=training))
         yield change
     for degree in range(1, mesh.data_parallel_replicate_degree):
-        yield _changed(config, "parallelism", "data_parallel_replicate_degree", degree, save_list)
-    yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always", save_list)
+        yield _changed(config, "parallelism", "data_parallel_replicate_degree", degree)
+    yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always")
 
 
-def _batches(config: Config, save_list: SaveList) -> Iterator[_Change]:
+def _batches(config: Config) -> Iterator[_Change]:
     """Fewer sequences at a time."""
     for sequences in range(1, config.training.local_batch_size):
-        yield _changed(config, "training", "local_batch_size", sequences, save_list)
+        yield _changed(config, "training", "local_batch_size", sequences)
 
 
-def _changed(config: Config, section: str, key: str, value: Any, save_list: SaveList) -> _Change:
+def _changed(config: Config, section: str, key: str, value: Any) -> _Change:
     changed = replace(config, **{section: replace(getattr(config, section), **{key: value})})
-    return _Change(f"--{section}.{key} {value}", changed, save_list)
+    return _Change(f"--{section}.{key} {value}", changed)

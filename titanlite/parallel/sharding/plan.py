@@ -195,35 +195,26 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """All that the plan says, in JSON's types."""
-        return {
-            "axes": dict(self.axes),
-            "tensors": [
-                {
-                    "name": t.name,
-                    "module": t.module,
-                    "shape": list(t.shape),
-                    "dtype": t.dtype,
-                    "placements": dict(zip(self.axes, map(show, t.placements), strict=True)),
-                    "origins": {
-                        axis: {"reason": o.reason, "source": o.source}
-                        for axis, o in zip(self.axes, t.origins, strict=True)
-                    },
-                }
-                for t in self.tensors.values()
-            ],
-            "collectives": [
-                {
-                    **{k: getattr(c, k) for k in ("kind", "axis", "tensor", "module", "dtype", "wire_bytes")},
-                    "shape": list(c.shape),
-                    "direction": c.direction,
-                    "source": show(c.source),
-                    "target": show(c.target),
-                    "consumers": list(c.consumers),
-                    "asked": c.asked,
-                }
-                for c in self.collectives
-            ],
-        }
+        tensors = [
+            {
+                **vars(t),
+                "shape": list(t.shape),
+                "placements": dict(zip(self.axes, map(show, t.placements), strict=True)),
+                "origins": dict(zip(self.axes, map(vars, t.origins), strict=True)),
+            }
+            for t in self.tensors.values()
+        ]
+        collectives = [
+            {
+                **vars(c),
+                "shape": list(c.shape),
+                "source": show(c.source),
+                "target": show(c.target),
+                "consumers": list(c.consumers),
+            }
+            for c in self.collectives
+        ]
+        return {"axes": dict(self.axes), "tensors": tensors, "collectives": collectives}
 
 
 @dataclass(frozen=True)
