@@ -55,7 +55,7 @@ def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -
 
 def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = checked(tmp_path, 2, mine)
-    assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2)
+    assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2, None)
     checked(tmp_path, 4, [*mine, "--parallelism.tensor_parallel_degree", "4", "--model.ffn_dim", "264"])  # its affair
     assert plan([DEBUG, *mine, *TP_2]) == 0
     assert "positions.weight" in capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_it_is_counted_and_priced_as_a_shipped_one(
     say(tmp_path, AS_GPT2)
     counts, prices = [], []
     for model, name in ((mine, f"{tmp_path}/mine.py small"), (["--model.name", "gpt2"], "gpt2 debug")):
-        (line,) = [x for x in summary(checked(tmp_path, 2, model), "", 2).splitlines() if "parameters" in x]
+        (line,) = [x for x in summary(checked(tmp_path, 2, model), "", 2, None).splitlines() if "parameters" in x]
         counts.append(line.partition(name)[2].removesuffix(" by its recipe"))
         assert plan([DEBUG, *model, "--activation-checkpoint", "--world", "2"]) == 0
         prices.append(capsys.readouterr().out.replace(name, "it"))
