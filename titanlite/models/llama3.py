@@ -100,9 +100,11 @@ class Llama3(nn.Module):
         seq_len: S; every sequence has this length.
 
     Attributes:
+        block: what its layers are.
         sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split.
     """
 
+    block: ClassVar[type[nn.Module]] = Block
     sharding: ClassVar[Mapping[str, str]] = {
         "tok_embeddings.weight": "tp:0",
         "@tok_embeddings": "tp:0",
@@ -115,7 +117,7 @@ class Llama3(nn.Module):
         super().__init__()
         self.sizes, self.seq_len = sizes, seq_len
         self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
-        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layers))
+        self.layers = nn.ModuleList(self.block(sizes) for _ in range(sizes.n_layers))
         self.norm = RMSNorm(sizes.dim, sizes.norm_eps)
         self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
         if sizes.tied_embeddings:
