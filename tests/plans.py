@@ -14,13 +14,13 @@ from torch import nn
 
 from titanlite.parallel.sharding import graph
 from titanlite.parallel.sharding.annotations import annotations_of
-from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
+from titanlite.parallel.sharding.layers import PlannedLayers, plan_layers
 from titanlite.training import build
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="plans-")  # a forked rank ends without removing it
 
 
-def _planned_once(model: nn.Module, tokens: int, ranks: int, *how: Any) -> dict[str, LayerPlan]:
+def _planned_once(model: nn.Module, tokens: int, ranks: int, *how: Any) -> PlannedLayers:
     """`plan_layers`, or what it returned before."""
     if not type(model).__module__.startswith("titanlite.models."):
         return plan_layers(model, tokens, ranks, *how)  # another file may have a class of this name

@@ -49,7 +49,7 @@ WHOLE = replace(TENSORWISE, reduce_amax=True)
 @functools.cache
 def plan() -> dict[str, LayerPlan]:
     with torch.device("meta"):
-        return plan_layers(Llama3(SIZES, S), M, 2)
+        return plan_layers(Llama3(SIZES, S), M, 2).layers
 
 
 class Product(NamedTuple):

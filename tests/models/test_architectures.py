@@ -253,7 +253,7 @@ def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) ->
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])
     assert len(model.sharding) <= 6
-    assert plan_layers(model, B * S, 4) == planned_layers(graph, model.sharding, 4, {})[1]
+    assert plan_layers(model, B * S, 4).layers == planned_layers(graph, model.sharding, 4, {})[1]
 
 
 LAYOUTS = {"TP 2": (1, 2), "TP 4": (1, 4), "FSDP 2 × TP 2": (2, 2)}
@@ -315,7 +315,7 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layouts_compute_what_one_process_does(case: str, compiled: bool, tmp_path: Path) -> None:
     """Llama is compiled under every layout in tests/training/test_layouts.py."""
     truth = loss_and_gradients(in_one_process(case, torch.float64), *tokens_of(case), None)
-    plans = {ranks: plan_layers(on_meta(case), B * S, ranks) for ranks in (2, 4)}
+    plans = {ranks: plan_layers(on_meta(case), B * S, ranks).layers for ranks in (2, 4)}
 
     def body_of(*layouts: str) -> Callable[[], None]:
         def body() -> None:

@@ -55,7 +55,7 @@ class Held:
 @functools.cache
 def plan_of(sizes: ModelRecipe, seq_len: int, ranks: int, architecture: type[Any] = Llama3) -> dict[str, LayerPlan]:
     with torch.device("meta"):
-        return plan_layers(architecture(sizes, seq_len), 2 * seq_len, ranks)
+        return plan_layers(architecture(sizes, seq_len), 2 * seq_len, ranks).layers
 
 
 def build(

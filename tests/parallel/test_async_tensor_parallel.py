@@ -151,7 +151,7 @@ class Ran(NamedTuple):
 @functools.cache
 def plan_of(device: str, sizes: ModelRecipe, ranks: int) -> dict[str, LayerPlan]:
     with torch.device("meta"):
-        return plan_layers(Llama3(sizes, S[device]), 2 * S[device], ranks)
+        return plan_layers(Llama3(sizes, S[device]), 2 * S[device], ranks).layers
 
 
 @pytest.fixture(scope="module", autouse=True)

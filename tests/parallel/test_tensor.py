@@ -26,7 +26,7 @@ def split(tied: bool = False) -> Llama3:
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), 8)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     group = Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
-    apply_tensor_parallel(model, plan_layers(model, 16, 2), mesh, group)
+    apply_tensor_parallel(model, plan_layers(model, 16, 2).layers, mesh, group)
     return model
 
 
@@ -60,7 +60,7 @@ def test_a_layer_without_a_place_is_an_error(tmp_path):
             model = Llama3(SIZES, 8)
             model.layers[0].extra = nn.Linear(4, 4)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        plan, group = plan_layers(model, 16, 2), Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
+        plan, group = plan_layers(model, 16, 2).layers, Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
         with pytest.raises(ShardingError, match=r"layers\.0\.extra = Linear"):
             apply_tensor_parallel(model, plan, mesh, group)
 

@@ -78,7 +78,7 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
         model, of = meta_model(), layout(tensor_parallel=2, fused=fused)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, 2, dist.get_rank())
-        apply_tensor_parallel(model, plan_layers(model, 128, 2), mesh, group, asynchronous=fused)
+        apply_tensor_parallel(model, plan_layers(model, 128, 2).layers, mesh, group, asynchronous=fused)
         check(time_block(model.layers[0], of, CPU), of)  # type: ignore[arg-type]
 
     run_ranks(body, tmp_path)

@@ -89,7 +89,7 @@ def layers(checked: CheckedRun) -> list[Layer]:
     model = build_model(config.model, replace(checked.dimensions, n_layers=1), config.training.seq_len)
     tokens = config.training.local_batch_size * config.training.seq_len
     ranks = config.parallelism.tensor_parallel_degree
-    plan = plan_layers(model, tokens, ranks) if ranks > 1 else {}
+    plan = plan_layers(model, tokens, ranks).layers if ranks > 1 else {}
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Linear):

@@ -30,7 +30,7 @@ def as_a_rank_has_it(
 
     Args:
         checked: the run.
-        layers: of its model, from `derive_layers`.
+        layers: of its model, from `plan_layers`.
         shards: ranks over which FSDP splits each weight.
 
     Returns:

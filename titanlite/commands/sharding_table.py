@@ -15,7 +15,7 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import build_model
 from titanlite.parallel.activation_bytes import token_bytes
-from titanlite.parallel.sharding.layers import derive_layers
+from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.sharding.plan import show
 from titanlite.parallel.sharding.stand_ins import BLOCK_NAME, PlannedLayers
 from titanlite.parallel.traffic import Traffic
@@ -36,7 +36,7 @@ def sharding_plan(checked: CheckedRun) -> PlannedLayers:
     training, sizes = checked.config.training, checked.dimensions
     model = build_model(checked.config.model, sizes, training.seq_len)
     tokens, dtype = training.local_batch_size * training.seq_len, getattr(torch, training.mixed_precision_param)
-    return derive_layers(model, tokens, checked.config.parallelism.tensor_parallel_degree, dtype, sizes.widths)
+    return plan_layers(model, tokens, checked.config.parallelism.tensor_parallel_degree, dtype, sizes.widths)
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:

@@ -109,7 +109,7 @@ def build(
     model = build_model(config.model, sizes, config.training.seq_len)
     if mesh.tp_group is not None:
         dtype = getattr(torch, config.training.mixed_precision_param)
-        plan = plan_layers(model, tokens, mesh.tp_size, dtype, sizes.widths)
+        plan = plan_layers(model, tokens, mesh.tp_size, dtype, sizes.widths).layers
         apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
     warnings: tuple[str, ...] = ()
     if float8 is not None:

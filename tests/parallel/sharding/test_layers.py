@@ -44,13 +44,13 @@ def of_the_whole_model(model: nn.Module, annotations: Mapping[str, str], ranks: 
 def test_two_blocks_stand_for_all(n_layers: int, tied: bool) -> None:
     sizes = dataclasses.replace(recipes.load("model", "llama3-debug"), n_layers=n_layers, tied_embeddings=tied)
     model = on_meta(sizes)
-    layers = plan_layers(model, TOKENS, 2)
+    layers = plan_layers(model, TOKENS, 2).layers
     assert layers == of_the_whole_model(model, Llama3.sharding, 2)
     assert set(layers) == {name for name, module in model.named_modules() if module._parameters}
 
 
 def test_what_each_layer_does() -> None:
-    layers = plan_layers(on_meta(SIZES), TOKENS, 4)
+    layers = plan_layers(on_meta(SIZES), TOKENS, 4).layers
     assert layers["tok_embeddings"] == LayerPlan({"weight": Shard(0)}, scatters=True)
     assert layers["layers.3.attention.wqkv"] == LayerPlan({"weight": Shard(0)}, gathers=True)
     assert layers["layers.3.attention.wo"] == LayerPlan({"weight": Shard(1)}, scatters=True)
@@ -68,7 +68,7 @@ def test_blocks_of_other_kinds_are_planned_for_themselves(monkeypatch) -> None:
         for block in list(model.layers)[1::3]:
             block.ffn_norm = nn.Identity()
             block.ffn_norm.add = lambda x, residual: (x + residual,) * 2
-    layers = plan_layers(model, TOKENS, 4)
+    layers = plan_layers(model, TOKENS, 4).layers
     assert planned == [4]  # of six blocks, two with a norm less
     assert layers == of_the_whole_model(model, Llama3.sharding, 4)
     assert [n for n in range(6) if f"layers.{n}.ffn_norm" in layers] == [0, 2, 3, 5]
@@ -96,7 +96,7 @@ def test_blocks_that_annotations_number_are_planned_as_they_are() -> None:
     numbered = {"layers.0.feed_forward.w13.weight": "tp:0", "layers.[1-3].feed_forward.w13.weight": "tp:0"}
     model = on_meta(SIZES)
     model.sharding = {k: v for k, v in Llama3.sharding.items() if "w13" not in k} | numbered  # type: ignore[misc]
-    assert plan_layers(model, TOKENS, 4) == of_the_whole_model(model, Llama3.sharding, 4)
+    assert plan_layers(model, TOKENS, 4).layers == of_the_whole_model(model, Llama3.sharding, 4)
 
 
 class Separate(nn.Module):
@@ -217,8 +217,8 @@ def test_a_class_of_ones_own_is_refused_and_so_are_plans_that_differ(tmp_path) -
         changed = [copy.deepcopy(model) for _ in range(2)]
         changed[0].norm = Scaled(64, 1e-5)
         changed[1].tok_embeddings = Doubled(32, 64, 1.0)
-    plans = [plan_layers(m, TOKENS, 2) for m in changed]
-    good = plan_layers(model, TOKENS, 2)
+    plans = [plan_layers(m, TOKENS, 2).layers for m in changed]
+    good = plan_layers(model, TOKENS, 2).layers
 
     def body() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

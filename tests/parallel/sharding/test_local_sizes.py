@@ -234,4 +234,4 @@ def test_blocks_that_hand_on_or_leave_something(kind: type[Block]) -> None:
         model = Carries(dataclasses.replace(SIZES, n_layers=3), TOKENS)
     for block in model.layers:
         block.__class__ = kind
-    assert plan_layers(model, TOKENS, RANKS)["layers.2.feed_forward.w2"].scatters
+    assert plan_layers(model, TOKENS, RANKS).layers["layers.2.feed_forward.w2"].scatters

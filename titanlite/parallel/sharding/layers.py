@@ -89,14 +89,14 @@ def planned_layers(
     return plan, _Layers(graph, plan, selection).found()
 
 
-def derive_layers(
+def plan_layers(
     model: nn.Module,
     tokens: int,
     ranks: int,
     dtype: torch.dtype | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> PlannedLayers:
-    """Plan a model from its annotations, and give each of its layers what it does.
+    """Plan a model from its annotations, and say what each of its layers does.
 
     Args:
         model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
@@ -137,21 +137,6 @@ def _repeats_on_a_rank(
     model, fewer = copy.deepcopy((model, fewer))
     of_each = {model: planned.layers, fewer: layers}
     return only_repeats(model, fewer, tokens, lambda each: on_a_rank(each, of_each[each], ranks, every_block=True))
-
-
-def plan_layers(
-    model: nn.Module,
-    tokens: int,
-    ranks: int,
-    dtype: torch.dtype | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> dict[str, LayerPlan]:
-    """Plan a model's layers from its annotations: arguments and errors are those of `derive_layers`.
-
-    Returns:
-        Module name → what it does, for each module that holds a parameter in use.
-    """
-    return derive_layers(model, tokens, ranks, dtype, sizes).layers
 
 
 def _whole(graph: Graph) -> set[Node]:
