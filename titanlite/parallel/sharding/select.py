@@ -53,7 +53,7 @@ class Hop(NamedTuple):
     shape: tuple[int, ...]
 
 
-_Pass = tuple[list[Collective], Literal["forward", "backward"], Kind | None, Placement, Placement]
+_Pass = tuple[Literal["forward", "backward"], Kind | None, Placement, Placement]
 
 
 def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Hop]:
@@ -221,56 +221,45 @@ class Selection:
         after: dict[Node, list[Move]] = defaultdict(list)
         for move in self.consumers:
             after[nodes[move.tensor]].append(move)
-        forward: list[Collective] = []
-        backward: list[Collective] = []
+        found: list[Collective] = []
         for node, name in self.graph.names.items():
             if name in self.gradients:
-                self._add(node, self.gradients[name], [], forward, backward)
+                found += self._of_move(node, self.gradients[name], [])
             if name in self.steps:
-                self._statistics(node, forward)
-                self._add(node, self.steps[name].output, [], forward, backward)
+                found += self._statistics(node)
+                found += self._of_move(node, self.steps[name].output, [])
             for move in after[node]:
-                self._add(node, move, self.consumers[move], forward, backward)
-        return [*forward, *reversed(backward)]
+                found += self._of_move(node, move, self.consumers[move])
+        backward = [c for c in reversed(found) if c.direction == "backward"]
+        return [*(c for c in found if c.direction == "forward"), *backward]
 
-    def _add(
-        self,
-        node: Node,
-        move: Move,
-        consumers: list[tuple[Node, int]],
-        forward: list[Collective],
-        backward: list[Collective],
-    ) -> None:
+    def _of_move(self, node: Node, move: Move, consumers: list[tuple[Node, int]]) -> Iterator[Collective]:
         tensor = value(node)
         for hop in hops(move, tuple(tensor.shape), self._sizes):
-            axis = self._axes[hop.axis]
-            asked = self._is_asked(node, hop, consumers)
             there, back = (hop.source, hop.target), (hop.gradient, _gradient(hop.source, False))
-            passes: list[_Pass] = [(forward, "forward", hop.forward, *there)]
+            passes: list[_Pass] = [("forward", hop.forward, *there)]
             if node in self.graph.trained:
-                passes.append((backward, "backward", hop.backward, *back))
-            for into, direction, kind, source, target in passes:
+                passes.append(("backward", hop.backward, *back))
+            for direction, kind, source, target in passes:
                 if kind is None:
                     continue
                 size = torch.Size(hop.shape).numel() * tensor.element_size()
-                into.append(
-                    Collective(
-                        kind=kind,
-                        axis=axis,
-                        tensor=move.tensor,
-                        module=self._boundary(node, [user for user, _ in consumers]),
-                        shape=hop.shape,
-                        dtype=str(tensor.dtype).removeprefix("torch."),
-                        wire_bytes=sent_bytes(kind, size, self._sizes[hop.axis]),
-                        direction=direction,
-                        source=source,
-                        target=target,
-                        consumers=tuple(self.graph.names[user] for user, _ in consumers),
-                        asked=asked,
-                    )
+                yield Collective(
+                    kind=kind,
+                    axis=self._axes[hop.axis],
+                    tensor=move.tensor,
+                    module=self._boundary(node, [user for user, _ in consumers]),
+                    shape=hop.shape,
+                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    wire_bytes=sent_bytes(kind, size, self._sizes[hop.axis]),
+                    direction=direction,
+                    source=source,
+                    target=target,
+                    consumers=tuple(self.graph.names[user] for user, _ in consumers),
+                    asked=self._is_asked(node, hop, consumers),
                 )
 
-    def _statistics(self, node: Node, forward: list[Collective]) -> None:
+    def _statistics(self, node: Node) -> Iterator[Collective]:
         """What the ranks exchange inside an operator."""
         for axis, rule in zip(self._axes, self.rules[node], strict=True):
             if rule.statistics:
@@ -278,9 +267,8 @@ class Selection:
                 shape = (size, rule.statistics, value(tensor_inputs(node)[0]).shape[0])
                 sent = sent_bytes("all_gather", 4 * torch.Size(shape).numel(), size)
                 name, module = self.graph.names[node], self.graph.home(node)
-                forward.append(
-                    Collective("all_gather", axis, name, module, shape, "float32", sent, "forward", Shard(0), REPLICATE)
-                )
+                places = Shard(0), REPLICATE
+                yield Collective("all_gather", axis, name, module, shape, "float32", sent, "forward", *places)
 
     def _boundary(self, node: Node, consumers: list[Node]) -> str:
         """The innermost module that holds all consumers, or, without any, the one that computes or holds the tensor."""
