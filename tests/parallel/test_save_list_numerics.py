@@ -1,7 +1,7 @@
 """Recomputing changes nothing: the same loss and gradients as if everything were kept, bit by bit where torch allows.
 
 Eager mode runs the same kernels twice, so that all is bitwise equal, and so do the graphs that the compiler makes (see
-test_activation_bytes.py for both on one rank). Its code fuses what it recomputes anew and may round elsewhere, but what
+test_activation_bytes.py for one rank's). Its code fuses what it recomputes anew and may round elsewhere, but what
 attention's backward sees must be bitwise what its saved statistics are of.
 """
 
@@ -81,11 +81,11 @@ def kept() -> Callable[[str | None, str], list[Tensor]]:
     return cache(lambda float8, device: run("none", float8, device=device)[0])
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("float8", [None, "tensorwise", "rowwise"])
 @pytest.mark.parametrize("name", [name for name in LISTS if name != "none"])
-def test_eager_is_bitwise_equal(name, float8, kept):
-    for got, truth in zip(run(name, float8, device="cuda")[0], kept(float8, "cuda"), strict=True):
+def test_eager_is_bitwise_equal(name, float8, device, kept):
+    for got, truth in zip(run(name, float8, device=device)[0], kept(float8, device), strict=True):
         assert torch.equal(got, truth)
 
 
