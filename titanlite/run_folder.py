@@ -211,10 +211,10 @@ class RunFolder:
             age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
             if said["state"] != "running" or age_s > _AT_WORK_S:
                 return []
-            job = f"process {said['pid']} on {said['host']}, at step {said['step']} {age_s:.0f} s ago"
+            job = f"process {said['pid']} on {said['host']}, at step {said['step']} {max(0, age_s):.0f} s ago"
         except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours
             return []
-        return [f"{self.path} is in use by another job ({job}): a start is refused until that one ends"]
+        return [f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"]
 
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""

@@ -36,8 +36,8 @@ def config(k: int, steps: int = 10_000, stop_after: int = 0, state_dtype: str = 
     ("config", "there", "needs"),
     [
         (config(3), 0, 4),  # the fourth is written before the first is deleted
-        (config(3), 2, 2),
-        (config(3), 3, 1),
+        (config(3), 2, 3),  # the one that the run resumed from stays
+        (config(3), 3, 2),
         (config(3), 9, 1),
         (config(3, steps=2000), 0, 2),
         (config(3, steps=2001), 0, 3),
@@ -63,6 +63,21 @@ def test_room_for_what_will_be_there_at_once(
         assert f"GiB are free at {tmp_path}" in told
     else:
         assert told is None
+
+
+@pytest.mark.parametrize(("newest", "needs"), [(150, 2), (999, 2), (1000, 1), (1050, 1)])
+def test_a_run_that_was_stopped_between_its_saves(tmp_path: Path, free: list[float], newest: int, needs: float) -> None:
+    step_folder(tmp_path, newest).mkdir()
+    (step_folder(tmp_path, newest) / MANIFEST).touch()
+    free[0] = needs - 0.01
+    told = lack_of_room(tmp_path, config(0, steps=1100), SIZES)
+    assert told
+    assert f": {needs} more of " in told
+    # What a killed save has left is removed at the start.
+    (tmp_path / "step-00001100.tmp").mkdir()
+    with (tmp_path / "step-00001100.tmp" / "tensors").open("wb") as file:
+        file.truncate(int(0.15 * EACH))  # sparse
+    assert lack_of_room(tmp_path, config(0, steps=1100), SIZES) is None
 
 
 def test_validate_says_so(

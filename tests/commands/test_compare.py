@@ -108,6 +108,9 @@ def test_a_run_that_failed_before_its_first_row_is_to_be_left_out(tmp_path):
     (tmp_path / "early" / "status.json").write_text('{"state": "failed"}')
     with pytest.raises(RunError, match=r'leave it out: nothing was logged there, and its status\.json says "failed"'):
         run([str(tmp_path / "mine"), str(tmp_path / "early")])
+    (tmp_path / "early" / "metrics.jsonl").write_text("{}")
+    with pytest.raises(RunError, match=r"config\.toml missing\n.*fix:  give the path"):
+        run([str(tmp_path / "mine"), str(tmp_path / "early")])
 
 
 def test_every_folder_that_is_not_a_run_is_named(tmp_path):

@@ -325,6 +325,8 @@ def test_orderings(call: str, ranks: int, tmp_path: Path) -> None:
         assert bool(re.search(TMA_STORE, compiled["_matmul_push"].asm["ptx"])) == ("ragged" not in call)
     found = {name: problems(kernel.asm["ptx"], RULES[name]) for name, kernel in compiled.items()}
     assert not any(found.values()), found
+    for name in {"gather_matmul", "matmul_push"} & set(compiled):  # one product is made while the next is begun
+        assert bool(re.search(PRODUCED + "1", compiled[name].asm["ptx"])) == ("float8 in steps" not in call)
     check_resources(compiled, tmp_path, call in MAY_SPILL)
 
 

@@ -185,10 +185,19 @@ def remove_stale(root: Path) -> list[str]:
     Returns:
         The names removed.
     """
-    stale = sorted(p for p in root.iterdir() if _STALE.fullmatch(p.name)) if root.is_dir() else []
+    stale = _stale(root)
     for path in stale:
         _delete(path)
     return [p.name for p in stale]
+
+
+def stale_bytes(root: Path) -> int:
+    """How much room `remove_stale` would make."""
+    return sum(f.lstat().st_size for path in _stale(root) for f in path.rglob("*") if f.is_file())
+
+
+def _stale(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if _STALE.fullmatch(p.name)) if root.is_dir() else []
 
 
 def _named_as_steps(root: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import math
 import shutil
 from pathlib import Path
 
-from titanlite.checkpoint.publish import complete_steps
+from titanlite.checkpoint.publish import complete_steps, stale_bytes
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
@@ -30,17 +30,19 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
     """
     block, steps = block_of(config.model, sizes), complete_steps(root)
     last = min(config.training.steps, config.job.stop_after or config.training.steps)
-    to_come = math.ceil(max(0, last - max(steps, default=0)) / config.checkpoint.interval)
-    if block is None or to_come == 0:
+    newest, interval = max(steps, default=0), config.checkpoint.interval
+    to_come = math.ceil(last / interval) - newest // interval  # at each multiple, and at the end
+    if block is None or last <= newest:
         return None
     keep, there = config.checkpoint.keep_latest_k, len(steps)
-    # An old one is deleted when the new one is complete.
-    more = max(1, min(to_come, keep + 1 - there)) if keep else to_come
+    # An old one is deleted when the new one is complete, the one that the run resumed from not at all.
+    more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
     each = n_parameters(block, sizes) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
     folder = next(path for path in (root, *root.absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free + stale_bytes(root)
     if free >= (more - 1 + SPARE) * each:
         return None
-    kept = f"checkpoint.keep_latest_k = {keep}" + (" keeps all" if keep == 0 else " and the one being written")
+    others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"
+    kept = f"checkpoint.keep_latest_k = {keep}{others}"
     need = f"{more} more of {each / 2**30:.3g} GiB are to come ({kept})"
     return f"the disk has no room for the checkpoints: {need}, and {free / 2**30:.3g} GiB are free at {folder}"

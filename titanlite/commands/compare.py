@@ -94,7 +94,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
         elif missing:
             inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
             hint = f"did you mean {folder / inside[0]}?" if inside else fix
-            if state := _state(folder / "status.json"):  # it was prepared, and no more
+            state = _state(folder / "status.json")
+            if state and not inside and "metrics.jsonl" in missing:  # it was prepared, and no more
                 hint = f'leave it out: nothing was logged there, and its status.json says "{state}"'
             problems.append(Problem(str(folder), "", f"{want}; {' and '.join(missing)} missing", hint))
     if problems:

@@ -61,7 +61,9 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
         identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
     try:
         stamps, total = found.stamps(), None if max_tokens else found.n_bytes()
-        decisive = f"{VERSION} {found.kind} {source} {identity} {stamps}" + (f" {max_tokens}" if max_tokens else "")
+        decisive = f"{VERSION} {found.kind} {source} {identity} {stamps}" + (
+            f" {max_tokens} by pieces" if max_tokens else ""
+        )
         inputs = hashlib.blake2b(decisive.encode(), digest_size=8)
         folder = Path(data.cache_dir).expanduser() / f"{_slug(source)}-{_slug(name)}-{inputs.hexdigest()}"
 
@@ -200,6 +202,8 @@ def _max_tokens(source: Source, data: Data) -> int:
 def _check_cache(source: Source, data: Data) -> None:
     """Shards in the folder of a source would be part of it the next time."""
     name = source.dataset[0] if source.dataset else source.name
+    if "**" in name and not os.path.isdir(os.path.expanduser(name)):
+        name = name.partition("**")[0] or os.curdir
     if source.kind not in ("text", "dataset") or not os.path.isdir(os.path.expanduser(name)):
         return
     folder, cache = (Path(path).expanduser().resolve() for path in (name, data.cache_dir))

@@ -578,7 +578,8 @@ def _plan(
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
     specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
     specialised = specialised and at.segment % pick.m == 0
-    specialised = specialised and pick.n // PART.value <= cdiv(at.K, pick.k)  # stored in parts, one a step
+    in_steps = itemsize == 1 and not fast_accum  # others are stored in parts, one a step
+    specialised = specialised and (in_steps or pick.n // PART.value <= cdiv(at.K, pick.k))
     pick = pick if specialised else pick.narrow()
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)

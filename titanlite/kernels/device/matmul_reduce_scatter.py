@@ -413,7 +413,8 @@ def _plan(
     aligned_rows = row_bytes % 16 == 0
     specialised = pick.specialised and not by_cols and len(lefts) == 1 and aligned_rows and whole.even
     specialised = specialised and dtype.itemsize == 2 and segment % pick.m == 0
-    specialised = specialised and pick.n // PART.value <= cdiv(K, pick.k)  # stored in parts, one a step
+    in_steps = itemsize == 1 and not fast_accum  # others are stored in parts, one a step
+    specialised = specialised and (in_steps or pick.n // PART.value <= cdiv(K, pick.k))
     pick = pick if specialised else pick.narrow()
     # A tile that reaches beyond its owner's part would write into what another rank has pushed.
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
