@@ -27,7 +27,7 @@ from torch import Tensor
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.device import all_gather_matmul as gather_device
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_device
-from titanlite.kernels.device.tiles import Tiles
+from titanlite.kernels.device.tiles import WIDE, Tiles
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 LINK = 340e9  # bytes per second and direction that stores to all peers reach
@@ -240,10 +240,10 @@ class Operands:
         return ((got.float() - truth).norm() / truth.norm()).item()
 
 
-def candidates(case: Case, itemsize: int) -> list[Tiles]:
+def candidates(case: Case, itemsize: int, in_steps: bool) -> list[Tiles]:
     k = 128 // itemsize
     found = []
-    for n in (256, 128):
+    for n in (WIDE, 128) if in_steps else (256, 128):  # sums in steps take the registers twice
         for group in (4, 8, 16):
             for copy_rows in (32, 64) if case.gathers else (32,):
                 found.append(Tiles(n=n, k=k, stages=3 if n == 256 else 4, group=group, copy_rows=copy_rows))
@@ -302,7 +302,7 @@ def measure(x: Operands, upstream: bool) -> list[float]:
 def tune(x: Operands, say: Callable[..., None]) -> None:
     """Print the fastest four candidates, and an entry of the table for the first, or for the plain path."""
     times, calls = {}, max(8, int(SUSTAINED_MS / milliseconds(x.matmul, 1)))
-    for tiles in candidates(x.case, x.a.dtype.itemsize):
+    for tiles in candidates(x.case, x.a.dtype.itemsize, x.scales is not None and not x.fast):
         times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, calls))
     fastest = sorted((item for item in times.items() if item[1] == item[1]), key=lambda item: item[1])  # no NaN
     for t, ms in fastest[:4]:
