@@ -30,6 +30,7 @@ from titanlite.kernels.device.specialised import (
     PART,
     blocks,
     gather_matmul,
+    has_steps_for_parts,
     operand_blocks,
     peer_blocks,
     rest_blocks,
@@ -578,8 +579,7 @@ def _plan(
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
     specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
     specialised = specialised and at.segment % pick.m == 0
-    in_steps = itemsize == 1 and not fast_accum  # others are stored in parts, one a step
-    specialised = specialised and (in_steps or pick.n // PART.value <= cdiv(at.K, pick.k))
+    specialised = specialised and has_steps_for_parts(pick, at.K, itemsize, fast_accum)
     pick = pick if specialised else pick.narrow()
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)

@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
-from titanlite.kernels.device.launch import Blocks, cdiv, ready
+from titanlite.kernels.device.launch import Blocks, ready
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
 from titanlite.kernels.device.specialised import (
     PART,
     blocks,
+    has_steps_for_parts,
     matmul_push,
     operand_blocks,
     peer_blocks,
@@ -413,8 +414,7 @@ def _plan(
     aligned_rows = row_bytes % 16 == 0
     specialised = pick.specialised and not by_cols and len(lefts) == 1 and aligned_rows and whole.even
     specialised = specialised and dtype.itemsize == 2 and segment % pick.m == 0
-    in_steps = itemsize == 1 and not fast_accum  # others are stored in parts, one a step
-    specialised = specialised and (in_steps or pick.n // PART.value <= cdiv(K, pick.k))
+    specialised = specialised and has_steps_for_parts(pick, K, itemsize, fast_accum)
     pick = pick if specialised else pick.narrow()
     # A tile that reaches beyond its owner's part would write into what another rank has pushed.
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0

@@ -32,9 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from titanlite.kernels.device import protocol
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.channel import MAX_RANKS, PIECES, Channel
-from titanlite.kernels.device.launch import Blocks
+from titanlite.kernels.device.launch import Blocks, cdiv
 from titanlite.kernels.device.operands import Rows
-from titanlite.kernels.device.tiles import WIDE, Tiles
+from titanlite.kernels.device.tiles import WIDE, Tiles, in_steps
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name from Triton 3.7 on, and before
 WORKER_REGISTERS = gl.constexpr(72)
@@ -924,6 +924,11 @@ def rest_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks | None:
     """The same for the rest of a tile's columns, if there is one."""
     rest = n - first_columns(n)
     return blocks(operand, rows.shape, rows.stride, (rest, k)) if rest else None
+
+
+def has_steps_for_parts(pick: Tiles, K: int, itemsize: int, fast_accum: bool) -> bool:
+    """Whether the next tile has a step beside which to store each part; sums in steps are stored before it begins."""
+    return in_steps(itemsize, fast_accum) or pick.n // PART.value <= cdiv(K, pick.k)
 
 
 def blocks(matrix: Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Blocks:

@@ -60,7 +60,7 @@ def tiles(
         fast_accum: whether float8 products are added by the tensor cores alone.
         out_itemsize: of the product, in bytes.
     """
-    if (itemsize == 1 and not fast_accum) or out_itemsize > 2:
+    if in_steps(itemsize, fast_accum) or out_itemsize > 2:
         # Each step's sum is added to the whole, and both take registers; or a tile on its way out takes twice the room.
         wide = out_itemsize == 2 and -N % WIDE <= N / 20
         return replace(tiles(op, itemsize, ranks, M, N, K, True), n=WIDE if wide else 128, stages=4)
@@ -77,6 +77,11 @@ def tiles(
     if N <= 128:
         return Tiles(n=128, k=k, stages=4, group=group, copy_rows=rows)
     return Tiles(k=k, group=group, copy_rows=rows)
+
+
+def in_steps(itemsize: int, fast_accum: bool) -> bool:
+    """Whether sums are made in float32 every 128 products, as float8's are unless the tensor cores may add all."""
+    return itemsize == 1 and not fast_accum
 
 
 WIDE = 192
