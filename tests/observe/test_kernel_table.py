@@ -96,6 +96,8 @@ def test_an_empty_trace_says_so():
         ("_swiglu_grad_rows", "triton"),
         ("_norm_rope", "triton"),
         ("_norm_rope_grad", "triton"),
+        ("_rms_norm_grad", "triton"),
+        ("_add_parts", "triton"),
         ("_cast_turned", "triton"),
         ("_cast_blocks", "triton"),
         ("_adamw", "optimizer"),

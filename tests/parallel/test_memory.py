@@ -1,6 +1,7 @@
 """The predicted peak against measured runs, that of the head against a CPU, and what they must obey on any layout."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,12 @@ from titanlite.parallel.memory import EAGER_LOSS_TOKENS, GIB, Memory, MemoryMode
 from titanlite.parallel.sharding.layers import plan_layers
 
 TP = "--parallelism.tensor_parallel_degree"
-# docs/performance.md: reserved GiB on H200, sequence 8,192, local batch 2, torch 2.11.
+# docs/performance.md: reserved GiB on H200 and H100, sequence 8,192, local batch 2, torch 2.11.
 MEASURED = {
+    ("1b", 1, "none", "--model.name", "gemma3"): 46.9,
+}
+# Of commits whose last norm was left to autograd.
+MEASURED_BEFORE = {
     ("8b", 4, "balanced_tight"): 76.2,
     ("8b", 4, "full"): 42.6,
     ("8b", 4, "balanced"): 80.6,
@@ -49,7 +54,6 @@ MEASURED_WITH_COPIES = {
     ("8b", 4, "none", TP, "4"): 60.0,
     ("1b", 1, "none"): 45.5,
     ("1b", 1, "none", "--float8.recipe", "rowwise"): 40.1,
-    ("1b", 1, "none", "--model.name", "gemma3"): 49.9,
 }
 
 
@@ -66,10 +70,23 @@ def peak(model: str, world: int, name: str, *flags: str) -> Memory:
     return memory.peak(block_prices(memory.layout, run.save_list))
 
 
+def peak_before(*case: Any) -> float:
+    """GiB with the two float32 tensors that the last norm kept in the place of its input."""
+    run, memory = checked(*case), peak(*case)
+    tokens = 2 * 8192 // run.config.parallelism.tensor_parallel_degree
+    kept = (2 * 4 - 2) * tokens * run.dimensions.dim if memory.logits else 0
+    return (memory.total + kept) / GIB
+
+
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
-    """All are within 1.4 %."""
     assert peak(*case).total / GIB == pytest.approx(MEASURED[case], rel=0.015)
+
+
+@pytest.mark.parametrize("case", MEASURED_BEFORE, ids=str)
+def test_measured_runs_before(case: tuple[str, int, str]) -> None:
+    """All are within 1.4 %."""
+    assert peak_before(*case) == pytest.approx(MEASURED_BEFORE[case], rel=0.015)
 
 
 @pytest.mark.parametrize("case", MEASURED_WITH_COPIES, ids=str)
@@ -77,7 +94,7 @@ def test_measured_runs_with_copies(case: tuple[str, int, str], monkeypatch) -> N
     in_place = peak(*case)
     monkeypatch.setattr(MemoryModel, "alone", property(lambda _: False, lambda *_: None), raising=False)
     copied = peak(*case)
-    assert copied.total / GIB == pytest.approx(MEASURED_WITH_COPIES[case], rel=0.015)
+    assert peak_before(*case) == pytest.approx(MEASURED_WITH_COPIES[case], rel=0.015)
     assert copied.total - in_place.total == copied.gradients == copied.parameters
     assert in_place.gradients_in_place
     assert not copied.gradients_in_place
@@ -160,7 +177,7 @@ def test_weights_that_are_not_freed_are_held() -> None:
 def test_a_short_sequence_peaks_in_a_block_and_a_long_one_in_the_head() -> None:
     """What the head holds grows with the tokens; gathered weights and what is reduced do not."""
     few = peak("8b", 4, "full", "--training.seq_len", "512", "--training.local_batch_size", "1")
-    many = peak("8b", 4, "full")
+    many = peak("8b", 4, "full", "--training.local_batch_size", "4")
     assert few.gathered_weights == 2 * (4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 2 * 4096)
     assert many.gathered_weights == 2 * (128_256 * 4096 + 4096)
 
@@ -222,6 +239,7 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     """Of many tokens the worst is a cast of the logits' gradient, or an eager loss; of few what has the weight's size.
 
     Not predicted are vectors: of the vocabulary at most an id and a scale, 12 bytes, and of tokens a dozen of float32.
+    The gradient of the norm's weight comes after the worst.
     """
     sizes = ModelRecipe("", 1, 128, 4, 2, 128, vocab_size=1024, rope_theta=1e4, norm_eps=1e-5, tied_embeddings=tied)
     D, V, float8 = sizes.dim, sizes.vocab_size, None if recipe == "none" else recipes.load("float8", recipe)
@@ -239,8 +257,8 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     assert cross_entropy.ROWS == EAGER_LOSS_TOKENS
     if compiled:  # a compiled pass makes nothing of the logits' size, nor does this
         monkeypatch.setattr(cross_entropy, "ROWS", 1)
-    x = stream(tokens, D, torch.bfloat16)
     with Peak(apart) as found:
+        x = stream(tokens, D, torch.bfloat16)
         loss(model.output(model.norm(x)), targets).backward()
 
     training = Training(seq_len=tokens, local_batch_size=1)
@@ -252,4 +270,4 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     assert vectors < tokens * D or tokens < 256  # the least of what is predicted, of many tokens
     # A cast of the weight may be the worst, before there are logits; of many tokens it is not.
     assert predicted.logits == 2 * tokens * V or (predicted.logits == 0 and tokens < 256)
-    assert 0 <= found.bytes - predicted.logits - predicted.working_set <= vectors
+    assert -2 * D <= found.bytes - predicted.logits - predicted.working_set <= vectors

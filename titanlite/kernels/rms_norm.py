@@ -1,28 +1,46 @@
-"""RMSNorm with float32 statistics, and the residual add in front of it.
+"""RMSNorm with float32 statistics, and the residual stream beside it.
 
-The normalised value is rounded once, at the end: whoever recomputes it gets the same bits.
+The normalised value is rounded once, at the end: whoever recomputes it gets the same bits. Backward is one pass over
+memory, which adds the gradient of the stream before it rounds; a compiler takes two to three (docs/performance.md).
 
 Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titanlite.kernels import lowering
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide each row by its root mean square and scale it.
 
     Args:
-        x: [M, D], any float dtype.
+        x: [..., D], any float dtype.
         weight: [D].
         eps: added to the mean square.
 
     Returns:
-        [M, D] in `x.dtype`.
+        [..., D] in `x.dtype`.
     """
-    h = x.float()
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    return (h * weight.float()).to(x.dtype)
+    return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def fork_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Normalise the residual stream for a sublayer beside it.
+
+    Args:
+        x: [M, D] residual stream.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        The normalised `x`, and `x` for all else: the gradients of both are added in one pass.
+    """
+    return _Fork.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -37,5 +55,67 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         The normalised sum and the sum, both [M, D] in `x.dtype`.
     """
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+    return fork_rms_norm(x + residual, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Forward is left to compilers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        h = x.float()
+        mean = h.square().mean(-1, keepdim=True)
+        ctx.save_for_backward(x, weight, mean)
+        ctx.eps = eps
+        return (h * torch.rsqrt(mean + eps) * weight.float()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *torch.ops.titanlite.rms_norm_grad(grad, *ctx.saved_tensors, None, ctx.eps), None
+
+
+class _Fork(torch.autograd.Function):
+    """The same, and its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return _RMSNorm.forward(ctx, x, weight, eps), x.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, rest: Tensor) -> tuple[Tensor | None, ...]:
+        return *torch.ops.titanlite.rms_norm_grad(grad, *ctx.saved_tensors, rest, ctx.eps), None
+
+
+def _backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `x`, [..., D], of which `rest` is a part, and of `weight`; `mean` is of the squares, [..., 1]."""
+    scale = torch.rsqrt(mean + eps)
+    normed, grad = x.float() * scale, grad.float()
+    of_weight = (grad * normed).flatten(0, -2).sum(0)
+    grad = grad * weight.float()
+    of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+    return (of_x if rest is None else of_x + rest.float()).to(x.dtype), of_weight.to(weight.dtype)
+
+
+def _backward_on_gpus(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    from titanlite.kernels.device import rms_norm as device
+
+    def rows(t: Tensor) -> Tensor:
+        return t.reshape(-1, x.shape[-1]).contiguous()
+
+    rest = None if rest is None else rows(rest)
+    of_x, of_weight = device.rms_norm_grad(rows(grad), rows(x), weight, mean.contiguous(), rest, eps)
+    return of_x.view(x.shape), of_weight
+
+
+lowering.define("rms_norm_grad", _backward, _backward_on_gpus)
+
+
+@torch.library.register_fake("titanlite::rms_norm_grad")
+def _fake(grad, x, weight, mean, rest, eps):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)

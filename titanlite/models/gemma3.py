@@ -57,7 +57,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
-        attended = self.post_attention_norm(self.attention(self.attention_norm(x), cos, sin))
+        normed, x = self.attention_norm.fork(x)
+        attended = self.post_attention_norm(self.attention(normed, cos, sin))
         normed, h = self.ffn_norm.add(attended, x)
         return h + self.post_ffn_norm(self.feed_forward(normed))
 

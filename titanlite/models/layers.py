@@ -21,7 +21,7 @@ from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.norm_rope import norm_rope
-from titanlite.kernels.rms_norm import add_rms_norm, rms_norm
+from titanlite.kernels.rms_norm import add_rms_norm, fork_rms_norm, rms_norm
 from titanlite.kernels.window_attention import kernel as kernel_of_window
 from titanlite.kernels.window_attention import window_attention
 
@@ -119,6 +119,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
         return rms_norm(x, self.scale(), self.eps)
+
+    def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise the residual stream for a sublayer beside it; returns that and the stream, [M, D] each."""
+        return fork_rms_norm(x, self.scale(), self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise `x + residual`; returns that and the sum, [M, D] each."""

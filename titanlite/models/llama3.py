@@ -87,8 +87,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
-        attended = self.attention(self.attention_norm(x), cos, sin)
-        normed, h = self.ffn_norm.add(attended, x)
+        normed, x = self.attention_norm.fork(x)
+        normed, h = self.ffn_norm.add(self.attention(normed, cos, sin), x)
         return h + self.feed_forward(normed)
 
 

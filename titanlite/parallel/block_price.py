@@ -157,14 +157,10 @@ def held_without_checkpointing(layout: Layout) -> int:
     attended = _attention_inside(layout) + attention(layout).bytes
     gate = e * M * block.gate_width * F // t  # its input
     inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, HE // t, D, F // t), strict=True))
-    root_mean_squares = 4 * block.norms * rows
-    if layout.compiled:
-        # The stream, and what each sublayer adds to it where backward has a use for that.
-        streams = layout.block_input * (3 if block.post_norms else 2)
-        means = 4 * block.norms * rows if block.layer_norms else 0
-        return streams + root_mean_squares + means + attended + gate + inputs
-    norms = root_mean_squares + 2 * 4 * block.norms * rows * D
-    if block.gate == "geglu":  # `swiglu` has a gradient of its own
+    norms = block.norms * (4 * rows + layout.block_input)  # root mean squares, and what they are of
+    if block.layer_norms:
+        norms += 4 * block.norms * rows if layout.compiled else block.norms * (2 * 4 * rows * D - layout.block_input)
+    if block.gate == "geglu" and not layout.compiled:  # `swiglu` has a gradient of its own
         gate = 3 * 4 * M * F // t
     return norms + attended + gate + inputs
 

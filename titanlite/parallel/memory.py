@@ -222,8 +222,9 @@ class MemoryModel:
         """The head's forward and backward: logits, and what else there is with them of norm, loss and gradients."""
         M, D, t, e = self.layout.tokens, self.sizes.dim, self.layout.tensor_parallel, self.layout.itemsize
         V, logits = self.sizes.vocab_size, M * self.sizes.vocab_size // t  # elements
-        # The head is not compiled: its norm is float32, and so is a cast to float8, two tensors of what it casts.
-        kept = (8 if e == 2 else 4) * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
+        # The head is not compiled: a LayerNorm is float32, two tensors, and so is a cast to float8, of what it casts.
+        norms = 4 + 4 * (e == 2) if self.layout.block.layer_norms else e
+        kept = norms * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
         gradients = e * self.head + e * M * D
         casts_logits = casts_weight = 0
         if (float8 := self.layout.float8) is not None and self.layout.is_by_blocks(HEAD):  # without a float32 tensor
