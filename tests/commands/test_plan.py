@@ -239,14 +239,14 @@ def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/performance.md: 80.6 GiB and 10,330 tok/s/GPU."""
+    """docs/performance.md: 10,330 tok/s/GPU, and 80.6 GiB while the last norm kept 0.4 more."""
     file = tmp_path / "plan.json"
     assert main(["plan", LARGE, "--world", "4", "--json", str(file)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["activations", "42.1"] in rows
     assert ["logits", "3.9"] in rows
-    total = rows.index(["total", "80.6"])
-    assert " ".join(rows[total + 1]) == "fits NVIDIA H200: 80.6 of 139.8 GiB"
+    total = rows.index(["total", "80.3"])
+    assert " ".join(rows[total + 1]) == "fits NVIDIA H200: 80.3 of 139.8 GiB"
     said = json.loads(file.read_text())
     assert said["memory_bytes"]["activations"] == 32 * (130 + 1088 + 128) * 2**20
     assert sum(said["memory_bytes"].values()) == 2 * said["memory_bytes"]["total"]
@@ -290,12 +290,12 @@ def test_memory_and_time_need_no_torch() -> None:
 
 def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "82"]) == 0
-    assert "\nfits the device: 80.6 of 82 GiB\n" in capsys.readouterr().out
+    assert "\nfits the device: 80.3 of 82 GiB\n" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80"]) == 2
     out, err = capsys.readouterr()
     assert "fits" not in out
-    assert ["total", "80.6"] in [line.split() for line in out.splitlines()]
-    assert "--device-gib = 80\n      want: at least 81.9 GiB" in err
+    assert ["total", "80.3"] in [line.split() for line in out.splitlines()]
+    assert "--device-gib = 80\n      want: at least 81.5 GiB" in err
     first = err.partition("one of these\n")[2].split()[:4]
     assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "78.8"]
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "80", *first]) == 0
