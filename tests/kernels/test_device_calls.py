@@ -292,7 +292,9 @@ def test_heads(launches: Launches):
         q, k = norm_rope.norm_rope(*given)
         for of_q in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
             norm_rope.norm_rope_grad(of_q, k, k.clone(), *given)
-    assert {name for name, *_ in launches.by_key} == {"_norm_rope", "_norm_rope_grad"}  # type: ignore[misc]
+            norm_rope.rotated_heads_grad(of_q, k, k.clone(), *given[3:5])
+    kernels = {"_norm_rope", "_norm_rope_grad", "_rotated_heads_grad"}
+    assert {name for name, *_ in launches.by_key} == kernels  # type: ignore[misc]
 
 
 def test_norms(launches: Launches):

@@ -1,13 +1,15 @@
 """RoPE against complex multiplication, and the frequency scaling against the rule in words of wavelengths."""
 
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.compile_only import compiling
 from titanlite.config.recipe_schema import RopeScaling
-from titanlite.kernels.rope import rope, rope_table
+from titanlite.kernels.rope import rope, rope_table, rotated_heads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 THETA = 500_000.0
@@ -45,6 +47,72 @@ def test_gradient_is_the_inverse_rotation(device):
     upstream = torch.randn(S, H, E, device=device)
     rope(x, cos, sin).backward(upstream)
     torch.testing.assert_close(x.grad, rope(upstream, cos, -sin), rtol=0, atol=1e-6)
+
+
+# Tokens, tokens of a sequence, key/value heads, queries of each, width of a head: that of no power of two, too.
+SIZES = [(18, 9, 2, 3, 16), (5, 5, 1, 1, 24), (70, 35, 3, 2, 128), (12, 4, 1, 4, 256), (0, 8, 2, 2, 64)]
+
+
+def upstream_of(sizes: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Gradients of queries, keys and values."""
+    M, _, K, R, E = sizes
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(M, n, E, generator=rng).to(device, dtype) for n in (K * R, K, K)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_heads_of_a_projection(sizes, dtype, device):
+    """Column by column: each head is its part of the projection, rotated or not, and so is its gradient."""
+    M, S, K, R, E = sizes
+    qkv = torch.randn(M, K * (R + 2) * E, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    cos, sin = (t.to(device) for t in rope_table(S, E, 1e4, None))
+    q, k, v = rotated_heads(qkv.requires_grad_(), cos, sin, R)
+    upstream = upstream_of(sizes, dtype, device)
+    torch.autograd.backward((q, k, v), upstream)
+    left = [list(t.unbind(1)) for t in (q, k, v)]
+    of = [list(t.unbind(1)) for t in upstream]
+    for n, (head, grad) in enumerate(zip(qkv.split(E, dim=1), qkv.grad.split(E, dim=1), strict=True)):
+        which = max(n % (R + 2) - R + 1, 0)
+        got, back = left[which].pop(0), of[which].pop(0)
+        if which < 2:
+            head = rope(head[:, None], cos, sin)[:, 0]
+            back = rope(back.double()[:, None], cos, -sin)[:, 0]
+        assert torch.equal(got, head)
+        f32 = torch.finfo(torch.float32).eps
+        bound = torch.finfo(dtype).eps / 2 * back.abs() + 4 * f32 * torch.hypot(*back.chunk(2, 1)).repeat(1, 2)
+        assert ((grad.double() - back).abs() <= bound).all()
+    assert left == of == [[], [], []]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_that_lie_otherwise(device):
+    """As attention gives them: heads outermost, or a head's numbers apart."""
+    upstream = upstream_of((24, 12, 2, 2, 32), torch.bfloat16, device)
+    angles = [t.to(device) for t in rope_table(12, 32, 1e4, None)]
+    wanted = torch.ops.titanlite.rotated_heads_grad(*upstream, *angles)
+    for lies in ((1, 0, 2), (2, 1, 0)):
+        back = [lies.index(n) for n in range(3)]
+        otherwise = [x.permute(lies).contiguous().permute(back) for x in upstream]
+        assert torch.equal(torch.ops.titanlite.rotated_heads_grad(*otherwise, *angles), wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator(device):
+    """What a compiler is told of the result is what it is."""
+    upstream = upstream_of((18, 9, 2, 3, 16), torch.bfloat16, device)
+    angles = [t.to(device) for t in rope_table(9, 16, 1e4, None)]
+    torch.library.opcheck(torch.ops.titanlite.rotated_heads_grad.default, (*upstream, *angles))
+
+
+@pytest.mark.parametrize("E", [64, 128])
+def test_code_for_sm_90_moves_16_bytes_of_a_head_at_once(E, monkeypatch):
+    device = pytest.importorskip("titanlite.kernels.device.norm_rope")
+    with compiling() as compiled:
+        device.rotated_heads_grad(*upstream_of((8, 4, 2, 2, E), torch.bfloat16, "cpu"), *rope_table(4, E, 1e4, None))
+    stores = re.findall(r"\bst\.global(?:\.v([24]))?\.b32 ", compiled["_rotated_heads_grad"].asm["ptx"])
+    assert stores.count("4") == 2 * 3  # halves of a query, a key and a value
 
 
 def test_scores_depend_on_distance_alone():

@@ -183,15 +183,15 @@ class Rotary(nn.Module):
         for buffer, values in zip((self.cos, self.sin), rope_table(*self.table)):
             buffer.copy_(values)
 
-    def forward(self, x):
-        return rope(x, self.cos, self.sin)
+    def forward(self, qkv, queries_per_kv):
+        return rotated_heads(qkv, self.cos, self.sin, queries_per_kv)
 """
 ONE_ROTARY = [
     (IMPORT, IMPORT + ROTARY),
     in_model("one = Rotary(sizes, seq_len)\n        for block in self.layers: block.attention.rotary = one"),
     (
-        "q, k = rope(q.flatten(1, 2), cos, sin), rope(k.flatten(1, 2), cos, sin)",
-        "q, k = self.rotary(q.flatten(1, 2)), self.rotary(k.flatten(1, 2))",
+        "heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)",
+        "heads = self.rotary(self.wqkv(x), self.queries_per_kv)",
     ),
     in_front_of("sizes = self.sizes\n", "self.layers[0].attention.rotary.fill()"),
 ]

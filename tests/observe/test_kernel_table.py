@@ -96,6 +96,7 @@ def test_an_empty_trace_says_so():
         ("_swiglu_grad_rows", "triton"),
         ("_norm_rope", "triton"),
         ("_norm_rope_grad", "triton"),
+        ("_rotated_heads_grad", "triton"),
         ("_rms_norm_grad", "triton"),
         ("_add_parts", "triton"),
         ("_cast_turned", "triton"),

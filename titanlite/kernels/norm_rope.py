@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.kernels import lowering
 from titanlite.kernels.rms_norm import rms_norm
-from titanlite.kernels.rope import rope
+from titanlite.kernels.rope import heads, rope
 
 
 def norm_rope(
@@ -44,7 +44,7 @@ class _NormRope(torch.autograd.Function):
         *tensors, ctx.queries_per_kv, ctx.eps = given
         ctx.save_for_backward(qkv, *tensors)
         q, k = torch.ops.titanlite.norm_rope(qkv, *given)
-        return q, k, _heads(qkv, ctx.queries_per_kv, q.shape[-1])[2].squeeze(2)
+        return q, k, heads(qkv, ctx.queries_per_kv, q.shape[-1])[2].squeeze(2)
 
     @staticmethod
     @once_differentiable
@@ -53,16 +53,10 @@ class _NormRope(torch.autograd.Function):
         return *torch.ops.titanlite.norm_rope_grad(*grads, *given), None, None, None, None
 
 
-def _heads(qkv: Tensor, R: int, E: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[M, K, R, E], [M, K, 1, E] and [M, K, 1, E]."""
-    q, k, v = qkv.unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)
-    return q, k, v
-
-
 def _forward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    q, k, _ = _heads(qkv, queries_per_kv, 2 * cos.shape[1])
+    q, k, _ = heads(qkv, queries_per_kv, 2 * cos.shape[1])
     q, k = (rms_norm(x.float(), weight, eps).flatten(1, 2) for x, weight in ((q, q_weight), (k, k_weight)))
     return rope(q, cos, sin).to(qkv.dtype), rope(k, cos, sin).to(qkv.dtype)
 
@@ -80,7 +74,7 @@ def _backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `qkv` and of both weights."""
-    q, k, _ = _heads(qkv, queries_per_kv, 2 * cos.shape[1])
+    q, k, _ = heads(qkv, queries_per_kv, 2 * cos.shape[1])
     parts: list[Tensor] = []
     of_weights: list[Tensor] = []
     for grad, x, weight in ((q_grad, q, q_weight), (k_grad, k, k_weight)):

@@ -3,15 +3,21 @@
 Complex multiplication says the same in fewer words, but no compiler fuses it: at Llama-3 8B it costs five times the
 bytes. The two halves of a head are rotated against each other, the layout of Hugging Face checkpoints.
 
+The gradient of a fused projection is one pass over memory; a compiler rotates those of queries and keys first, and then
+puts them together with that of values (docs/performance.md).
+
 Source: Su et al. 2021 (RoFormer), eq. 34; frequency scaling as in Llama 3.1.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titanlite.config.recipe_schema import RopeScaling
+from titanlite.kernels import lowering
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
@@ -50,3 +56,69 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.unflatten(0, (-1, cos.shape[0])).float().chunk(2, dim=-1)  # [B, S, H, E/2] each
     cos, sin = cos[:, None], sin[:, None]  # [S, 1, E/2]: the same for every head
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype).flatten(0, 1)
+
+
+def heads(qkv: Tensor, queries_per_kv: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take queries, keys and values out of a projection.
+
+    Args:
+        qkv: [M, K·(R+2)·E]; for each key/value head R queries, its key and its value.
+        queries_per_kv: R.
+        head_dim: E.
+
+    Returns:
+        Parts of `qkv`: [M, K, R, E], [M, K, 1, E] and [M, K, 1, E].
+    """
+    q, k, v = qkv.unflatten(-1, (-1, queries_per_kv + 2, head_dim)).split([queries_per_kv, 1, 1], dim=-2)
+    return q, k, v
+
+
+def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Take queries, keys and values out of a projection, and rotate the first two.
+
+    Args:
+        qkv: [M, K·(R+2)·E] of whole sequences; for each key/value head R queries, its key and its value.
+        cos: [S, E/2] float32, from `rope_table`; M is a multiple of S.
+        sin: [S, E/2] float32.
+        queries_per_kv: R.
+
+    Returns:
+        Queries [M, K·R, E] and keys [M, K, E] in `qkv.dtype`; values [M, K, E], a part of `qkv`.
+    """
+    return _RotatedHeads.apply(qkv, cos, sin, queries_per_kv)  # type: ignore[no-any-return]
+
+
+class _RotatedHeads(torch.autograd.Function):
+    """Forward is left to compilers."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        q, k, v = heads(qkv, queries_per_kv, 2 * cos.shape[1])
+        return rope(q.flatten(1, 2), cos, sin), rope(k.flatten(1, 2), cos, sin), v.squeeze(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.ops.titanlite.rotated_heads_grad(*grads, *ctx.saved_tensors), None, None, None
+
+
+def _backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `qkv`."""
+    q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
+    return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)
+
+
+def _backward_on_gpus(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from titanlite.kernels.device import norm_rope as device
+
+    q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
+    return device.rotated_heads_grad(q_grad, k_grad, v_grad, cos, sin)
+
+
+lowering.define("rotated_heads_grad", _backward, _backward_on_gpus)
+
+
+@torch.library.register_fake("titanlite::rotated_heads_grad")
+def _fake(q_grad, k_grad, v_grad, cos, sin):
+    return q_grad.new_empty(len(q_grad), (q_grad.shape[1] + 2 * k_grad.shape[1]) * q_grad.shape[2])

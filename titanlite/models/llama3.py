@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelRecipe
-from titanlite.kernels.rope import rope, rope_table
+from titanlite.kernels.rope import rope_table, rotated_heads
 from titanlite.kernels.swiglu import BLOCK, swiglu
 from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
 
@@ -34,19 +34,16 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
         super().__init__()
-        self.head_dim = sizes.head_width
-        self.queries_per_kv = sizes.n_heads // sizes.n_kv_heads
-        E, R = self.head_dim, self.queries_per_kv
+        E, R = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        self.queries_per_kv = R
         self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=INIT_STD)
         self.attend = CausalAttention()
         self.wo = Linear(sizes.dim, {"wo": sizes.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
-        S, E, R = cos.shape[0], self.head_dim, self.queries_per_kv
-        q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
-        q, k = rope(q.flatten(1, 2), cos, sin), rope(k.flatten(1, 2), cos, sin)  # [M, H, E], [M, K, E]
-        q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q, k, v.squeeze(2)))  # [B, heads, S, E]
+        heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)
+        q, k, v = (t.unflatten(0, (-1, cos.shape[0])).transpose(1, 2) for t in heads)  # [B, heads, S, E]
         out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 

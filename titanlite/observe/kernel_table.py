@@ -23,7 +23,7 @@ _GAPS = 5
 # and counts as a matmul; attention kernels are built from the same libraries as matmuls and must come before them.
 _CLASSES = (
     ("triton", r"^triton_(poi|red|per|for)_|^_(amax|cast_(turned|rows|blocks)|turn|swiglu_\w+)$"),
-    ("triton", r"^_(norm_rope\w*|rms_norm_grad|add_parts)$"),
+    ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
     ("communication", r"nccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|symm_mem|memcpy ptop"),

@@ -1,4 +1,5 @@
-"""Device code of `titanlite.kernels.norm_rope`: a few tokens at a time, all of their heads one after the other.
+"""Device code of `titanlite.kernels.norm_rope`, and of the gradient of `rotated_heads` in `rope`: a few tokens at a
+time, all of their heads one after the other.
 
 A token's angles are read once for all heads. The gradients of both weights are sums over tokens and heads: each thread
 block adds those of its own tokens, in order, and a last pass adds the blocks, so that two runs give the same bits.
@@ -136,6 +137,31 @@ def _norm_rope_grad(
     tl.store(parts + 3 * HALF + e, tl.sum(akh, 0))
 
 
+@triton.jit
+def _rotated_back(grad, out, c, s, inside, E: tl.constexpr, HALF: tl.constexpr):
+    low, high = _halves(grad, inside, E, HALF)
+    _store(out, low * c + high * s, high * c - low * s, inside, E, HALF)
+
+
+@triton.jit
+def _rotated_heads_grad(
+    q_grad, q_row, q_head, k_grad, k_row, k_head, v_grad, v_row, v_head, cos, sin, out, M, S, KV,
+    R: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c, s, inside = _angles(cos, sin, m, S, M, E, HALF)
+    row = m.to(tl.int64)[:, None]
+    out += row * (KV * (R + 2) * E)
+    for head in range(KV * R):
+        of = (head // R) * (R + 2) + head % R
+        _rotated_back(q_grad + row * q_row + head * q_head, out + of * E, c, s, inside, E, HALF)
+    for head in range(KV):
+        of = head * (R + 2) + R
+        _rotated_back(k_grad + row * k_row + head * k_head, out + of * E, c, s, inside, E, HALF)
+        low, high = _halves(v_grad + row * v_row + head * v_head, inside, E, HALF)
+        _store(out + (of + 1) * E, low, high, inside, E, HALF)
+
+
 def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
     """S, K, E, half a head rounded up to a power of two, and tokens that a thread block has at a time."""
     S, half = cos.shape
@@ -179,3 +205,22 @@ def norm_rope_grad(
         )  # fmt: skip
     of_q, of_k = (parts[:, n].sum(0)[:, : E // 2].flatten().to(q_weight.dtype) for n in range(2))  # memory of its own
     return out, of_q, of_k
+
+
+def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As the operator; each head of a gradient is contiguous."""
+    (M, heads, E), K = q_grad.shape, k_grad.shape[1]
+    out = q_grad.new_empty(M, (heads + 2 * K) * E)
+    S, _, _, half, rows = _sizes(out, cos, heads // K)
+    if M:
+        strides = [grad.stride()[:2] for grad in (q_grad, k_grad, v_grad)]
+        tensors = q_grad, k_grad, v_grad, cos, sin, out
+        launch(
+            _rotated_heads_grad, (M, S, K, heads, E, *strides, q_grad.dtype), cdiv(M, rows), tensors,
+            lambda: (
+                q_grad, *strides[0], k_grad, *strides[1], v_grad, *strides[2], cos, sin, out,
+                M, S, K, heads // K, E, half, rows,
+            ),
+            num_warps=4,
+        )  # fmt: skip
+    return out
