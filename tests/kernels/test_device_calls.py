@@ -34,7 +34,17 @@ from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
-from titanlite.kernels.device import block_cast, channel, float8_cast, norm_rope, rms_norm, specialised, swiglu, tiles
+from titanlite.kernels.device import (
+    block_cast,
+    channel,
+    float8_cast,
+    norm_rope,
+    rms_norm,
+    rope,
+    specialised,
+    swiglu,
+    tiles,
+)
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.float8_cast import _blocks_like
@@ -101,7 +111,7 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
-    for module in (block_cast, float8_cast, norm_rope, rms_norm, swiglu):
+    for module in (block_cast, float8_cast, norm_rope, rms_norm, rope, swiglu):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
@@ -292,7 +302,7 @@ def test_heads(launches: Launches):
         q, k = norm_rope.norm_rope(*given)
         for of_q in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
             norm_rope.norm_rope_grad(of_q, k, k.clone(), *given)
-            norm_rope.rotated_heads_grad(of_q, k, k.clone(), *given[3:5])
+            rope.rotated_heads_grad(of_q, k, k.clone(), *given[3:5])
     kernels = {"_norm_rope", "_norm_rope_grad", "_rotated_heads_grad"}
     assert {name for name, *_ in launches.by_key} == kernels  # type: ignore[misc]
 
@@ -301,7 +311,7 @@ def test_norms(launches: Launches):
     for M, D, eps, dtype in product((12, 24), (16, 48), (1e-5, 1e-6), (BF16, torch.float32)):
         x, mean = torch.zeros(M, D, dtype=dtype), torch.ones(M, 1)
         for weight in (torch.ones(D, dtype=dtype), torch.ones(D)):
-            for rest in (None, x.clone()):
+            for rest in (None, x.clone(), torch.zeros(M, D)):
                 rms_norm.rms_norm_grad(x.clone(), x, weight, mean, rest, eps)
                 rms_norm.rms_norm_grad(torch.zeros(M, D), x, weight, mean, rest, eps)
     assert {name for name, *_ in launches.by_key} == {"_rms_norm_grad", "_add_parts"}  # type: ignore[misc]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.compile_only import compiling
-from titanlite.kernels.rms_norm import add_rms_norm, fork_rms_norm, rms_norm
+from titanlite.kernels.rms_norm import fork_rms_norm, rms_norm
+from titanlite.models.layers import RMSNorm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EPS = 1e-5
@@ -39,66 +40,89 @@ def test_one_rounding(shape, dtype, scale, device):
     assert ((rms_norm(x, weight, EPS).double() - truth).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_residual_is_added_first(dtype, device):
-    x, residual, weight = inputs((5, 48), dtype, device)
-    normed, total = add_rms_norm(x, residual, weight, EPS)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, rms_norm(total, weight, EPS))
-
-
 # A row of no power of two, several to a thread block or one, more than all thread blocks have at a time.
 GRADIENTS = [(7, 48), (1, 8), (33, 129), (300, 1152), (40_000, 64), (5, 4096), (3, 16_384), (0, 16)]
 
 
+def close(got: Tensor, truth: Tensor, operations: float) -> bool:
+    """One rounding to the dtype, and before it float32 operations, against the largest."""
+    bound = torch.finfo(got.dtype).eps / 2 * truth.abs()
+    bound += operations * F32 * truth.abs().max() if truth.numel() else 0
+    return bool(((got.double() - truth).abs() <= bound).all())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", ["alone", "fork", "add"])
+@pytest.mark.parametrize("is_fork", [False, True], ids=["alone", "fork"])
 @pytest.mark.parametrize("shape", GRADIENTS, ids=str)
-def test_gradients(shape, form, dtype, device):
-    given = list(inputs(shape, dtype, device))
-    if form != "add":
-        given[1] = torch.zeros_like(given[1])
-    exact = [t.double().requires_grad_() for t in given]
-    x, residual, weight = (t.requires_grad_() for t in given)
-    generator = torch.Generator().manual_seed(1)
-    of_normed, of_total = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    sum64 = exact[0] + exact[1]
-    if form == "add":  # the sum is rounded before it is normalised
-        sum64 = sum64 + ((x + residual).double() - sum64).detach()
-    normed, total = {
-        "alone": lambda: (rms_norm(x, weight, EPS), x),
-        "fork": lambda: fork_rms_norm(x, weight, EPS),
-        "add": lambda: add_rms_norm(x, residual, weight, EPS),
-    }[form]()
-    assert torch.equal(total.double(), sum64)
-    assert torch.equal(normed, rms_norm(total, weight, EPS))
-    outputs, upstream = ([normed], [of_normed]) if form == "alone" else ([normed, total], [of_normed, of_total])
-    torch.autograd.backward(outputs, upstream)
-    truth = [definition(sum64, exact[2]), sum64][: len(outputs)]
-    torch.autograd.backward(truth, [t.double() for t in upstream])
-    if form == "add":
-        assert torch.equal(residual.grad, x.grad)
-    # One rounding to dtype; before it, float32 sums of D terms, or of M, whose roundings add up with the root.
-    for got, wanted, terms in ((x.grad, exact[0].grad, shape[1]), (weight.grad, exact[2].grad, shape[0])):
-        assert got.dtype == dtype
-        slack = (16 + 4 * terms**0.5) * F32 * wanted.abs().max() if wanted.numel() else 0
-        assert ((got.double() - wanted).abs() <= torch.finfo(dtype).eps / 2 * wanted.abs() + slack).all()
+def test_gradients(shape, is_fork, dtype, device):
+    x, upstream, weight = inputs(shape, dtype, device)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    given = [t.clone().requires_grad_() for t in (x, weight)]
+    normed, stream = fork_rms_norm(*given, EPS) if is_fork else (rms_norm(*given, EPS), given[0])
+    assert torch.equal(stream, x)
+    assert torch.equal(normed, rms_norm(x, weight, EPS))
+    truth = definition(*exact)
+    of_stream = upstream.flip(0)  # another one
+    torch.autograd.backward([normed, stream][: 1 + is_fork], [upstream, of_stream][: 1 + is_fork])
+    torch.autograd.backward([truth, exact[0]][: 1 + is_fork], [upstream.double(), of_stream.double()][: 1 + is_fork])
+    assert [t.grad.dtype for t in given] == [dtype, dtype]
+    assert close(given[0].grad, exact[0].grad, 8)
+    # A sum over rows: roundings of one size, of any sign, add up with its root.
+    assert close(given[1].grad, exact[1].grad, 8 + shape[0] ** 0.5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_that_lie_otherwise(device):
+def test_tensors_that_lie_otherwise(device):
     x, grad, weight = inputs((24, 48), torch.bfloat16, device)
     mean = x.float().square().mean(-1, keepdim=True)
-    wanted = torch.ops.titanlite.rms_norm_grad(grad, x, weight, mean, grad, EPS)
-    turned = grad.t().contiguous().t()
-    for of_normed, rest in ((turned, grad), (grad, turned)):
-        got = torch.ops.titanlite.rms_norm_grad(of_normed, x, weight, mean, rest, EPS)
-        assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
-    heads = [t.view(24, 3, 16) for t in (grad, x)]
-    by_head, _ = torch.ops.titanlite.rms_norm_grad(*heads, weight[:16], mean[:, None].expand(-1, 3, 1), None, EPS)
-    assert by_head.shape == (24, 3, 16)
+    of_operator = torch.ops.titanlite.rms_norm_grad
+    wanted = of_operator(grad, x, weight, mean, grad, EPS)
+
+    def turned(t: Tensor) -> Tensor:
+        return t.t().contiguous().t()
+
+    apart = weight.repeat(2, 1).t().contiguous()[:, 0]
+    for given in [(turned(grad), x, weight, mean, turned(grad)), (grad, turned(x), apart, mean, grad)]:
+        assert all(torch.equal(g, w) for g, w in zip(of_operator(*given, EPS), wanted, strict=True))
+    in_heads = [t.view(24, 3, -1) for t in (grad, x)]
+    mean = in_heads[1].float().square().mean(-1, keepdim=True)
+    of_x, of_weight = of_operator(*in_heads, weight[:16], mean, None, EPS)
+    as_rows = [t.view(72, -1) for t in (grad, x)]
+    of_rows, same = of_operator(*as_rows, weight[:16], mean.view(72, 1), None, EPS)
+    assert torch.equal(of_x, of_rows.view(24, 3, 16))
+    assert torch.equal(of_weight, same)
+
+
+def test_one_row_and_wider_streams():
+    x = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    row, rows = (t.clone().requires_grad_() for t in (x, x[None]))
+    for t in (row, rows):
+        torch.autograd.backward(fork_rms_norm(t, torch.ones(8), EPS), [t.detach(), torch.full_like(t, 1 + 2.0**-40)])
+    assert torch.equal(row.grad, rows.grad[0])
+    alone = x.clone().requires_grad_()
+    rms_norm(alone, torch.ones(8), EPS).backward(x)
+    # What is added to the stream's gradient is of float32; the stream's own is not rounded to that.
+    torch.testing.assert_close(row.grad - alone.grad, torch.full_like(x, 1 + 2.0**-40), rtol=0, atol=2.0**-44)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 8), (3, 8)], ids=str)
+def test_a_weight_of_another_width_is_refused(shape):
+    with pytest.raises(ValueError, match=r"rms_norm: weight \[.*\]; want the width of x \[4, 8\]"):
+        rms_norm(torch.ones(4, 8), torch.ones(shape), EPS)
+
+
+def test_a_compiler_knows_how_the_gradient_lies():
+    """That of a turned tensor lies in rows."""
+    x, _, weight = inputs((16, 5), torch.float32, "cpu")
+    wanted, got = (t.clone().requires_grad_() for t in (x, x))
+
+    def loss(x: Tensor) -> Tensor:
+        return (rms_norm((x * 2).t(), weight.new_ones(16), EPS) ** 2 * torch.arange(16)).sum()
+
+    loss(wanted).backward()
+    torch.compile(loss, dynamic=False)(got).backward()
+    torch.testing.assert_close(got.grad, wanted.grad)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -127,9 +151,28 @@ def test_code_for_sm_90_moves_16_bytes_of_a_row_at_once(D, monkeypatch):
     with compiling() as compiled:
         device.rms_norm_grad(grad, x, weight, torch.ones(8, 1), x, EPS)
     code = compiled["_rms_norm_grad"].asm["ptx"]
-    for access, matrices in (("ld", 3), ("st", 1)):  # both gradients and the input; the gradient of that
-        found = re.findall(rf"\b{access}\.global(?:\.v([24]))?\.b32 ", code)
-        assert found.count("4") >= 2 * matrices  # each thread has 16 of a row
+    each = 4 if D == 1152 else 2  # accesses for what a thread has of a row: 32 numbers, 16 in all others
+    found = {access: re.findall(rf"\b{access}\.global(?:\.v([24]))?\.b32 ", code) for access in ("ld", "st")}
+    # Both gradients, the input and the weight; the gradient, and that of the weight, which is of twice as many bytes.
+    assert found["ld"].count("4") == 4 * each
+    assert found["st"].count("4") == 3 * each
+
+
+class Doubled(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [RMSNorm, Doubled])
+def test_forms_beside_the_residual_stream(layer):
+    """Of a class that changes `forward` too."""
+    x, residual, weight = inputs((5, 48), torch.bfloat16, "cpu")
+    norm = layer(48, EPS)
+    norm.weight = torch.nn.Parameter(weight)
+    for (normed, stream), wanted in ((norm.fork(x), x), (norm.add(x, residual), x + residual)):
+        assert torch.equal(stream, wanted)
+        assert torch.equal(normed, norm(wanted))
+    assert torch.equal(norm(x), (2 if layer is Doubled else 1) * rms_norm(x, weight, EPS))
 
 
 def test_zero_row_has_a_gradient():

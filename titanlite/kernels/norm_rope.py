@@ -7,6 +7,7 @@ after it is rotated.
 Source: `rms_norm.py` and `rope.py`, which are the definition.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _backward(
 def _forward_on_gpus(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import norm_rope as device
 
-    return device.norm_rope(qkv.contiguous(), *given)
+    return device.norm_rope(qkv.contiguous(), *_contiguous(given))
 
 
 def _backward_on_gpus(
@@ -100,7 +101,11 @@ def _backward_on_gpus(
     from titanlite.kernels.device import norm_rope as device
 
     q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
-    return device.norm_rope_grad(q_grad, k_grad, v_grad, qkv.contiguous(), *given)
+    return device.norm_rope_grad(q_grad, k_grad, v_grad, qkv.contiguous(), *_contiguous(given))
+
+
+def _contiguous(given: Iterable[Any]) -> Iterator[Any]:
+    return (x.contiguous() if isinstance(x, Tensor) else x for x in given)
 
 
 lowering.define("norm_rope", _forward, _forward_on_gpus)

@@ -1,7 +1,8 @@
 """RMSNorm with float32 statistics, and the residual stream beside it.
 
 The normalised value is rounded once, at the end: whoever recomputes it gets the same bits. Backward is one pass over
-memory, which adds the gradient of the stream before it rounds; a compiler takes two to three (docs/performance.md).
+memory, which adds the gradient of the stream before it rounds; a compiler's kernels take 1.5 times as long within a
+step (docs/performance.md).
 
 Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
 """
@@ -43,26 +44,13 @@ def fork_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor
     return _Fork.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add `x` to the residual stream, then normalise the sum.
-
-    Args:
-        x: [M, D] output of the previous sublayer.
-        residual: [M, D] residual stream.
-        weight: [D].
-        eps: added to the mean square.
-
-    Returns:
-        The normalised sum and the sum, both [M, D] in `x.dtype`.
-    """
-    return fork_rms_norm(x + residual, weight, eps)
-
-
 class _RMSNorm(torch.autograd.Function):
     """Forward is left to compilers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.shape != x.shape[-1:]:
+            raise ValueError(f"rms_norm: weight {list(weight.shape)}; want the width of x {list(x.shape)}")
         h = x.float()
         mean = h.square().mean(-1, keepdim=True)
         ctx.save_for_backward(x, weight, mean)
@@ -94,10 +82,10 @@ def _backward(
     """Gradients of `x`, [..., D], of which `rest` is a part, and of `weight`; `mean` is of the squares, [..., 1]."""
     scale = torch.rsqrt(mean + eps)
     normed, grad = x.float() * scale, grad.float()
-    of_weight = (grad * normed).flatten(0, -2).sum(0)
+    of_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
     grad = grad * weight.float()
     of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
-    return (of_x if rest is None else of_x + rest.float()).to(x.dtype), of_weight.to(weight.dtype)
+    return (of_x if rest is None else of_x + rest).to(x.dtype).contiguous(), of_weight.to(weight.dtype)
 
 
 def _backward_on_gpus(
@@ -109,7 +97,7 @@ def _backward_on_gpus(
         return t.reshape(-1, x.shape[-1]).contiguous()
 
     rest = None if rest is None else rows(rest)
-    of_x, of_weight = device.rms_norm_grad(rows(grad), rows(x), weight, mean.contiguous(), rest, eps)
+    of_x, of_weight = device.rms_norm_grad(rows(grad), rows(x), weight.contiguous(), mean.contiguous(), rest, eps)
     return of_x.view(x.shape), of_weight
 
 

@@ -110,10 +110,10 @@ def _backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: 
 
 
 def _backward_on_gpus(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from titanlite.kernels.device import norm_rope as device
+    from titanlite.kernels.device import rope as device
 
     q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
-    return device.rotated_heads_grad(q_grad, k_grad, v_grad, cos, sin)
+    return device.rotated_heads_grad(q_grad, k_grad, v_grad, cos.contiguous(), sin.contiguous())
 
 
 lowering.define("rotated_heads_grad", _backward, _backward_on_gpus)

@@ -21,7 +21,7 @@ from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.norm_rope import norm_rope
-from titanlite.kernels.rms_norm import add_rms_norm, fork_rms_norm, rms_norm
+from titanlite.kernels.rms_norm import fork_rms_norm, rms_norm
 from titanlite.kernels.window_attention import kernel as kernel_of_window
 from titanlite.kernels.window_attention import window_attention
 
@@ -121,12 +121,17 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.scale(), self.eps)
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise the residual stream for a sublayer beside it; returns that and the stream, [M, D] each."""
+        """Normalise the residual stream for a sublayer beside it; returns that and the stream, [M, D] each.
+
+        As `self(x), x`, whose gradients are added in one pass; hooks of the module do not run.
+        """
+        if type(self).forward is not RMSNorm.forward:  # a class of the user's that computes something else
+            return self(x), x
         return fork_rms_norm(x, self.scale(), self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise `x + residual`; returns that and the sum, [M, D] each."""
-        return add_rms_norm(x, residual, self.scale(), self.eps)
+        """Normalise `x + residual`; returns that and the sum, [M, D] each. The rest is as in `fork`."""
+        return self.fork(x + residual)
 
 
 class LayerNorm(nn.Module):

@@ -1,5 +1,4 @@
-"""Device code of `titanlite.kernels.norm_rope`, and of the gradient of `rotated_heads` in `rope`: a few tokens at a
-time, all of their heads one after the other.
+"""Device code of `titanlite.kernels.norm_rope`: a few tokens at a time, all of their heads one after the other.
 
 A token's angles are read once for all heads. The gradients of both weights are sums over tokens and heads: each thread
 block adds those of its own tokens, in order, and a last pass adds the blocks, so that two runs give the same bits.
@@ -12,35 +11,10 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
+from titanlite.kernels.device.rope import angles, halves, sizes, store
 
-NUMBERS = 2048
-"""Of a head of all tokens that a thread block has at a time; 16 for each of its threads."""
 BLOCKS = 8
 """Thread blocks to a multiprocessor that compute gradients; its registers have room for three at a time."""
-
-
-@triton.jit
-def _angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
-    """Of the tokens in `m`, and which numbers there are."""
-    e = tl.arange(0, HALF)[None, :]
-    inside = (m < M)[:, None] & (e < E // 2)
-    at = (m % S)[:, None] * (E // 2) + e
-    return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0), inside
-
-
-@triton.jit
-def _halves(x, inside, E: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of a head of each token, float32."""
-    e = tl.arange(0, HALF)[None, :]
-    low = tl.load(x + e, mask=inside, other=0.0).to(tl.float32)
-    return low, tl.load(x + E // 2 + e, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(x, low, high, inside, E: tl.constexpr, HALF: tl.constexpr):
-    e = tl.arange(0, HALF)[None, :]
-    tl.store(x + e, low.to(x.dtype.element_ty), mask=inside)
-    tl.store(x + E // 2 + e, high.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -59,10 +33,10 @@ def _weight(weight, E: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _head(x, out, wl, wh, c, s, inside, eps, E: tl.constexpr, HALF: tl.constexpr):
-    low, high = _halves(x, inside, E, HALF)
+    low, high = halves(x, inside, E, HALF)
     scale = tl.rsqrt(_mean(low * low, high * high, E) + eps)
     low, high = low * scale * wl, high * scale * wh
-    _store(out, low * c - high * s, high * c + low * s, inside, E, HALF)
+    store(out, low * c - high * s, high * c + low * s, inside, E, HALF)
 
 
 @triton.jit
@@ -71,7 +45,7 @@ def _norm_rope(
     R: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c, s, inside = _angles(cos, sin, m, S, M, E, HALF)
+    c, s, inside = angles(cos, sin, m, S, M, E, HALF)
     row = m.to(tl.int64)[:, None]
     qkv += row * (KV * (R + 2) * E)
     q += row * (KV * R * E)
@@ -88,8 +62,8 @@ def _norm_rope(
 @triton.jit
 def _head_grad(grad, x, out, wl, wh, al, ah, c, s, inside, eps, E: tl.constexpr, HALF: tl.constexpr):
     """Store the gradient of a head, and add that of the weight to `al` and `ah`."""
-    dl, dh = _halves(grad, inside, E, HALF)
-    low, high = _halves(x, inside, E, HALF)
+    dl, dh = halves(grad, inside, E, HALF)
+    low, high = halves(x, inside, E, HALF)
     scale = tl.rsqrt(_mean(low * low, high * high, E) + eps)
     low, high = low * scale, high * scale
     dl, dh = dl * c + dh * s, dh * c - dl * s
@@ -97,7 +71,7 @@ def _head_grad(grad, x, out, wl, wh, al, ah, c, s, inside, eps, E: tl.constexpr,
     ah += dh * high
     dl, dh = dl * wl, dh * wh
     mean = _mean(dl * low, dh * high, E)
-    _store(out, scale * (dl - low * mean), scale * (dh - high * mean), inside, E, HALF)
+    store(out, scale * (dl - low * mean), scale * (dh - high * mean), inside, E, HALF)
     return al, ah
 
 
@@ -116,19 +90,19 @@ def _norm_rope_grad(
     akh = tl.zeros((ROWS, HALF), tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
         m = block * ROWS + tl.arange(0, ROWS)
-        c, s, inside = _angles(cos, sin, m, S, M, E, HALF)
+        c, s, inside = angles(cos, sin, m, S, M, E, HALF)
         row = m.to(tl.int64)[:, None]
         x, d = qkv + row * (KV * (R + 2) * E), out + row * (KV * (R + 2) * E)
         for head in range(KV * R):
             of = (head // R) * (R + 2) + head % R
-            grad = q_grad + row * q_row + head * q_head
+            grad = q_grad + row * q_row + tl.cast(head, tl.int64) * q_head
             aql, aqh = _head_grad(grad, x + of * E, d + of * E, ql, qh, aql, aqh, c, s, inside, eps, E, HALF)
         for head in range(KV):
             of = head * (R + 2) + R
-            grad = k_grad + row * k_row + head * k_head
+            grad = k_grad + row * k_row + tl.cast(head, tl.int64) * k_head
             akl, akh = _head_grad(grad, x + of * E, d + of * E, kl, kh, akl, akh, c, s, inside, eps, E, HALF)
-            low, high = _halves(v_grad + row * v_row + head * v_head, inside, E, HALF)
-            _store(d + (of + 1) * E, low, high, inside, E, HALF)
+            low, high = halves(v_grad + row * v_row + tl.cast(head, tl.int64) * v_head, inside, E, HALF)
+            store(d + (of + 1) * E, low, high, inside, E, HALF)
     e = tl.arange(0, HALF)
     parts += tl.program_id(0) * (4 * HALF)
     tl.store(parts + e, tl.sum(aql, 0))
@@ -137,46 +111,14 @@ def _norm_rope_grad(
     tl.store(parts + 3 * HALF + e, tl.sum(akh, 0))
 
 
-@triton.jit
-def _rotated_back(grad, out, c, s, inside, E: tl.constexpr, HALF: tl.constexpr):
-    low, high = _halves(grad, inside, E, HALF)
-    _store(out, low * c + high * s, high * c - low * s, inside, E, HALF)
-
-
-@triton.jit
-def _rotated_heads_grad(
-    q_grad, q_row, q_head, k_grad, k_row, k_head, v_grad, v_row, v_head, cos, sin, out, M, S, KV,
-    R: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    c, s, inside = _angles(cos, sin, m, S, M, E, HALF)
-    row = m.to(tl.int64)[:, None]
-    out += row * (KV * (R + 2) * E)
-    for head in range(KV * R):
-        of = (head // R) * (R + 2) + head % R
-        _rotated_back(q_grad + row * q_row + head * q_head, out + of * E, c, s, inside, E, HALF)
-    for head in range(KV):
-        of = head * (R + 2) + R
-        _rotated_back(k_grad + row * k_row + head * k_head, out + of * E, c, s, inside, E, HALF)
-        low, high = _halves(v_grad + row * v_row + head * v_head, inside, E, HALF)
-        _store(out + (of + 1) * E, low, high, inside, E, HALF)
-
-
-def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
-    """S, K, E, half a head rounded up to a power of two, and tokens that a thread block has at a time."""
-    S, half = cos.shape
-    padded = triton.next_power_of_2(half)
-    return S, qkv.shape[1] // (2 * half) // (queries_per_kv + 2), 2 * half, padded, max(1, NUMBERS // (2 * padded))
-
-
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As the operator; `qkv` is contiguous."""
-    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
+    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, sizes(qkv, cos, queries_per_kv)
     tensors = qkv, q_weight, k_weight, cos, sin, qkv.new_empty(M, K * R, E), qkv.new_empty(M, K, E)
     if M:
-        key = M, S, K, R, E, eps, qkv.dtype, q_weight.dtype
+        key = M, S, K, R, E, eps, *(t.dtype for t in tensors)
         launch(
             _norm_rope, key, cdiv(M, rows), tensors,
             lambda: (*tensors, M, S, K, eps, R, E, half, rows), num_warps=4,
@@ -189,14 +131,14 @@ def norm_rope_grad(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the operator; `qkv` is contiguous, and so is each head of a gradient."""
-    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
+    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, sizes(qkv, cos, queries_per_kv)
     blocks = min(cdiv(M, rows), BLOCKS * multiprocessors(qkv.device))
     out, parts = qkv.new_empty(qkv.shape), qkv.new_empty(blocks, 2, 2, half, dtype=torch.float32)
     if M:
         strides = [grad.stride()[:2] for grad in (q_grad, k_grad, v_grad)]
         tensors = q_grad, k_grad, v_grad, qkv, q_weight, k_weight, cos, sin, out, parts
         launch(
-            _norm_rope_grad, (M, S, K, R, E, eps, *strides, q_grad.dtype, qkv.dtype, q_weight.dtype), blocks, tensors,
+            _norm_rope_grad, (M, S, K, R, E, eps, *strides, *(t.dtype for t in tensors)), blocks, tensors,
             lambda: (
                 q_grad, *strides[0], k_grad, *strides[1], v_grad, *strides[2], *tensors[3:],
                 M, S, K, eps, R, E, half, rows,
@@ -205,22 +147,3 @@ def norm_rope_grad(
         )  # fmt: skip
     of_q, of_k = (parts[:, n].sum(0)[:, : E // 2].flatten().to(q_weight.dtype) for n in range(2))  # memory of its own
     return out, of_q, of_k
-
-
-def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the operator; each head of a gradient is contiguous."""
-    (M, heads, E), K = q_grad.shape, k_grad.shape[1]
-    out = q_grad.new_empty(M, (heads + 2 * K) * E)
-    S, _, _, half, rows = _sizes(out, cos, heads // K)
-    if M:
-        strides = [grad.stride()[:2] for grad in (q_grad, k_grad, v_grad)]
-        tensors = q_grad, k_grad, v_grad, cos, sin, out
-        launch(
-            _rotated_heads_grad, (M, S, K, heads, E, *strides, q_grad.dtype), cdiv(M, rows), tensors,
-            lambda: (
-                q_grad, *strides[0], k_grad, *strides[1], v_grad, *strides[2], cos, sin, out,
-                M, S, K, heads // K, E, half, rows,
-            ),
-            num_warps=4,
-        )  # fmt: skip
-    return out

@@ -13,7 +13,7 @@ from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 1024
-"""That a thread block has at a time, or a row if that is more; 16 for each of its threads."""
+"""That a thread block has at a time, or a row if that is more; 16 for each of its threads if D is a power of two."""
 WARPS = 24
 """Of a multiprocessor's, that compute gradients: its registers have room for no more."""
 COLUMNS = 8
@@ -60,7 +60,7 @@ def _add_parts(parts, out, N, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.c
 def rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As the operator; matrices are contiguous."""
+    """As the operator; all tensors are contiguous."""
     M, D = x.shape
     width = triton.next_power_of_2(D)
     rows = max(1, NUMBERS // width)
@@ -72,7 +72,7 @@ def rms_norm_grad(
         return out, of_weight.zero_()
     tensors = grad, x, weight, mean, x if rest is None else rest, out, parts
     launch(
-        _rms_norm_grad, (M, D, eps, rest is None, grad.dtype, x.dtype, weight.dtype), blocks, tensors,
+        _rms_norm_grad, (M, D, eps, *(t.dtype for t in tensors), rest is None), blocks, tensors,
         lambda: (*tensors, M, eps, rest is not None, D, width, rows), num_warps=warps,
     )  # fmt: skip
     launch(

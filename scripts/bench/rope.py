@@ -1,0 +1,37 @@
+"""The gradient of rotated heads on one GPU: python scripts/bench/rope.py
+
+Milliseconds of `titanlite/kernels/rope.py`, backward, the median of many calls, for two sequences of 8,192, beside what
+a compiler makes of the definition by itself. GB/s are of the gradients of queries, keys and values read and of that of
+their projection written.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.testing import do_bench
+
+from titanlite.kernels.rope import rope, rope_table
+
+M, S = 16_384, 8192
+MODELS = {"Llama 1B": (8, 4, 64), "Llama 8B": (8, 4, 128), "Llama 70B, TP 8": (1, 8, 128)}  # K, R, E
+
+
+def definition(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
+    return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)
+
+
+def main() -> None:
+    print(f"{'model':16s} {'compiler':>9s} {'titanlite':>9s} {'GB/s':>6s}")
+    for name, (K, R, E) in MODELS.items():
+        upstream = [torch.randn(M, n, E, device="cuda", dtype=torch.bfloat16) for n in (K * R, K, K)]
+        given = *upstream, *(t.cuda() for t in rope_table(S, E, 1e4, None))
+        runs = torch.compile(definition, dynamic=False), torch.ops.titanlite.rotated_heads_grad
+        compiler, ours = (do_bench(partial(run, *given), return_mode="median") for run in runs)
+        moved = 2 * sum(t.nbytes for t in upstream)
+        print(f"{name:16s} {compiler:9.3f} {ours:9.3f} {moved / ours / 1e6:6,.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Device code of the gradient of `titanlite.kernels.rope`'s rotated heads: a few tokens at a time, all of their heads
+one after the other. A token's angles are read once for all heads.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.launch import cdiv, launch
+
+NUMBERS = 2048
+"""Of a head of all tokens that a thread block has at a time; 16 for each of its threads."""
+
+
+@triton.jit
+def angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
+    """Of the tokens in `m`, and which numbers there are."""
+    e = tl.arange(0, HALF)[None, :]
+    inside = (m < M)[:, None] & (e < E // 2)
+    at = (m % S)[:, None] * (E // 2) + e
+    return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0), inside
+
+
+@triton.jit
+def halves(x, inside, E: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of a head of each token, float32."""
+    e = tl.arange(0, HALF)[None, :]
+    low = tl.load(x + e, mask=inside, other=0.0).to(tl.float32)
+    return low, tl.load(x + E // 2 + e, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(x, low, high, inside, E: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of a head of each token, in the dtype of `x`."""
+    e = tl.arange(0, HALF)[None, :]
+    tl.store(x + e, low.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + E // 2 + e, high.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotated_back(grad, out, c, s, inside, E: tl.constexpr, HALF: tl.constexpr):
+    low, high = halves(grad, inside, E, HALF)
+    store(out, low * c + high * s, high * c - low * s, inside, E, HALF)
+
+
+@triton.jit
+def _rotated_heads_grad(
+    q_grad, q_row, q_head, k_grad, k_row, k_head, v_grad, v_row, v_head, cos, sin, out, M, S, KV,
+    R: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c, s, inside = angles(cos, sin, m, S, M, E, HALF)
+    row = m.to(tl.int64)[:, None]
+    out += row * (KV * (R + 2) * E)
+    for head in range(KV * R):
+        of = (head // R) * (R + 2) + head % R
+        _rotated_back(q_grad + row * q_row + tl.cast(head, tl.int64) * q_head, out + of * E, c, s, inside, E, HALF)
+    for head in range(KV):
+        of = head * (R + 2) + R
+        _rotated_back(k_grad + row * k_row + tl.cast(head, tl.int64) * k_head, out + of * E, c, s, inside, E, HALF)
+        low, high = halves(v_grad + row * v_row + tl.cast(head, tl.int64) * v_head, inside, E, HALF)
+        store(out + (of + 1) * E, low, high, inside, E, HALF)
+
+
+def sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
+    """S, K, E, half a head rounded up to a power of two, and tokens that a thread block has at a time."""
+    S, half = cos.shape
+    padded = triton.next_power_of_2(half)
+    return S, qkv.shape[1] // (2 * half) // (queries_per_kv + 2), 2 * half, padded, max(1, NUMBERS // (2 * padded))
+
+
+def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As the operator; each head of a gradient is contiguous."""
+    (M, heads, E), K = q_grad.shape, k_grad.shape[1]
+    out = q_grad.new_empty(M, (heads + 2 * K) * E)
+    S, _, _, half, rows = sizes(out, cos, heads // K)
+    if M:
+        strides = [grad.stride()[:2] for grad in (q_grad, k_grad, v_grad)]
+        tensors = q_grad, k_grad, v_grad, cos, sin, out
+        launch(
+            _rotated_heads_grad, (M, S, K, heads, E, *strides, *(t.dtype for t in tensors)), cdiv(M, rows), tensors,
+            lambda: (
+                q_grad, *strides[0], k_grad, *strides[1], v_grad, *strides[2], cos, sin, out,
+                M, S, K, heads // K, E, half, rows,
+            ),
+            num_warps=4,
+        )  # fmt: skip
+    return out
