@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titanlite.kernels.norm_rope import norm_rope
-from titanlite.kernels.rope import rope, rope_table
+from titanlite.kernels.rope import heads, rope, rope_table
 
 M, S, EPS = 16_384, 8192, 1e-6
 MODELS = {"Qwen3 0.6B": (8, 2, 128), "Qwen3 8B": (8, 4, 128), "Gemma 3 1B": (1, 4, 256)}  # K, R, E
@@ -25,7 +25,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def definition(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, R: int, eps: float
 ) -> tuple[Tensor, ...]:
-    q, k, v = qkv.unflatten(-1, (-1, R + 2, 2 * cos.shape[1])).split([R, 1, 1], dim=-2)
+    q, k, v = heads(qkv, R, 2 * cos.shape[1])
     q, k = norm(q, q_weight, eps).flatten(1, 2), norm(k, k_weight, eps).flatten(1, 2)
     return rope(q, cos, sin), rope(k, cos, sin), v.squeeze(2)
 

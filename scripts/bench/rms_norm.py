@@ -8,24 +8,12 @@ the input, the gradients of its norm and of the stream, and that of the input.
 from functools import partial
 
 import torch
-from torch import Tensor
 from triton.testing import do_bench
 
-import titanlite.kernels.rms_norm  # noqa: F401  its operator
+from titanlite.kernels.rms_norm import _backward as definition
 
 M, EPS = 16_384, 1e-6
 WIDTHS = {"Gemma 3 1B": 1152, "Llama 1B": 2048, "Llama 8B": 4096, "Llama 70B": 8192}
-
-
-def definition(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    scale = torch.rsqrt(mean + eps)
-    normed, grad = x.float() * scale, grad.float()
-    of_weight = (grad * normed).sum(0).to(weight.dtype)
-    grad = grad * weight.float()
-    of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
-    return (of_x + rest.float()).to(x.dtype), of_weight
 
 
 def main() -> None:

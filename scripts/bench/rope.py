@@ -8,18 +8,13 @@ their projection written.
 from functools import partial
 
 import torch
-from torch import Tensor
 from triton.testing import do_bench
 
-from titanlite.kernels.rope import rope, rope_table
+from titanlite.kernels.rope import _backward as definition
+from titanlite.kernels.rope import rope_table
 
 M, S = 16_384, 8192
 MODELS = {"Llama 1B": (8, 4, 64), "Llama 8B": (8, 4, 128), "Llama 70B, TP 8": (1, 8, 128)}  # K, R, E
-
-
-def definition(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
-    return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)
 
 
 def main() -> None:

@@ -157,12 +157,12 @@ def held_without_checkpointing(layout: Layout) -> int:
     attended = _attention_inside(layout) + attention(layout).bytes
     gate = e * M * block.gate_width * F // t  # its input
     inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, HE // t, D, F // t), strict=True))
-    norms = block.norms * (4 * rows + layout.block_input)  # root mean squares, and what they are of
-    if block.layer_norms:
-        norms += 4 * block.norms * rows if layout.compiled else block.norms * (2 * 4 * rows * D - layout.block_input)
+    norm = 4 * rows + layout.block_input  # root mean squares, and what they are of
+    if block.layer_norms:  # with the means; or, where nothing is computed again, two float32 tensors
+        norm = 4 * rows + (4 * rows + layout.block_input if layout.compiled else 2 * 4 * rows * D)
     if block.gate == "geglu" and not layout.compiled:  # `swiglu` has a gradient of its own
         gate = 3 * 4 * M * F // t
-    return norms + attended + gate + inputs
+    return block.norms * norm + attended + gate + inputs
 
 
 def _attention_inside(layout: Layout) -> int:

@@ -223,8 +223,8 @@ class MemoryModel:
         M, D, t, e = self.layout.tokens, self.sizes.dim, self.layout.tensor_parallel, self.layout.itemsize
         V, logits = self.sizes.vocab_size, M * self.sizes.vocab_size // t  # elements
         # The head is not compiled: a LayerNorm is float32, two tensors, and so is a cast to float8, of what it casts.
-        norms = 4 + 4 * (e == 2) if self.layout.block.layer_norms else e
-        kept = norms * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
+        norm = (8 if e == 2 else 4) if self.layout.block.layer_norms else e
+        kept = norm * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
         gradients = e * self.head + e * M * D
         casts_logits = casts_weight = 0
         if (float8 := self.layout.float8) is not None and self.layout.is_by_blocks(HEAD):  # without a float32 tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
-from titanlite.kernels.device.rope import angles, halves, sizes, store
+from titanlite.kernels.device.rope import angles, block_of, halves, store
 
 BLOCKS = 8
 """Thread blocks to a multiprocessor that compute gradients; its registers have room for three at a time."""
@@ -111,11 +111,17 @@ def _norm_rope_grad(
     tl.store(parts + 3 * HALF + e, tl.sum(akh, 0))
 
 
+def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
+    """S, K, E, and a thread block's part."""
+    S, E = len(cos), 2 * cos.shape[1]
+    return S, qkv.shape[1] // E // (queries_per_kv + 2), E, *block_of(E)
+
+
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As the operator; `qkv` is contiguous."""
-    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, sizes(qkv, cos, queries_per_kv)
+    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     tensors = qkv, q_weight, k_weight, cos, sin, qkv.new_empty(M, K * R, E), qkv.new_empty(M, K, E)
     if M:
         key = M, S, K, R, E, eps, *(t.dtype for t in tensors)
@@ -131,7 +137,7 @@ def norm_rope_grad(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As the operator; `qkv` is contiguous, and so is each head of a gradient."""
-    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, sizes(qkv, cos, queries_per_kv)
+    M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     blocks = min(cdiv(M, rows), BLOCKS * multiprocessors(qkv.device))
     out, parts = qkv.new_empty(qkv.shape), qkv.new_empty(blocks, 2, 2, half, dtype=torch.float32)
     if M:

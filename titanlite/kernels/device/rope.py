@@ -62,18 +62,16 @@ def _rotated_heads_grad(
         store(out + (of + 1) * E, low, high, inside, E, HALF)
 
 
-def sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
-    """S, K, E, half a head rounded up to a power of two, and tokens that a thread block has at a time."""
-    S, half = cos.shape
-    padded = triton.next_power_of_2(half)
-    return S, qkv.shape[1] // (2 * half) // (queries_per_kv + 2), 2 * half, padded, max(1, NUMBERS // (2 * padded))
+def block_of(E: int) -> tuple[int, int]:
+    """Half a head rounded up to a power of two, and tokens that a thread block has at a time."""
+    half = triton.next_power_of_2(E // 2)
+    return half, max(1, NUMBERS // (2 * half))
 
 
 def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """As the operator; each head of a gradient is contiguous."""
-    (M, heads, E), K = q_grad.shape, k_grad.shape[1]
+    (M, heads, E), K, S, (half, rows) = q_grad.shape, k_grad.shape[1], len(cos), block_of(q_grad.shape[2])
     out = q_grad.new_empty(M, (heads + 2 * K) * E)
-    S, _, _, half, rows = sizes(out, cos, heads // K)
     if M:
         strides = [grad.stride()[:2] for grad in (q_grad, k_grad, v_grad)]
         tensors = q_grad, k_grad, v_grad, cos, sin, out
