@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
@@ -15,7 +16,7 @@ from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.float8.weight import local_data
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, gather_once
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
@@ -23,17 +24,20 @@ SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_s
 S = 8
 
 
-def sharded(reshard: str, tied: bool, in_place: bool = False) -> Llama3:
+def sharded(reshard: str, tied: bool, gathers: bool = False, param: str = "float32", reduce: str = "float32") -> Llama3:
     config = Config(
-        training=Training(seq_len=S, mixed_precision_param="float32"),
+        training=Training(seq_len=S, mixed_precision_param=param, mixed_precision_reduce=reduce),  # type: ignore[arg-type]
         parallelism=Parallelism(fsdp_reshard_after_forward=reshard),  # type: ignore[arg-type]
     )
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
-    apply_fsdp(model, config, build_mesh(config.parallelism, torch.device("cpu")), in_place)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    apply_fsdp(model, config, mesh)
     model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
+    if gathers:
+        gather_once(model, config, mesh)
     return model
 
 
@@ -90,7 +94,7 @@ def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
     run_ranks(body, tmp_path, world)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [2, 3])
 def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
     def body() -> None:
         model, calls, ours = sharded("default", tied=False), [], []
@@ -117,34 +121,71 @@ def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
     assert "titanlite/parallel/fsdp.py" in on_gpus
 
 
-def test_gradients_in_place_are_those_that_were_put_together(tmp_path):
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("param", "reduce"),
+    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+)
+def test_a_single_rank_has_the_gradients_that_fsdp_would_make(param, reduce, tied, tmp_path, monkeypatch):
+    """Of two micro-steps, and then of another step, bit for bit; and FSDP reduces none itself."""
+
     def body() -> None:
-        put_together: list[Tensor] = []
-        kernel = fsdp._chunk_cat
-
-        def note(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-            kernel(tensors, dim, num_chunks, out)
-            put_together.append(out)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is another already
-            operators = torch.library.Library("fsdp", "IMPL")
-            operators.impl("chunk_cat", note, "CPU", allow_override=True)
-        gradients = []
-        for in_place in (False, True):
-            model = sharded("default", tied=False, in_place=in_place)
-            for _ in range(2):  # as in training: the second step's are others
+        found: list[list[dict[str, Tensor]]] = []
+        for gathers in (False, True):
+            model, steps = sharded("default", tied, gathers, param, reduce), []
+            if gathers:
+                monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", None)
+            for micro_steps in (2, 1):
                 model.zero_grad(set_to_none=True)
-                put_together.clear()
-                model(torch.arange(S)).square().sum().backward()
-            local = {name: local_data(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-            gradients.append({name: grad.clone() for name, grad in local.items()})
-            theirs = {grad.untyped_storage().data_ptr() for grad in local.values()}
-            mine = {out.untyped_storage().data_ptr() for out in put_together}
-            assert len(mine) == len(units(model))
-            assert (mine == theirs) if in_place else not mine & theirs
-        copied, kept = gradients
-        assert all(grad.abs().sum() > 0 for grad in copied.values())
-        assert all(torch.equal(kept[name], grad) for name, grad in copied.items())
+                for n in range(micro_steps):
+                    model(torch.arange(S) + n).float().square().sum().backward()
+                steps.append(
+                    {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+                )
+                for p in model.parameters():
+                    assert isinstance(p.grad, DTensor)
+                    assert p.grad.placements == p.placements
+            found.append(steps)
+        for reduced, handed_over in zip(*found, strict=True):
+            assert reduced.keys() == handed_over.keys() == dict(model.named_parameters()).keys()
+            for name, gradient in reduced.items():
+                assert gradient.dtype == torch.float32
+                assert gradient.abs().sum() > 0
+                assert torch.equal(handed_over[name], gradient), name
 
     run_ranks(body, tmp_path, 1)
+
+
+def test_a_gradient_comes_when_it_is_whole_and_what_autograd_made_of_it_goes(tmp_path):
+    """Not with the others of its block: those of the feed-forward are there before attention's, none in bfloat16."""
+
+    def body() -> None:
+        model = sharded("default", tied=False, gathers=True, param="bfloat16")
+        masters, seen = dict(model.named_parameters()), []
+
+        def look(_module: object, _inputs: object, _outputs: object) -> None:
+            seen.append({name for name, p in masters.items() if p.grad is not None})
+            kept.update(p for p in weights if p.grad is not None)
+
+        weights: list[torch.nn.Parameter] = []
+        kept: set[torch.nn.Parameter] = set()
+        layer = model.layers[0]
+        layer.register_forward_hook(lambda *_: weights.extend(layer.parameters()))  # those that are gathered
+        layer.attention.register_full_backward_hook(look)
+        model(torch.arange(S)).float().square().sum().backward()
+        late = {f"layers.0.{name}.weight" for name in ("attention.wqkv", "attention_norm")} | {"tok_embeddings.weight"}
+        assert late & seen[0] <= {"layers.0.attention.wqkv.weight"}
+        assert {f"layers.0.feed_forward.{name}.weight" for name in ("w13", "w2")} <= seen[0]
+        assert len(weights) == 6
+        assert not kept
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_many_ranks_leave_gradients_to_fsdp(tmp_path):
+    def body() -> None:
+        model = sharded("never", tied=False, gathers=True)
+        model(torch.arange(S))
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+    run_ranks(body, tmp_path, 2)

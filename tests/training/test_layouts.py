@@ -12,7 +12,6 @@ edge of stability, and layouts that agree to 1e-7 in every gradient are 1e-5 apa
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,6 @@ from tests.ranks import run_ranks
 from tests.training.short_run import STEPS, Trained, assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.kernels import collectives, cross_entropy
-from titanlite.parallel.fsdp import _OneRank
 from titanlite.training import step as train_step_file
 from titanlite.training.build import Run
 
@@ -281,31 +279,3 @@ def test_seed_decides_the_weights(seed, one_process, tmp_path):
     got = train(tmp_path, 1, [BATCH, "4", "--training.seed", str(seed)], steps=1)
     for name, weight in one_process.weights.items():
         assert torch.equal(got.weights[name], weight) == (seed == 0 or name.endswith("norm.weight")), name
-
-
-def test_a_run_with_gradients_in_place_is_that_which_copies_them(tmp_path):
-    """Of one process and micro-step: `none` keeps enough for their room, `full` does not."""
-
-    def require(is_in_place: bool, run: Run) -> None:
-        assert run.predicted is not None
-        assert run.predicted.gradients_in_place == is_in_place
-        sums = {type(module._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm) for module in run.model.layers}
-        assert (sums == {_OneRank}) == is_in_place
-
-    runs = []
-    for name, is_in_place in (("none", True), ("full", False)):
-        flags = [
-            BATCH,
-            "4",
-            "--training.seq_len",
-            "256",
-            "--activation_checkpoint.recipe",
-            name,
-            "--compile.enable=false",
-        ]
-        (folder := tmp_path / name).mkdir()
-        runs.append(train(folder, 1, flags, steps=4, change=partial(require, is_in_place)))
-    kept, copied = runs
-    assert torch.equal(kept.losses, copied.losses)
-    assert torch.equal(kept.norms, copied.norms)
-    assert all(torch.equal(kept.gradients[name], gradient) for name, gradient in copied.gradients.items())

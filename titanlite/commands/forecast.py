@@ -85,8 +85,11 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
         return Forecast(rates, save_list, notes=(note,))
     blocks = block_prices(memory.layout, save_list)
     peak = memory.peak(blocks)
-    if peak.gradients_in_place:
-        notes.append("the peak has no gradients of blocks: they take the memory of activations as those are freed")
+    if peak.gradients < peak.parameters:
+        notes.append(
+            f"of the gradients ({peak.parameters / GIB:,.1f} GiB) the others come when the peak is over, in the memory"
+            " that activations leave"
+        )
     if not peak.logits and memory.logits >= GIB / 10:
         gib = f"{memory.logits / GIB:,.1f} GiB"
         notes.append(

@@ -5,27 +5,27 @@ targets before backward.
 """
 
 import warnings
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
+from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.parallel.mesh import Mesh
 
 
-def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, in_place: bool = False) -> None:
+def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
         config: `training.mixed_precision_*` and `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
-        in_place: leave gradients where they are put together; of a single data-parallel rank, whose gradients are
-            float32 and of one micro-step.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
@@ -46,33 +46,43 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, in_place: bool = Fa
         if isinstance(module, FSDPModule):
             # gloo cannot divide while it reduces, hence the plain sum.
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.dp_size > 1:  # a single rank divides by its count of one anyway, without a pass over the gradient
-                module.set_gradient_divide_factor(1.0)
-            elif in_place:
-                module.set_custom_reduce_scatter(_OneRank())  # type: ignore[arg-type]
+            module.set_gradient_divide_factor(1.0)
 
 
-class _OneRank:
-    """The sum over one rank: the memory of what FSDP has put together, which it would copy otherwise.
+def gather_once(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Gather each unit and free it, once its weights have memory: FSDP then moves shards that need padding.
 
-    No kernel of the stream that reduces touches it then, so that it is the compute stream's alone, which allocates it,
-    and takes for the next layers' gradients what the last ones' activations leave.
+    A single data-parallel rank has nobody to reduce gradients with. Each is handed to its master by a hook of the
+    gathered weight, so that FSDP finds none: in memory of the compute stream, one by one, as activations are freed.
+
+    Args:
+        model: from `apply_fsdp`.
+        config: `training.mixed_precision_reduce`.
+        mesh: the mesh.
     """
+    hand_over = partial(_hand_over, getattr(torch, config.training.mixed_precision_reduce))
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            masters = dict(unit.named_parameters())  # type: ignore[attr-defined]
+            unit.unshard()
+            for name, weight in unit.named_parameters():  # type: ignore[attr-defined]
+                of_unit = weight is not masters[name]
+                if mesh.dp_size == 1 and of_unit and weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(partial(hand_over, masters[name]))
+            unit.reshard()
 
-    def __init__(self) -> None:
-        self._input: Tensor | None = None
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input, fills it, and asks for the sum."""
-        if self._input is None:
-            self._input = torch.empty(*size, dtype=dtype, device=device)
-            return self._input
-        the_sum, self._input = self._input, None
-        return the_sum
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Not called: FSDP knows that there is nobody to reduce with."""
-        raise AssertionError("a reduce-scatter over one rank")
+def _hand_over(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
+    """Add the gradient of a gathered weight to that of its master, rounded as it would be on its way to other ranks."""
+    assert weight.grad is not None  # noqa: S101
+    grad, weight.grad = local_data(weight.grad).to(dtype), None
+    if master.grad is not None:
+        local_data(master.grad).add_(grad)
+        return
+    if grad.dtype != master.dtype:  # as `to`, whose kernel takes half as long again
+        narrow, grad = grad, torch.empty(grad.shape, dtype=master.dtype, device=grad.device)
+        chunk_cat([narrow], 1, grad.view(1, -1))
+    master.grad = DTensor(grad, master._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:

@@ -11,8 +11,8 @@ reduced gradients on another, so the peak is the sum of three peaks, whenever th
     gathering   two units of weights, one on its way and one that is being copied out, and a shard
     reducing    the gradients, all of them: they are there when the first activations are not yet free
 
-A rank that has nobody to reduce with leaves its gradients in compute, if the activations are enough to make room for
-them as they go (`MemoryModel.peak`): at the worst moment there are none but the head's.
+A rank that has nobody to reduce with makes its gradients in compute, one by one as activations and gathered weights are
+freed: of a single micro-step the head's moment has none yet, and the last block's has nearly all of them.
 
 Nothing here needs torch. Held against measured runs in `tests/parallel/test_memory.py`.
 """
@@ -26,6 +26,11 @@ from titanlite.parallel.activation_bytes import HEAD, in_blocks, layout_of
 from titanlite.parallel.block_price import BlockPrice, block_prices, held_without_checkpointing
 
 GIB = 2**30
+HOLES = 0.2
+"""Of the gradients of blocks, what they leave unused where they follow activations: holes too small for the next.
+Measured: 0.15 to 0.21."""
+
+
 SLACK = 2 * GIB // 5
 """What a run reserves beyond its tensors: workspaces of the matrix libraries, segments that are not full. Measured:
 0.2 to 1.0 GiB."""
@@ -50,7 +55,7 @@ class Memory:
 
     Attributes:
         parameters: float32 masters, this rank's shard.
-        gradients: float32, of the same shard; 0 if they take the place of activations.
+        gradients: float32, of the same shard; of a rank alone, those that there are at the worst moment.
         optimizer: both moments.
         gathered_weights: whole weights in the compute dtype, at the worst moment.
         communication: FSDP's buffers on their way to and from other ranks.
@@ -58,7 +63,7 @@ class Memory:
         logits: in the compute dtype; 0 if the worst moment is not in the head.
         working_set: what else only the worst moment holds: casts, and gradients of the head, or what a block computes
             again and its gradients.
-        slack: of the allocator.
+        slack: of the allocator; with the holes between those gradients.
     """
 
     parameters: int
@@ -70,11 +75,6 @@ class Memory:
     logits: int
     working_set: int
     slack: int
-
-    @property
-    def gradients_in_place(self) -> bool:
-        """Whether gradients are to stay where they are put together, and take the place of activations."""
-        return self.gradients == 0
 
     @property
     def total(self) -> int:
@@ -102,7 +102,7 @@ class MemoryModel:
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
             positions with the one and the final norm with the other; `parameters` all of them.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
-        alone: whether a step's gradients are put together once, with none of other ranks to be added to.
+        alone: whether there is nobody to reduce gradients with.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
         reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
@@ -120,7 +120,7 @@ class MemoryModel:
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
-        self.alone = data_ranks == self.micro_steps == 1 and self.reduced == 4
+        self.alone = data_ranks == 1
         reshard = mesh.fsdp_reshard_after_forward
         self.ends_freed = reshard == "always"
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
@@ -159,42 +159,42 @@ class MemoryModel:
             blocks: what each block keeps and computes again, in the order in which they run.
         """
         shard, e, n = self.parameters // self.shards, self.layout.itemsize, len(blocks)
-        held = sum(block.held for block in blocks)
+        held, tied = sum(block.held for block in blocks), self.sizes.tied_embeddings
         head, block = self.gathered_head, self.gathered_block
-        stays = (n * block + (0 if self.sizes.tied_embeddings else e * self.embedding)) if self.blocks_stay else 0
-        # The moments of backward that may be the worst, as (gathered weights, communication, activations, logits,
-        # the rest).
-        in_head = (stays + head, 0, held, *self._loss())
-        moments: list[tuple[int, int, int, int, int]] = []
-        rows = self._in_block()
-        left = held
-        for priced in reversed(blocks):
-            if self.sizes.tied_embeddings:  # its gradient is whole once the embedding's is added
-                after_head = head, head
-            else:
-                after_head = 0, self.reduced * self.head
-            weights = stays + after_head[0] + (0 if self.blocks_stay else block)
+        stays = n * block if self.blocks_stay else 0
+        embedding = e * self.embedding if self.blocks_stay and not tied else 0
+        grow = self.alone and self.micro_steps == 1
+
+        def gradients(blocks_done: int) -> tuple[int, int]:
+            """And the holes between them."""
+            of_blocks = 4 * blocks_done * self.block
+            of_head = 0 if tied else 4 * self.head
+            return (of_head + of_blocks, int(HOLES * of_blocks)) if grow else (4 * shard, 0)
+
+        # The moments of backward that may be the worst, as (gathered weights, communication, gradients, holes,
+        # activations, logits, the rest).
+        moments = [(stays + embedding + head, 0, 0 if grow else 4 * shard, 0, held, *self._loss())]
+        rows, left = self._in_block(), held
+        # A tied gradient is whole once the embedding's is added.
+        reducing = head if tied else 0 if self.alone else self.reduced * self.head
+        for done, priced in enumerate(reversed(blocks)):
+            weights = (stays - done * block if self.blocks_stay else block) + embedding + (head if tied else 0)
             again = max(0, self._whole_block - priced.held)
-            moments.append((weights, after_head[1], left, 0, again + rows))
+            moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
             left -= priced.held
-        # Of a rank alone the head's gradient stays, which is in communication here, and the blocks' follow. They leave
-        # holes: those of eight blocks of 8B that kept nothing 3.7 GiB, half of what they had themselves (one H200,
-        # rowwise, 2026-11-24). As much again must be free for them. After the blocks comes the embedding.
-        moments.append((stays, 4 * self.head, 0, 0, (4 + 2 * e) * self.embedding))
-        worst = max([in_head, *moments[:-1]], key=sum)
-        with_gradients = (sum(moment) + 2 * 4 * n * self.block for n, moment in enumerate(moments))
-        in_place = self.alone and all(size <= sum(worst) for size in with_gradients)
-        gathered, buffers, activations, logits, working_set = worst
+        if grow:  # the embedding's, as it came and in float32
+            moments.append((e * self.embedding, 0, *gradients(n), 0, 0, (e + 4) * self.embedding))
+        gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,
-            gradients=0 if in_place else 4 * shard,
+            gradients=made,
             optimizer=2 * self.moment * shard,
             gathered_weights=gathered,
             communication=buffers + self._gathering() + self._reducing(),
             activations=activations,
             logits=logits,
             working_set=working_set,
-            slack=SLACK,
+            slack=SLACK + holes,
         )
 
     def _gathering(self) -> int:
@@ -209,6 +209,8 @@ class MemoryModel:
 
     def _reducing(self) -> int:
         """What is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype."""
+        if self.alone:
+            return 0
         largest = max(self.embedding, self.head, self.block) // self.shards
         widened = largest * self.reduced if self.reduced != 4 else 0
         return widened + (4 * largest if self.micro_steps > 1 else 0)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite
@@ -33,7 +32,7 @@ from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, gather_once
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -122,18 +121,14 @@ def build(
     if config.compile.enable:
         apply_compile(model)
     predicted = _peak(memory, save_list)
-    apply_fsdp(model, config, mesh, predicted is not None and predicted.gradients_in_place)
+    apply_fsdp(model, config, mesh)
 
     model.to_empty(device=device)
     fill_buffers(model)
     initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
     torch.manual_seed((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
-    # FSDP moves shards that need padding when it is first used; the optimizer must see where they end up.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-            module.reshard()
+    gather_once(model, config, mesh)  # the optimizer must see where shards end up
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)
