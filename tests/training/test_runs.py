@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -487,20 +488,27 @@ def test_every_group_has_the_limit_of_its_phase(desk: Desk) -> None:
         assert all(int(line.split()[-1]) > 1 for line in found)
 
 
-def test_a_rank_that_hangs_is_given_up_after_the_limit_of_a_step(desk: Desk) -> None:
+PLACES = r"step.py:\d+ in train_step", r"loop.py:\d+ in train"
+
+
+def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk: Desk) -> None:
     def plant() -> None:
         if os.environ["RANK"] == "1":
             write = Report.step
 
             def late(self: Report, outcome: Outcome) -> None:
-                time.sleep(4 if outcome.step == 5 else 0)
+                time.sleep(8 if outcome.step == 5 else 0)
                 write(self, outcome)
 
             Report.step = late
 
-    job = desk.start("hangs", 2, "--comm.train_timeout_seconds=2", plant=plant)
+    job = desk.start("hangs", 2, "--comm.train_timeout_seconds=4", plant=plant)
     assert job.wait(30) == [1, 1], job.output()
-    assert "Timed out waiting 2000ms" in job.output().partition("--- rank 1")[0]
+    of_rank_0 = job.output().partition("--- rank 1")[0]
+    assert "Timed out waiting 4000ms" in of_rank_0
+    waits, late = (rf"step \d+, in step, titanlite/training/{file}: rank {n}\n" for n, file in enumerate(PLACES))
+    assert re.search(rf"made no progress for [34] s at step \d+; where each rank is:\n    {waits}    {late}", of_rank_0)
+    assert "where each rank is" not in job.output().partition("--- rank 1")[2]
     assert Ended(desk.folder / "runs" / "hangs", "").status["state"] == "failed"
 
 

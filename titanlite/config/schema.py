@@ -151,7 +151,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Comm:
-    """Time limits of collectives. When one is exceeded, the run ends with a message instead of hanging."""
+    """Time limits of collectives. When one is exceeded, the run ends with a message instead of hanging; after three quarters of it the log says where each rank is."""
 
     init_timeout_seconds: int = 600
     """Limit where the compiler or the disk is at work: start-up, the first step, validation, saving."""

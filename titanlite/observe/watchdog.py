@@ -5,6 +5,8 @@ training loop reports progress; a thread watches the time since the last report.
 every Python thread goes to stderr and to the rank's log, with the step and phase, and the process ends with code 1, so
 that the launcher ends the other ranks or restarts them all.
 
+Earlier, and not if steps are as slow as that, all ranks say where they are (`roll_call.py`).
+
 Stacks of a C++ hang end at the Python line that called into it, which names the collective. If native code never gives
 the interpreter back, the thread itself cannot run; a timer of `faulthandler`, which needs no interpreter and is pushed
 back by the thread each time it runs, then writes the stacks to stderr and ends the process. `os._exit` is used because
@@ -13,6 +15,7 @@ a regular exit would wait for the very thread that hangs.
 
 import contextlib
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -20,16 +23,34 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
+
+from titanlite.observe.roll_call import RollCall, line_of
 
 _LAST_WORDS_S = 10.0  # for `on_timeout`, which may hang on the same disk as the run
+
+
+class _Seen(NamedTuple):
+    """One tuple, so that the thread sees a change as a whole."""
+
+    since: float  # the last report
+    timeout_s: float
+    ask_s: float  # when ranks are asked where they are
+    longest_s: float  # between two reports under this limit
+    step: int
+    phase: str
 
 
 class Watchdog:
     """Watches one rank. Use as a context manager around the training loop."""
 
     def __init__(
-        self, timeout_s: float, log: Path, rank: int, on_timeout: Callable[[Exception], object] | None = None
+        self,
+        timeout_s: float,
+        log: Path,
+        rank: int,
+        on_timeout: Callable[[Exception], object] | None = None,
+        roll_call: RollCall | None = None,
     ) -> None:
         """Start watching.
 
@@ -38,12 +59,14 @@ class Watchdog:
             log: the rank's log file, to which the stacks are appended.
             rank: global rank, named in the message.
             on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
+            roll_call: how ranks say where they are.
         """
         self._log = log.open("a")
         self._rank = rank
         self._on_timeout = on_timeout
-        # Time of the last report, limit, step, phase: one tuple, so that the thread sees a change as a whole.
-        self._seen: tuple[float, float, int, str] = (time.monotonic(), timeout_s, 0, "start-up")
+        self._roll_call = roll_call
+        self._main = threading.get_ident()
+        self._seen = _Seen(time.monotonic(), timeout_s, math.inf, 0.0, 0, "start-up")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -63,12 +86,19 @@ class Watchdog:
             step: the step being made.
             phase: what is begun now, as "data", "step", "validation", "checkpoint".
         """
-        self._seen = (time.monotonic(), self._seen[1], step, phase)
+        seen, now = self._seen, time.monotonic()
+        longest_s = max(seen.longest_s, now - seen.since)
+        self._seen = seen._replace(since=now, longest_s=longest_s, step=step, phase=phase)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Set the longest time without progress, from now on; long for the first step, which compiles."""
-        _, _, step, phase = self._seen
-        self._seen = (time.monotonic(), seconds, step, phase)
+    def set_timeout(self, seconds: float, ask_s: float = math.inf) -> None:
+        """Set the longest time without progress, from now on; long for the first step, which compiles.
+
+        Args:
+            seconds: the limit.
+            ask_s: time without progress, and twice that of any step under this limit, after which ranks say where they
+                are.
+        """
+        self._seen = self._seen._replace(since=time.monotonic(), timeout_s=seconds, ask_s=ask_s, longest_s=0.0)
 
     def close(self) -> None:
         """Stop watching."""
@@ -77,16 +107,31 @@ class Watchdog:
         self._log.close()
 
     def _watch(self) -> None:
+        asked_since = 0.0
         while True:
-            since, timeout_s, step, phase = self._seen
-            idle = time.monotonic() - since
+            seen = self._seen
+            timeout_s, idle = seen.timeout_s, time.monotonic() - seen.since
             if idle >= timeout_s:
-                self._end(idle, step, phase)
+                self._end(idle, seen.step, seen.phase)
+            if self._roll_call and asked_since != seen.since and idle >= max(seen.ask_s, 2 * seen.longest_s):
+                asked_since = seen.since
+                threading.Thread(target=self._ask, args=(self._roll_call, seen, idle), daemon=True).start()
             # A copy of faulthandler's timer fires if this thread is kept from running for as long again.
             faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S, exit=True, file=sys.__stderr__ or self._log)
-            if self._closed.wait(min(1.0, timeout_s - idle)):
+            if self._closed.wait(min(1.0, seen.ask_s / 8, timeout_s - idle)):
                 faulthandler.cancel_dump_traceback_later()
                 return
+
+    def _ask(self, roll_call: RollCall, seen: _Seen, idle: float) -> None:
+        line = line_of(sys._current_frames().get(self._main))
+        with contextlib.suppress(RuntimeError, OSError, ValueError):  # the store is gone, or the log is closed
+            places = roll_call.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 8)
+            if places and self._seen.since == seen.since:
+                text = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
+                for file in (sys.__stderr__, self._log):
+                    if file is not None:
+                        file.write(f"watchdog: {text}; where each rank is:\n{places}")
+                        file.flush()
 
     def _end(self, idle: float, step: int, phase: str) -> NoReturn:
         text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"

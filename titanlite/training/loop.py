@@ -31,6 +31,8 @@ from titanlite.training.stop import StopSignals
 
 # A collective that hangs ends the run with NCCL's or gloo's own message first, which names it.
 WATCHDOG_GRACE_S = 60
+ROLL_CALL = 0.75
+"""Share of that limit after which ranks say where they are: their answers must be there before it ends them."""
 
 
 def last_step(config: Config) -> int:
@@ -171,4 +173,4 @@ class Loop:
     def _limit(self, seconds: float) -> None:
         """Set how long a collective, and a phase, may take: short in a step, long where a disk or a compiler works."""
         limit_collectives(seconds)
-        self.watchdog.set_timeout(seconds + WATCHDOG_GRACE_S)
+        self.watchdog.set_timeout(seconds + WATCHDOG_GRACE_S, ask_s=ROLL_CALL * seconds)

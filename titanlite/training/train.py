@@ -22,6 +22,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
+from titanlite.observe.roll_call import RollCall
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
@@ -177,7 +178,9 @@ def _train(
     )
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
-    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, on_timeout=status.failed))
+    world = dist.get_world_size()
+    roll_call = RollCall(dist.distributed_c10d._get_default_store(), rank, world) if world > 1 else None
+    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, status.failed, roll_call))
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":

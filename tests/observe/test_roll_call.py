@@ -1,0 +1,71 @@
+"""Ranks that say where they are, as threads with a store of one process."""
+
+import re
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from titanlite.observe import roll_call as module
+from titanlite.observe.roll_call import RollCall, line_of
+
+
+def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float = 0.4) -> dict[int, str | None]:
+    """What each rank that is called is told."""
+    told: dict[int, str | None] = {}
+
+    def hold(rank: int) -> None:
+        told[rank] = RollCall(store, rank, world).hold(places[rank], wait_s)
+
+    threads = [threading.Thread(target=hold, args=(rank,)) for rank in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def test_rank_0_is_told_where_all_are_by_place() -> None:
+    places = dict.fromkeys(range(9), "step 58, in read") | {3: "step 57, in next", 7: "step 57, in next"}
+    told = held(dist.HashStore(), places, world=9)
+    assert told.pop(0) == "    step 58, in read: ranks 0-2, 4-6, 8\n    step 57, in next: ranks 3, 7\n"
+    assert set(told.values()) == {None}
+
+
+def test_rank_0_waits_no_longer_than_for_all() -> None:
+    start = time.monotonic()
+    held(dist.HashStore(), dict.fromkeys(range(3), "here"), world=3, wait_s=30)
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    told = held(dist.HashStore(), {0: "here", 1: "here", 3: "here"}, world=4)
+    assert told[0] == f"    here: ranks 0-1, 3\n    {module._SILENT}: rank 2\n"
+
+
+def test_without_rank_0_rank_1_is_told() -> None:
+    told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3)
+    assert told == {1: f"    {module._SILENT}: rank 0\n    here: rank 1\n    there: rank 2\n", 2: None}
+
+
+def test_what_was_said_of_an_earlier_wait_does_not_count() -> None:
+    store = dist.HashStore()
+    held(store, {0: "here", 1: "here"}, world=2, wait_s=0.1)
+    time.sleep(0.5)
+    assert held(store, {0: "now"}, world=2, wait_s=0.1)[0] == f"    now: rank 0\n    {module._SILENT}: rank 1\n"
+
+
+def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(module.time, "sleep", lambda _seconds: seen.append(line_of(sys._getframe())))
+    RollCall(dist.HashStore(), 0, 2).hold("here", 0.01)
+    assert re.fullmatch(r"titanlite/observe/roll_call\.py:\d+ in _hear", seen[0])
+
+
+def test_without_any_the_innermost_of_all_is_named() -> None:
+    class Outside:
+        f_code, f_lineno, f_back = test_without_any_the_innermost_of_all_is_named.__code__, 7, None
+
+    assert line_of(Outside()) == f"{__file__}:7 in {Outside.f_code.co_name}"  # type: ignore[arg-type]
+    assert line_of(None) == "no line"

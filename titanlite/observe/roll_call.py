@@ -1,0 +1,97 @@
+"""Where each rank is, when a run makes no progress: the one that all others wait for is seen by what it does.
+
+A collective that hangs is ended by NCCL or gloo on the ranks that have entered it; the message names the operator, not
+the rank that is missing. Before that, each rank that has seen no progress for long writes to the job's store where its
+main thread is. Rank 0 reads them and prints them by place:
+
+    watchdog: rank 0 made no progress for 90 s at step 58; where each rank is:
+        step 58, in step, titanlite/training/report.py:72 in read: ranks 0-2, 4-7
+        step 57, in step, titanlite/data/batches.py:120 in next: rank 3
+"""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_PACKAGE = Path(__file__).parents[1]
+_SILENT = "no answer: still at work, stopped, or in native code that does not give the interpreter back"
+
+
+class RollCall:
+    """One rank's part.
+
+    Args:
+        store: of all ranks of the job.
+        rank: this one.
+        world: their number.
+    """
+
+    def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
+        self._store, self._rank, self._world = store, rank, world
+
+    def hold(self, where: str, wait_s: float) -> str | None:
+        """Say where this rank is, and hear the others.
+
+        Args:
+            where: step, phase and line.
+            wait_s: how long to wait for the others.
+
+        Returns:
+            Where each rank is, a line for each place, on rank 0, or on rank 1 if rank 0 does not answer; else None.
+        """
+        self._store.set(self._key(self._rank), f"{time.time()} {where}")
+        if self._rank > 1 or (self._rank == 1 and self._hear([0], wait_s)):
+            return None
+        heard = self._hear(range(self._world), wait_s)
+        places: dict[str, list[int]] = {}
+        for rank in range(self._world):
+            places.setdefault(heard.get(rank, _SILENT), []).append(rank)
+        return "".join(f"    {place}: {_in_words(ranks)}\n" for place, ranks in places.items())
+
+    def _hear(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
+        """What ranks have said by the end of the wait, lately: not when they waited before."""
+        heard: dict[int, str] = {}
+        missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
+        while missing:
+            for rank in sorted(missing):
+                if self._store.check([self._key(rank)]):
+                    at, _, where = self._store.get(self._key(rank)).decode().partition(" ")
+                    if float(at) >= since:
+                        heard[rank] = where
+            missing -= heard.keys()
+            if time.monotonic() >= end:
+                break
+            time.sleep(wait_s / 20)
+        return heard
+
+    def _key(self, rank: int) -> str:
+        return f"titanlite/roll_call/{rank}"
+
+
+def line_of(frame: FrameType | None) -> str:
+    """Name the innermost line of titanlite in a stack, or else the innermost of all."""
+    innermost = frame
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(_PACKAGE):
+            return f"{path.relative_to(_PACKAGE.parent)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    if innermost is None:
+        return "no line"
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno} in {innermost.f_code.co_name}"
+
+
+def _in_words(ranks: list[int]) -> str:
+    """[0, 1, 2, 4] → "ranks 0-2, 4"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
