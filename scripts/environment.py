@@ -57,12 +57,13 @@ def main() -> None:
         say("waiting for another start that is installing")
         fcntl.flock(lock, fcntl.LOCK_EX)
     os.set_inheritable(lock, True)
-    if PYTHON.exists() and not UNFINISHED.exists() and not missing(PYTHON, extras):
+    lacks = ["everything"] if UNFINISHED.exists() or not PYTHON.exists() else missing(PYTHON, extras)
+    if not lacks:
         found = PYTHON
     elif not missing(Path(sys.executable), extras):
         found = Path(sys.executable)
     else:
-        found = install(extras)
+        found = install(extras, lacks)
     say(f"environment: {found}")
     sys.stdout.write(f"{found}\n")
 
@@ -79,15 +80,19 @@ def missing(python: Path, extras: Sequence[str]) -> list[str]:
     return looked.stdout.splitlines() if looked.returncode == 0 else ["pip, and Python 3.11 or later"]
 
 
-def install(extras: Sequence[str]) -> Path:
+def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
     """Make or complete `.venv`, and return its interpreter.
 
     Args:
         extras: names in `[project.optional-dependencies]`.
+        lacks: requirements that it does not meet.
     """
     start, has_gpu = time.monotonic(), bool(shutil.which("nvidia-smi"))
-    download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
-    say(f"installing titanlite and what it needs into {VENV}; {download} to download")
+    if any(lack.startswith(("everything", "pip", "torch>")) for lack in lacks):
+        download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
+        say(f"installing titanlite and what it needs into {VENV}; {download} to download")
+    else:
+        say(f"adding to {VENV}: {', '.join(lacks)}")
     clear = ["--clear"] if UNFINISHED.exists() or not PYTHON.exists() else []
     VENV.mkdir(exist_ok=True)
     UNFINISHED.touch()

@@ -183,6 +183,15 @@ def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, window: s
     assert run.output.count(f"stopped by {number.name} before step 1\n") == 1
     assert f"stopped by {number.name} before step 1\n" in (run.folder / "logs" / "rank0.log").read_text()
     assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
+    assert "torchrun" not in run.output
+
+
+def test_one_of_many_says_that_torchrun_ends_it_for_others_too(desk: Desk) -> None:
+    def plant() -> None:
+        train.build = lambda *_: signal.raise_signal(signal.SIGTERM)
+
+    run = desk.run("early of two", 2, plant=plant, ends=128 + signal.SIGTERM)
+    assert run.output.count("before step 1\ntorchrun sends it, too, when another process has ended") == 1
 
 
 def test_a_run_that_is_stopped_before_its_next_step_is_at_its_last_one(desk: Desk) -> None:

@@ -75,6 +75,8 @@ def train(
             if not stop.is_in_steps:
                 status.stopped(step, by)
                 console.notice(f"stopped by {by} before step {step + 1}")
+                if by == signal.SIGTERM.name and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                    console.notice("torchrun sends it, too, when another process has ended: its output says which")
                 return
             done, by, saved = status.step, f"a second signal, {by}", complete_steps(folder.checkpoints)
             status.stopped([0, *saved][-1] if config.checkpoint.enable else done, by)
