@@ -277,7 +277,7 @@ def test_logits_that_are_not_at_the_peak(capsys: pytest.CaptureFixture[str]) -> 
     )
     out = capsys.readouterr().out
     assert ["logits", "0.0"] in [line.split() for line in out.splitlines()]
-    assert "the logits (0.2 GiB) are not part of the peak: it is in the blocks' backward, after they are freed" in out
+    assert "the logits (0.2 GiB) are not part of the peak: it is later in backward, after they are freed" in out
 
 
 def test_memory_and_time_need_no_torch() -> None:
@@ -480,3 +480,21 @@ def test_help_beside_diff(argv: list[str], capsys: pytest.CaptureFixture[str]) -
         main(["plan", *argv])
     assert caught.value.code == 0
     assert "usage: titanlite plan FILE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--activation_checkpoint.recipe", "full"], "10.1 of 12.0 GiB of gradients exist at the peak"),
+        (["--activation_checkpoint.recipe", "attention"], "0.0 of 12.0 GiB of gradients exist at the peak"),
+        (["--training.global_batch_size", "8"], None),
+        (["--world", "2"], None),
+    ],
+)
+def test_gradients_that_are_not_at_the_peak(
+    flags: list[str], note: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smaller = str(Path(LARGE).with_name("llama3_3b.toml"))
+    assert main(["plan", smaller, "--world", "1", *flags]) == 0
+    out = capsys.readouterr().out
+    assert (note in out) if note else ("exist at the peak" not in out)

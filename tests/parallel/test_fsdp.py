@@ -1,10 +1,13 @@
 """FSDP's units, and which of them are freed after forward."""
 
+import copy
 import dataclasses
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -16,7 +19,7 @@ from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.float8.weight import local_data
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
-from titanlite.parallel.fsdp import apply_fsdp, gather_once
+from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
@@ -24,20 +27,28 @@ SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_s
 S = 8
 
 
-def sharded(reshard: str, tied: bool, gathers: bool = False, param: str = "float32", reduce: str = "float32") -> Llama3:
+def sharded(
+    reshard: str,
+    tied: bool,
+    settles: bool = False,
+    param: str = "float32",
+    reduce: str = "float32",
+    change: Callable[[Llama3], object] = lambda _: None,
+) -> Llama3:
     config = Config(
         training=Training(seq_len=S, mixed_precision_param=param, mixed_precision_reduce=reduce),  # type: ignore[arg-type]
         parallelism=Parallelism(fsdp_reshard_after_forward=reshard),  # type: ignore[arg-type]
     )
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
+        change(model)
     mesh = build_mesh(config.parallelism, torch.device("cpu"))
     apply_fsdp(model, config, mesh)
     model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
-    if gathers:
-        gather_once(model, config, mesh)
+    if settles:
+        settle(model, config, mesh)
     return model
 
 
@@ -131,9 +142,9 @@ def test_a_single_rank_has_the_gradients_that_fsdp_would_make(param, reduce, tie
 
     def body() -> None:
         found: list[list[dict[str, Tensor]]] = []
-        for gathers in (False, True):
-            model, steps = sharded("default", tied, gathers, param, reduce), []
-            if gathers:
+        for settles in (False, True):
+            model, steps = sharded("default", tied, settles, param, reduce), []
+            if settles:
                 monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", None)
             for micro_steps in (2, 1):
                 model.zero_grad(set_to_none=True)
@@ -160,7 +171,7 @@ def test_a_gradient_comes_when_it_is_whole_and_what_autograd_made_of_it_goes(tmp
     """Not with the others of its block: those of the feed-forward are there before attention's, none in bfloat16."""
 
     def body() -> None:
-        model = sharded("default", tied=False, gathers=True, param="bfloat16")
+        model = sharded("default", tied=False, settles=True, param="bfloat16")
         masters, seen = dict(model.named_parameters()), []
 
         def look(_module: object, _inputs: object, _outputs: object) -> None:
@@ -182,9 +193,47 @@ def test_a_gradient_comes_when_it_is_whole_and_what_autograd_made_of_it_goes(tmp
     run_ranks(body, tmp_path, 1)
 
 
+def test_a_gradient_is_cast_by_our_kernel_from_what_autograd_made(tmp_path, monkeypatch):
+    def body() -> None:
+        model, cast = sharded("default", tied=False, settles=True, param="bfloat16"), []
+        kernel = fsdp.chunk_cat
+        monkeypatch.setattr(fsdp, "chunk_cat", lambda *args: (cast.append(args[0][0].dtype), kernel(*args)))
+        model(torch.arange(S)).float().square().sum().backward()
+        assert cast == [torch.bfloat16] * len(list(model.parameters()))
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_two_weights_whose_gradients_autograd_keeps_in_one_memory_have_their_own(tmp_path):
+    def add_another(model: Llama3) -> None:
+        layer = model.layers[0].feed_forward
+        layer.also = copy.deepcopy(layer.w2)
+        shape = layer.w2.weight.shape
+
+        def forward(x: Tensor) -> Tensor:
+            both = layer.w2.weight.view(4, -1) + layer.also.weight.view(4, -1)
+            return F.linear(torch.cat((x, x), -1), both.view(shape))
+
+        layer.forward = forward
+
+    def body() -> None:
+        found = []
+        for settles in (False, True):
+            model = sharded("default", tied=False, settles=settles, change=add_another)
+            for n in range(2):
+                model(torch.arange(S) + n).square().sum().backward()
+            found.append([local_data(getattr(model.layers[0].feed_forward, n).weight.grad) for n in ("w2", "also")])
+        reduced, handed_over = found
+        assert all(torch.equal(*pair) for pair in zip(reduced, handed_over, strict=True))
+        assert torch.equal(*handed_over)
+        assert handed_over[0].data_ptr() != handed_over[1].data_ptr()
+
+    run_ranks(body, tmp_path, 1)
+
+
 def test_many_ranks_leave_gradients_to_fsdp(tmp_path):
     def body() -> None:
-        model = sharded("never", tied=False, gathers=True)
+        model = sharded("never", tied=False, settles=True)
         model(torch.arange(S))
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 

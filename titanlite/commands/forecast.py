@@ -86,15 +86,14 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     blocks = block_prices(memory.layout, save_list)
     peak = memory.peak(blocks)
     if peak.gradients < peak.parameters:
+        made, all_of_them = peak.gradients / GIB, peak.parameters / GIB
         notes.append(
-            f"of the gradients ({peak.parameters / GIB:,.1f} GiB) the others come when the peak is over, in the memory"
+            f"{made:,.1f} of {all_of_them:,.1f} GiB of gradients exist at the peak; the rest are made later, in memory"
             " that activations leave"
         )
     if not peak.logits and memory.logits >= GIB / 10:
         gib = f"{memory.logits / GIB:,.1f} GiB"
-        notes.append(
-            f"the logits ({gib}) are not part of the peak: it is in the blocks' backward, after they are freed"
-        )
+        notes.append(f"the logits ({gib}) are not part of the peak: it is later in backward, after they are freed")
     if time is None:
         return Forecast(rates, save_list, peak, notes=tuple(notes))
     step = time.step(blocks)

@@ -49,40 +49,59 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def gather_once(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Gather each unit and free it, once its weights have memory: FSDP then moves shards that need padding.
+def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    """Make the units of a model ready for the first step, once its weights have memory.
 
-    A single data-parallel rank has nobody to reduce gradients with. Each is handed to its master by a hook of the
-    gathered weight, so that FSDP finds none: in memory of the compute stream, one by one, as activations are freed.
+    Each is gathered and freed, when FSDP moves shards that need padding. A single data-parallel rank has nobody to
+    reduce gradients with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none.
+    They are in memory of the compute stream then, and come one by one, as activations are freed.
 
     Args:
-        model: from `apply_fsdp`.
+        model: from `apply_fsdp`; this is called once.
         config: `training.mixed_precision_reduce`.
         mesh: the mesh.
     """
-    hand_over = partial(_hand_over, getattr(torch, config.training.mixed_precision_reduce))
+    dtype = getattr(torch, config.training.mixed_precision_reduce)
     for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            masters = dict(unit.named_parameters())  # type: ignore[attr-defined]
-            unit.unshard()
+        if not isinstance(unit, FSDPModule):
+            continue
+        masters = dict(unit.named_parameters())  # type: ignore[attr-defined]
+        unit.unshard()
+        if mesh.dp_size == 1:
             for name, weight in unit.named_parameters():  # type: ignore[attr-defined]
-                of_unit = weight is not masters[name]
-                if mesh.dp_size == 1 and of_unit and weight.requires_grad:
-                    weight.register_post_accumulate_grad_hook(partial(hand_over, masters[name]))
-            unit.reshard()
+                if weight is not masters[name]:  # else it is a shard, of a unit within this one
+                    weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, masters[name]))
+        unit.reshard()
+
+
+def dtype_of_reduction(unit: FSDPModule) -> str:
+    """Name what gradients of a gathered unit are rounded to on their way to their masters."""
+    weights = list(unit.parameters())  # type: ignore[attr-defined]
+    hooks = [hook for w in weights for hook in (w._post_accumulate_grad_hooks or {}).values()]
+    if hooks:
+        dtypes = {hook.args[0] for hook in hooks} if len(hooks) == len(weights) else {"not all"}
+    else:
+        group = unit._get_fsdp_state()._fsdp_param_group
+        assert group is not None  # noqa: S101
+        # FSDP keeps no dtype of the reduction where it is that of the gradients.
+        dtypes = {group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype}
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _hand_over(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
     """Add the gradient of a gathered weight to that of its master, rounded as it would be on its way to other ranks."""
     assert weight.grad is not None  # noqa: S101
-    grad, weight.grad = local_data(weight.grad).to(dtype), None
+    if isinstance(weight, DTensor):
+        assert weight.grad.placements == weight.placements  # type: ignore[attr-defined]  # noqa: S101
+    grad, weight.grad = local_data(weight.grad), None
+    if dtype.itemsize < grad.itemsize:
+        grad = grad.to(dtype)
     if master.grad is not None:
         local_data(master.grad).add_(grad)
         return
-    if grad.dtype != master.dtype:  # as `to`, whose kernel takes half as long again
-        narrow, grad = grad, torch.empty(grad.shape, dtype=master.dtype, device=grad.device)
-        chunk_cat([narrow], 1, grad.view(1, -1))
-    master.grad = DTensor(grad, master._spec, requires_grad=False)  # type: ignore[attr-defined]
+    own = torch.empty(grad.shape, dtype=master.dtype, device=grad.device)  # autograd's may be another weight's, too
+    chunk_cat([grad], 1, own.view(1, -1))
+    master.grad = DTensor(own, master._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:

@@ -28,7 +28,7 @@ from titanlite.parallel.block_price import BlockPrice, block_prices, held_withou
 GIB = 2**30
 HOLES = 0.2
 """Of the gradients of blocks, what they leave unused where they follow activations: holes too small for the next.
-Measured: 0.15 to 0.21."""
+Measured: 0.15 to 0.21 (docs/performance.md, "Gradients of a rank alone")."""
 
 
 SLACK = 2 * GIB // 5
@@ -164,26 +164,29 @@ class MemoryModel:
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
         grow = self.alone and self.micro_steps == 1
+        of_head = 0 if tied else 4 * self.head  # a tied gradient is whole once the embedding's is added
 
         def gradients(blocks_done: int) -> tuple[int, int]:
             """And the holes between them."""
             of_blocks = 4 * blocks_done * self.block
-            of_head = 0 if tied else 4 * self.head
             return (of_head + of_blocks, int(HOLES * of_blocks)) if grow else (4 * shard, 0)
 
         # The moments of backward that may be the worst, as (gathered weights, communication, gradients, holes,
         # activations, logits, the rest).
         moments = [(stays + embedding + head, 0, 0 if grow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
-        # A tied gradient is whole once the embedding's is added.
         reducing = head if tied else 0 if self.alone else self.reduced * self.head
         for done, priced in enumerate(reversed(blocks)):
             weights = (stays - done * block if self.blocks_stay else block) + embedding + (head if tied else 0)
             again = max(0, self._whole_block - priced.held)
             moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
             left -= priced.held
-        if grow:  # the embedding's, as it came and in float32
-            moments.append((e * self.embedding, 0, *gradients(n), 0, 0, (e + 4) * self.embedding))
+        if grow:  # the ends' gradients, as they came and in float32
+            if not tied:
+                of_input = e * self.layout.tokens * self.sizes.dim
+                moments.append((stays + embedding + head, 0, of_head, 0, held, 0, e * self.head + of_input))
+            made, holes = gradients(n)
+            moments.append((e * self.embedding, 0, made + 4 * self.embedding, holes, 0, 0, e * self.embedding))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,

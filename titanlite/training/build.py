@@ -32,7 +32,7 @@ from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp, gather_once
+from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -128,7 +128,7 @@ def build(
     initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
     torch.manual_seed((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
-    gather_once(model, config, mesh)  # the optimizer must see where shards end up
+    settle(model, config, mesh)  # before the optimizer, which must see where shards end up
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)

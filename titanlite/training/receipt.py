@@ -21,6 +21,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
+from titanlite.parallel.fsdp import dtype_of_reduction
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
@@ -214,16 +215,13 @@ def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:
     """Of the masters, of the weights that compute uses, of the gradient reduction and of the moments."""
     assert isinstance(block, FSDPModule)  # noqa: S101
     block.unshard()
-    compute = _names(list(block.parameters()))
+    compute, reduction = _names(list(block.parameters())), dtype_of_reduction(block)
     block.reshard()
-    group = block._get_fsdp_state()._fsdp_param_group
-    # FSDP keeps no dtype of the reduction where it is that of the gradients.
-    reduction = group and (group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype)
     moments = [*run.optimizer.exp_avg.values(), *run.optimizer.exp_avg_sq.values()]
     found = {
         "parameters": _names([local_data(p) for p in run.parameters]),
         "compute": compute,
-        "reduction": str(reduction).removeprefix("torch."),
+        "reduction": reduction,
         "optimizer_state": _names(moments),
     }
     training, optimizer = run.config.training, run.config.optimizer
