@@ -32,12 +32,13 @@ wanted = project["dependencies"] + [r for e in sys.argv[2:] for r in project["op
 for requirement in map(Requirement, wanted):
     if requirement.marker and not requirement.marker.evaluate():
         continue  # for another platform
+    requirement.marker = None
     try:
         found = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         found = None
     if found is None or not requirement.specifier.contains(found, prereleases=True):
-        print(f"{requirement} (found: {found})")
+        print(requirement if found is None else f"{requirement} (found: {found})")
 """
 
 
@@ -92,7 +93,7 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
         download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
         say(f"installing titanlite and what it needs into {VENV}; {download} to download")
     else:
-        say(f"adding to {VENV}: {', '.join(lacks)}")
+        say(f"adding to {VENV}, which has titanlite: {', '.join(lacks)}")
     clear = ["--clear"] if UNFINISHED.exists() or not PYTHON.exists() else []
     VENV.mkdir(exist_ok=True)
     UNFINISHED.touch()

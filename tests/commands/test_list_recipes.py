@@ -64,3 +64,13 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["recipes", "--help"])
     assert not ended.value.code
     assert "usage: titanlite recipes [KIND [NAME]]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "name"), [("float8", "none"), ("activation_checkpoint", "auto")])
+def test_names_without_a_file_are_listed_and_explained(
+    kind: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes", kind]) == 0
+    assert f"\n  {name} " in capsys.readouterr().out
+    assert main(["recipes", kind, name]) == 0
+    assert capsys.readouterr().out.startswith(f"# {kind} recipe {name}: ")

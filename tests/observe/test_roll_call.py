@@ -1,6 +1,8 @@
 """Ranks that say where they are, as threads with a store of one process."""
 
+import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -9,6 +11,8 @@ import torch.distributed as dist
 
 from titanlite.observe import roll_call as module
 from titanlite.observe.roll_call import RollCall, line_of
+
+PROCESS = f"host {socket.gethostname()}, process {os.getpid()}"
 
 
 def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float = 0.4) -> dict[int, str | None]:
@@ -29,7 +33,7 @@ def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float = 
 def test_rank_0_is_told_where_all_are_by_place() -> None:
     places = dict.fromkeys(range(9), "step 58, in read") | {3: "step 57, in next", 7: "step 57, in next"}
     told = held(dist.HashStore(), places, world=9)
-    assert told.pop(0) == "    step 58, in read: ranks 0-2, 4-6, 8\n    step 57, in next: ranks 3, 7\n"
+    assert told.pop(0) == "    step 58, in read: ranks 0-2, 4-6, 8\n    step 57, in next: ranks 3, 7"
     assert set(told.values()) == {None}
 
 
@@ -41,19 +45,21 @@ def test_rank_0_waits_no_longer_than_for_all() -> None:
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
     told = held(dist.HashStore(), {0: "here", 1: "here", 3: "here"}, world=4)
-    assert told[0] == f"    here: ranks 0-1, 3\n    {module._SILENT}: rank 2\n"
+    assert told[0] == f"    here: ranks 0-1, 3\n    {module._SILENT}: rank 2"
 
 
 def test_without_rank_0_rank_1_is_told() -> None:
     told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3)
-    assert told == {1: f"    {module._SILENT}: rank 0\n    here: rank 1\n    there: rank 2\n", 2: None}
+    places = f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})\n    there: rank 2 ({PROCESS})"
+    assert told == {1: places, 2: None}
 
 
 def test_what_was_said_of_an_earlier_wait_does_not_count() -> None:
     store = dist.HashStore()
     held(store, {0: "here", 1: "here"}, world=2, wait_s=0.1)
     time.sleep(0.5)
-    assert held(store, {0: "now"}, world=2, wait_s=0.1)[0] == f"    now: rank 0\n    {module._SILENT}: rank 1\n"
+    now = f"    now: rank 0 ({PROCESS})\n    {module._SILENT}: rank 1 ({PROCESS})"
+    assert held(store, {0: "now"}, world=2, wait_s=0.1)[0] == now
 
 
 def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:

@@ -139,3 +139,23 @@ def test_a_secret_in_an_exception_is_not_written(tmp_path, monkeypatch):
     status.failed(OSError("GET https://user:hf_abcdefgh@host: step refused"))
     assert read(tmp_path / "status.json")["error"]["message"] == "GET https://user:***@host: step refused"
     assert redact("nothing") == "nothing"
+
+
+def test_a_run_that_makes_no_step_says_where_its_ranks_are_until_it_makes_one(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    status = Status(path, step=7)
+    status.stalled("rank 3 is in next")
+    assert (read(path)["state"], read(path)["step"], read(path)["stalled"]) == ("running", 7, "rank 3 is in next")
+    assert status.stall == "rank 3 is in next"
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    status.progress(8)
+    assert status.stall is None
+    assert "stalled" not in read(path)
+
+
+def test_a_stall_does_not_hide_the_rank_that_failed(tmp_path):
+    path = tmp_path / "status.json"
+    status = Status(path)
+    Status(path, rank=1).failed(RuntimeError("cause"))
+    status.stalled("rank 1 is silent")
+    assert (read(path)["state"], read(path)["error"]["rank"]) == ("failed", 1)

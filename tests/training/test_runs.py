@@ -506,10 +506,17 @@ def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk:
     assert job.wait(30) == [1, 1], job.output()
     of_rank_0 = job.output().partition("--- rank 1")[0]
     assert "Timed out waiting 4000ms" in of_rank_0
-    waits, late = (rf"step \d+, in step, titanlite/training/{file}: rank {n}\n" for n, file in enumerate(PLACES))
-    assert re.search(rf"made no progress for [34] s at step \d+; where each rank is:\n    {waits}    {late}", of_rank_0)
+    waits, late = (
+        rf"step \d+, in step, titanlite/training/{file}: rank {n} \(host .*, process \d+\)"
+        for n, file in enumerate(PLACES)
+    )
+    where = rf"made no progress for [34] s at step \d+; where each rank is:\n    {waits}\n    {late}"
+    assert re.search(f"watchdog: rank 0 {where}", of_rank_0)
+    assert re.search(f"TimeoutError: rank 0 {where}$", of_rank_0.rstrip())
     assert "where each rank is" not in job.output().partition("--- rank 1")[2]
-    assert Ended(desk.folder / "runs" / "hangs", "").status["state"] == "failed"
+    status = Ended(desk.folder / "runs" / "hangs", "").status
+    assert (status["state"], status["error"]["type"]) == ("failed", "TimeoutError")
+    assert re.search(where, status["error"]["message"])
 
 
 def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk: Desk) -> None:

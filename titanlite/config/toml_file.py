@@ -104,7 +104,7 @@ def nearest_file(path: Path) -> str:
     """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
     beside = {p.name: p for p in sorted(path.parent.glob("*.toml")) if os.path.isfile(p)}
     if near := nearest(path.name, beside):
-        return f"did you mean {beside[near]}?"
+        return f"did you mean {beside[near]}? shipped ones are in {shipped_folder('configs')}"
     shipped = sorted(p.name for p in shipped_folder("configs").glob("*.toml"))
     return f"write it, or start from one in {shipped_folder('configs')}: {', '.join(shipped)}"
 

@@ -6,9 +6,11 @@ main thread is. Rank 0 reads them and prints them by place:
 
     watchdog: rank 0 made no progress for 90 s at step 58; where each rank is:
         step 58, in step, titanlite/training/report.py:72 in read: ranks 0-2, 4-7
-        step 57, in step, titanlite/data/batches.py:120 in next: rank 3
+        step 57, in step, titanlite/data/batches.py:120 in next: rank 3 (host c12, process 4711)
 """
 
+import os
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _PACKAGE = Path(__file__).parents[1]
-_SILENT = "no answer: still at work, stopped, or in native code that does not give the interpreter back"
+_SILENT = "no answer, so stopped, in native code that keeps the interpreter, or still at work"
 
 
 class RollCall:
@@ -33,6 +35,7 @@ class RollCall:
 
     def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
         self._store, self._rank, self._world = store, rank, world
+        store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 
     def hold(self, where: str, wait_s: float) -> str | None:
         """Say where this rank is, and hear the others.
@@ -42,7 +45,8 @@ class RollCall:
             wait_s: how long to wait for the others.
 
         Returns:
-            Where each rank is, a line for each place, on rank 0, or on rank 1 if rank 0 does not answer; else None.
+            On rank 0, or on rank 1 if rank 0 does not answer: where each rank is, a line for each place, those of
+            fewest ranks last. Else None.
         """
         self._store.set(self._key(self._rank), f"{time.time()} {where}")
         if self._rank > 1 or (self._rank == 1 and self._hear([0], wait_s)):
@@ -51,7 +55,14 @@ class RollCall:
         places: dict[str, list[int]] = {}
         for rank in range(self._world):
             places.setdefault(heard.get(rank, _SILENT), []).append(rank)
-        return "".join(f"    {place}: {_in_words(ranks)}\n" for place, ranks in places.items())
+        of_most_first = sorted(places.items(), key=lambda place: -len(place[1]))
+        return "\n".join(f"    {place}: {self._who(ranks)}" for place, ranks in of_most_first)
+
+    def _who(self, ranks: list[int]) -> str:
+        words, process = _in_words(ranks), self._key(ranks[0], "process")
+        if len(ranks) > 1 or not self._store.check([process]):
+            return words
+        return f"{words} ({self._store.get(process).decode()})"
 
     def _hear(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
         """What ranks have said by the end of the wait, lately: not when they waited before."""
@@ -69,8 +80,8 @@ class RollCall:
             time.sleep(wait_s / 20)
         return heard
 
-    def _key(self, rank: int) -> str:
-        return f"titanlite/roll_call/{rank}"
+    def _key(self, rank: int, what: str = "place") -> str:
+        return f"titanlite/roll_call/{rank}/{what}"
 
 
 def line_of(frame: FrameType | None) -> str:

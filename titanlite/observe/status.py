@@ -34,6 +34,7 @@ class Status:
         """
         self._path, self._rank, self._written = path, rank, 0.0
         self.step = step  # the last one done
+        self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
         self._started = _now()
         self._has_stopped = False
         self._lock = threading.Lock()  # a second signal is noted by a thread of its own
@@ -42,9 +43,15 @@ class Status:
 
     def progress(self, step: int) -> None:
         """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
-        self.step = step
+        self.step, self.stall = step, None
         if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S and not self._another_ended():
             self._write("running")
+
+    def stalled(self, text: str) -> None:
+        """Note that no step is made, and where each rank is: a run that NCCL then ends has no other last words."""
+        self.stall = text
+        if not self._another_ended():
+            self._write("running", stalled=text)
 
     def finished(self, step: int) -> None:
         """Write that all steps are done."""

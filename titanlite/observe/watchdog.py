@@ -51,6 +51,7 @@ class Watchdog:
         rank: int,
         on_timeout: Callable[[Exception], object] | None = None,
         roll_call: RollCall | None = None,
+        on_stall: Callable[[str], object] | None = None,
     ) -> None:
         """Start watching.
 
@@ -60,11 +61,12 @@ class Watchdog:
             rank: global rank, named in the message.
             on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
             roll_call: how ranks say where they are.
+            on_stall: called with that, on one rank, as `Status.stalled`.
         """
         self._log = log.open("a")
         self._rank = rank
         self._on_timeout = on_timeout
-        self._roll_call = roll_call
+        self._roll_call, self._on_stall = roll_call, on_stall
         self._main = threading.get_ident()
         self._seen = _Seen(time.monotonic(), timeout_s, math.inf, 0.0, 0, "start-up")
         self._closed = threading.Event()
@@ -127,11 +129,14 @@ class Watchdog:
         with contextlib.suppress(RuntimeError, OSError, ValueError):  # the store is gone, or the log is closed
             places = roll_call.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 8)
             if places and self._seen.since == seen.since:
-                text = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
+                start = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
+                text = f"{start}; where each rank is:\n{places}"
                 for file in (sys.__stderr__, self._log):
                     if file is not None:
-                        file.write(f"watchdog: {text}; where each rank is:\n{places}")
+                        file.write(f"watchdog: {text}\n")
                         file.flush()
+                if self._on_stall:
+                    self._on_stall(text)
 
     def _end(self, idle: float, step: int, phase: str) -> NoReturn:
         text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"

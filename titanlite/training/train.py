@@ -94,6 +94,8 @@ def train(
             raise
         except BaseException as error:  # said before the cleanup, which may hang on what failed
             peer = peer_failure()
+            if status.stall and isinstance(error, RuntimeError):  # a collective that timed out: it names no rank
+                peer = peer or TimeoutError(status.stall)
             for say in (console.failed, status.failed):
                 with suppress(OSError):  # of a full disk, which may be the error itself
                     say(peer or error)
@@ -182,7 +184,7 @@ def _train(
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
     world = dist.get_world_size()
     roll_call = RollCall(dist.distributed_c10d._get_default_store(), rank, world) if world > 1 else None
-    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, status.failed, roll_call))
+    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, status.failed, roll_call, status.stalled))
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
