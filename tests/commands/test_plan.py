@@ -316,7 +316,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     huge = [str(Path(LARGE).with_name("llama3_405b.toml")), "--device-gib", "80", "--world"]
     assert main(["plan", *huge, "64"]) == 2
-    assert "fix:  128 processes: no two flags together would make it fit" in capsys.readouterr().err
+    assert "fix:  --world 128: no two flags together would make it fit" in capsys.readouterr().err
     assert main(["plan", *huge, "128"]) == 0
 
 

@@ -187,7 +187,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     want = f"at least {least:.1f} GiB: the predicted peak, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
-        fix = f"one of these{listed}" + (f"\n          or {more} processes" if more else "")
+        fix = f"one of these{listed}" + (f"\n          or --world {more}, more processes" if more else "")
     else:
-        fix = f"{f'{more} processes' if more else 'a smaller model'}: no two flags together would make it fit"
+        fix = f"{f'--world {more}' if more else 'a smaller model'}: no two flags together would make it fit"
     raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))

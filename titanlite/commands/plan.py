@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
     if "--why" in given:
         sys.stdout.write(_why(planned, given["--why"], arguments.file))
     else:
-        sys.stdout.write(_tables(planned, device_gib))
+        sys.stdout.write(_tables(planned, device_gib).lstrip("\n"))  # a single process has no first table
     if planned.predicted is not None:
         check_device(planned.memory, planned.predicted, device_gib)
     return 0
