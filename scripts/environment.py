@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UNFINISHED = VENV / "unfinished"  # is there while something is being installed
+EVERYTHING, NO_PIP = "everything", "pip, and Python 3.11 or later"  # what may be missing besides requirements
 OLDER = "python3.11", "python3.12", "python3.13"
 
 # Runs in the environment that is looked at: prints what it lacks, one requirement a line.
@@ -58,7 +59,7 @@ def main() -> None:
         say("waiting for another start that is installing")
         fcntl.flock(lock, fcntl.LOCK_EX)
     os.set_inheritable(lock, True)
-    lacks = ["everything"] if UNFINISHED.exists() or not PYTHON.exists() else missing(PYTHON, extras)
+    lacks = [EVERYTHING] if UNFINISHED.exists() or not PYTHON.exists() else missing(PYTHON, extras)
     if not lacks:
         found = PYTHON
     elif not missing(Path(sys.executable), extras):
@@ -78,7 +79,7 @@ def missing(python: Path, extras: Sequence[str]) -> list[str]:
     """
     command = [python, "-c", WHAT_IS_MISSING, ROOT / "pyproject.toml", *extras]
     looked = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd="/")
-    return looked.stdout.splitlines() if looked.returncode == 0 else ["pip, and Python 3.11 or later"]
+    return looked.stdout.splitlines() if looked.returncode == 0 else [NO_PIP]
 
 
 def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
@@ -86,15 +87,15 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
 
     Args:
         extras: names in `[project.optional-dependencies]`.
-        lacks: requirements that it does not meet.
+        lacks: requirements that it does not meet, or `EVERYTHING`.
     """
     start, has_gpu = time.monotonic(), bool(shutil.which("nvidia-smi"))
-    if any(lack.startswith(("everything", "pip", "torch>")) for lack in lacks):
+    if any(lack.startswith((EVERYTHING, NO_PIP, "torch>")) for lack in lacks):
         download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
         say(f"installing titanlite and what it needs into {VENV}; {download} to download")
     else:
         say(f"adding to {VENV}, which has titanlite: {', '.join(lacks)}")
-    clear = ["--clear"] if UNFINISHED.exists() or not PYTHON.exists() else []
+    clear = ["--clear"] if EVERYTHING in lacks else []
     VENV.mkdir(exist_ok=True)
     UNFINISHED.touch()
     run(sys.executable, "-m", "venv", *clear, VENV)

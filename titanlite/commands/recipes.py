@@ -18,12 +18,11 @@ from titanlite.recipes import Kind, current_name, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What a config may name though no file is behind it.
-_WITHOUT_FILE: dict[tuple[str, str], str] = {
-    ("float8", "none"): "No float8: linear layers compute in training.mixed_precision_param.",
-    (
-        "activation_checkpoint",
-        "auto",
-    ): "The fastest list within activation_checkpoint.budget_gib, found when a run starts.",
+_WITHOUT_FILE: dict[str, dict[str, str]] = {
+    "float8": {"none": "No float8: linear layers compute in training.mixed_precision_param."},
+    "activation_checkpoint": {
+        "auto": "The fastest list within activation_checkpoint.budget_gib, found when a run starts."
+    },
 }
 _MEASURE, _DIRS = "--measure", "--job.recipe_dirs"
 _USAGE = f"titanlite recipes float8 {_MEASURE} FILE [--section.key VALUE ...]"
@@ -85,7 +84,7 @@ def _measure(argv: list[str]) -> int:
 def _listing(kind: Kind, dirs: Sequence[str]) -> str:
     """The names of one kind, each with its help."""
     rows = {name: load(kind, name, dirs).help for name in names(kind, dirs)}
-    rows |= {name: text for (of, name), text in _WITHOUT_FILE.items() if of == kind}
+    rows |= _WITHOUT_FILE.get(kind, {})
     width = max(map(len, rows))
     indent = " " * (width + 4)
     lines = [kind]
@@ -96,7 +95,7 @@ def _listing(kind: Kind, dirs: Sequence[str]) -> str:
 
 def _one(kind: Kind, name: str, dirs: Sequence[str]) -> str:
     """One recipe as TOML, after a line that says which."""
-    if text := _WITHOUT_FILE.get((kind, name)):
+    if text := _WITHOUT_FILE.get(kind, {}).get(name):
         return f"# {kind} recipe {name}: {text}\n"
     recipe, current = load(kind, name, dirs, Origin("command line")), current_name(kind, name, dirs)
     hint = "" if current == name else f", which others call {name}"

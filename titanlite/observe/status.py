@@ -22,7 +22,7 @@ _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
 
 
 class Status:
-    """The state of this run. On ranks other than 0 all methods but `failed` do nothing."""
+    """The state of this run. On ranks other than 0 all methods but `failed` and `stalled` do nothing."""
 
     def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
         """Write that the run is running.

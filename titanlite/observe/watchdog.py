@@ -126,26 +126,28 @@ class Watchdog:
 
     def _ask(self, roll_call: RollCall, seen: _Seen, idle: float) -> None:
         line = line_of(sys._current_frames().get(self._main))
-        with contextlib.suppress(RuntimeError, OSError, ValueError):  # the store is gone, or the log is closed
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone, or the disk is full
             places = roll_call.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 8)
             if places and self._seen.since == seen.since:
                 start = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
                 text = f"{start}; where each rank is:\n{places}"
-                for file in (sys.__stderr__, self._log):
-                    if file is not None:
-                        file.write(f"watchdog: {text}\n")
-                        file.flush()
+                self._write(text)
                 if self._on_stall:
                     self._on_stall(text)
 
-    def _end(self, idle: float, step: int, phase: str) -> NoReturn:
-        text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"
+    def _write(self, text: str, stacks: bool = False) -> None:
+        """To stderr and to the rank's log, to each even if the other takes nothing."""
         for file in (sys.__stderr__, self._log):
             with contextlib.suppress(OSError, ValueError):
                 if file is not None:
-                    file.write(f"watchdog: {text}; stacks of all threads follow\n")
+                    file.write(f"watchdog: {text}\n")
                     file.flush()
-                    faulthandler.dump_traceback(file, all_threads=True)
+                    if stacks:
+                        faulthandler.dump_traceback(file, all_threads=True)
+
+    def _end(self, idle: float, step: int, phase: str) -> NoReturn:
+        text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"
+        self._write(f"{text}; stacks of all threads follow", stacks=True)
         if self._on_timeout:
             last = threading.Thread(target=self._on_timeout, args=(TimeoutError(text),), daemon=True)
             last.start()

@@ -175,9 +175,10 @@ class MemoryModel:
         # activations, logits, the rest).
         moments = [(stays + embedding + head, 0, 0 if grow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
-        reducing = head if tied else 0 if self.alone else self.reduced * self.head
+        of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
+        reducing = of_ends if tied or self.alone else self.reduced * self.head
         for done, priced in enumerate(reversed(blocks)):
-            weights = (stays - done * block if self.blocks_stay else block) + embedding + (head if tied else 0)
+            weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
             again = max(0, self._whole_block - priced.held)
             moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
             left -= priced.held

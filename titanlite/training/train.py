@@ -184,7 +184,8 @@ def _train(
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
     world = dist.get_world_size()
     roll_call = RollCall(dist.distributed_c10d._get_default_store(), rank, world) if world > 1 else None
-    watchdog = cleanup.enter_context(Watchdog(limit, log, rank, status.failed, roll_call, status.stalled))
+    watchdog = Watchdog(limit, log, rank, on_timeout=status.failed, roll_call=roll_call, on_stall=status.stalled)
+    cleanup.enter_context(watchdog)
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
