@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -34,16 +35,21 @@ def sharded(
     param: str = "float32",
     reduce: str = "float32",
     change: Callable[[Llama3], object] = lambda _: None,
+    replicas: int = 1,
+    follow: bool = False,
 ) -> Llama3:
     config = Config(
         training=Training(seq_len=S, mixed_precision_param=param, mixed_precision_reduce=reduce),  # type: ignore[arg-type]
-        parallelism=Parallelism(fsdp_reshard_after_forward=reshard),  # type: ignore[arg-type]
+        parallelism=Parallelism(
+            fsdp_reshard_after_forward=reshard,  # type: ignore[arg-type]
+            data_parallel_replicate_degree=replicas,
+        ),
     )
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
         change(model)
     mesh = build_mesh(config.parallelism, torch.device("cpu"))
-    apply_fsdp(model, config, mesh)
+    apply_fsdp(model, config, mesh, follow)
     model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
@@ -238,3 +244,53 @@ def test_many_ranks_leave_gradients_to_fsdp(tmp_path):
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
     run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2), (2, 2)], ids=str)
+def test_gradients_that_follow_activations_are_those_of_fsdp(world, replicas, tmp_path, monkeypatch):
+    """Bit for bit, in two steps; each unit's input and sum are allocated by our reduce-scatter."""
+    allocated: list[int] = []
+    allocate = fsdp._ReduceScatter.allocate
+
+    def count(self, size, **options):
+        allocated.append(*size)
+        return allocate(self, size, **options)
+
+    def body() -> None:
+        monkeypatch.setattr(fsdp._ReduceScatter, "allocate", count)
+        found = []
+        for follow in (False, True):
+            model = sharded("default", False, param="bfloat16", replicas=replicas, follow=follow)
+            for _ in range(2):
+                allocated.clear()
+                model.zero_grad(set_to_none=True)
+                model(torch.arange(S) + dist.get_rank()).float().square().sum().backward()
+            found.append(
+                {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+            assert len(allocated) == (2 * len(units(model)) if follow else 0)
+        theirs, ours = found
+        assert theirs.keys() == ours.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        assert sum(float(gradient.abs().sum()) for gradient in ours.values()) > 0
+
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any kernels", "deterministic"])
+def test_nothing_is_written_into_a_sum_but_the_sum(deterministic):
+    """The compute stream is busy when it is allocated; under deterministic kernels torch fills what it allocates."""
+    side = torch.cuda.Stream()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        torch.cuda._sleep(200_000_000)
+        with torch.cuda.stream(side):
+            made = fsdp._ReduceScatter().allocate((1 << 20,), dtype=torch.float32, device=torch.device("cuda", 0))
+            made.fill_(1)
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert (made.shape, made.dtype) == ((1 << 20,), torch.float32)
+    assert bool((made == 1).all())

@@ -275,7 +275,7 @@ def test_compute_in_another_dtype_than_asked_for_ends_the_run(desk: Desk) -> Non
     def plant() -> None:
         apply = build.apply_fsdp
         full = replace(Config(), training=Training(mixed_precision_param="float32"))
-        build.apply_fsdp = lambda model, config, mesh: apply(model, full, mesh)
+        build.apply_fsdp = lambda model, config, mesh, follow: apply(model, full, mesh, follow)
 
     run = desk.run("dtype", 1, "--training.mixed_precision_param=bfloat16", plant=plant, ends=2)
     assert "all 4 eligible cases; it missed 1" in run.output

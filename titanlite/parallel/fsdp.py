@@ -4,13 +4,16 @@ Gradients are summed, not averaged, over the data-parallel ranks: the step divid
 targets before backward.
 """
 
+import math
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
@@ -19,13 +22,14 @@ from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.parallel.mesh import Mesh
 
 
-def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
+def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = False) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
         config: `training.mixed_precision_*` and `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
+        follow: whether gradients are to take what activations leave: `MemoryModel.gradients_follow`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
@@ -47,6 +51,25 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh) -> None:
             # gloo cannot divide while it reduces, hence the plain sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+            if follow and mesh.dp_size > 1:
+                module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+class _ReduceScatter(DefaultReduceScatter):
+    """FSDP's, with its sum in memory of the compute stream: it is a gradient, and takes what activations leave.
+
+    Safe without a record of the other stream: that has waited for all that the compute stream was to do when the sum is
+    allocated, and the compute stream waits for it before the optimizer's step, after which the sum is freed.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input, and on its own stream for the sum."""
+        if device.type != "cuda":
+            return super().allocate(size, dtype=dtype, device=device)
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            # Not `torch.empty`: with deterministic kernels that fills it, on this stream, while FSDP's writes the sum.
+            memory = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
+        return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
 
 
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:

@@ -9,10 +9,11 @@ reduced gradients on another, so the peak is the sum of three peaks, whenever th
     compute     parameters, moments, gathered weights and activations, at the worst moment of backward: either the head,
                 with the logits and the gradient of its weight, or the last blocks, with what they compute again
     gathering   two units of weights, one on its way and one that is being copied out, and a shard
-    reducing    the gradients, all of them: they are there when the first activations are not yet free
+    reducing    all gradients, where they are widened on this stream or more micro-steps follow: they are there when the
+                first activations are not yet free
 
-A rank that has nobody to reduce with makes its gradients in compute, one by one as activations and gathered weights are
-freed: of a single micro-step the head's moment has none yet, and the last block's has nearly all of them.
+Other gradients are in compute, too, unit by unit or of a rank alone one by one, as activations and gathered weights are
+freed: the head's moment has none yet, and the last block's has nearly all of them.
 
 Nothing here needs torch. Held against measured runs in `tests/parallel/test_memory.py`.
 """
@@ -103,6 +104,8 @@ class MemoryModel:
             positions with the one and the final norm with the other; `parameters` all of them.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
         alone: whether there is nobody to reduce gradients with.
+        gradients_follow: whether gradients are made among activations, which are freed meanwhile: not where they are
+            there already in the next micro-step, nor where their sum is widened on the stream that makes it.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
         reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
@@ -121,6 +124,7 @@ class MemoryModel:
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
         self.alone = data_ranks == 1
+        self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)
         reshard = mesh.fsdp_reshard_after_forward
         self.ends_freed = reshard == "always"
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
@@ -163,17 +167,16 @@ class MemoryModel:
         head, block = self.gathered_head, self.gathered_block
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
-        grow = self.alone and self.micro_steps == 1
-        of_head = 0 if tied else 4 * self.head  # a tied gradient is whole once the embedding's is added
+        of_head = 0 if tied else 4 * self.head // self.shards  # a tied gradient is whole once the embedding's is added
 
         def gradients(blocks_done: int) -> tuple[int, int]:
             """And the holes between them."""
-            of_blocks = 4 * blocks_done * self.block
-            return (of_head + of_blocks, int(HOLES * of_blocks)) if grow else (4 * shard, 0)
+            of_blocks = 4 * blocks_done * self.block // self.shards
+            return (of_head + of_blocks, int(HOLES * of_blocks)) if self.gradients_follow else (4 * shard, 0)
 
         # The moments of backward that may be the worst, as (gathered weights, communication, gradients, holes,
         # activations, logits, the rest).
-        moments = [(stays + embedding + head, 0, 0 if grow else 4 * shard, 0, held, *self._loss())]
+        moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
         reducing = of_ends if tied or self.alone else self.reduced * self.head
@@ -182,12 +185,15 @@ class MemoryModel:
             again = max(0, self._whole_block - priced.held)
             moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
             left -= priced.held
-        if grow:  # the ends' gradients, as they came and in float32
+        if self.gradients_follow:  # the ends' gradients, as they came, in float32, and of many ranks their sums
+            whole = 0 if self.alone else 4
             if not tied:
                 of_input = e * self.layout.tokens * self.sizes.dim
-                moments.append((stays + embedding + head, 0, of_head, 0, held, 0, e * self.head + of_input))
+                reduced = whole * self.head
+                moments.append((stays + embedding + head, reduced, of_head, 0, held, 0, e * self.head + of_input))
             made, holes = gradients(n)
-            moments.append((e * self.embedding, 0, made + 4 * self.embedding, holes, 0, 0, e * self.embedding))
+            made += 4 * self.embedding // self.shards
+            moments.append((e * self.embedding, whole * self.embedding, made, holes, 0, 0, e * self.embedding))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,

@@ -121,7 +121,7 @@ def build(
     if config.compile.enable:
         apply_compile(model)
     predicted = _peak(memory, save_list)
-    apply_fsdp(model, config, mesh)
+    apply_fsdp(model, config, mesh, memory.gradients_follow)
 
     model.to_empty(device=device)
     fill_buffers(model)
