@@ -212,12 +212,12 @@ def test_all_that_has_no_price_is_said_at_once() -> None:
 
 
 def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured on four H200: 80.6 and 111.6 GiB, while the last norm kept 0.4 more."""
+    """Measured on four H200: 80.6 and 111.6 GiB, 7.5 of them gradients apart and 0.4 in the last norm."""
     lines = said(capsys, "--world", "4").splitlines()
     assert lines[-8].endswith("peak of the run, GiB")
     peaks = {line.split()[0]: line.split()[-1] for line in lines[-7:]}
     assert list(peaks) == ["balanced", *(name for name in LISTS if name != "balanced")]
-    assert (peaks["balanced"], peaks["none"]) == ("80.3", "111.3")
+    assert (peaks["balanced"], peaks["none"]) == ("72.8", "103.8")
 
 
 def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,8 +225,8 @@ def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixtu
     lines = said(capsys, *auto, "--world", "4").splitlines()
     assert lines[2] == ("save-list auto: chosen when the run starts, as the fastest whose peak is at most 90 GiB")
     assert [line.split()[0] for line in lines[-7:]] == LISTS
-    assert main(["plan", CONFIG, "--activation-checkpoint", *auto[:3], "40", "--world", "4"]) == 2
-    assert "want: at least 43.1" in capsys.readouterr().err
+    assert main(["plan", CONFIG, "--activation-checkpoint", *auto[:3], "30", "--world", "4"]) == 2
+    assert "want: at least 39.7" in capsys.readouterr().err
 
 
 def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

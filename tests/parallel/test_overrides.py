@@ -95,16 +95,16 @@ def test_a_chosen_list_is_given_less() -> None:
 
 def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
     with pytest.raises(ConfigError, match="1 problem") as error:
-        checked(*AUTO, "40")
+        checked(*AUTO, "38")
     said = str(error.value)
     least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
-    assert "activation_checkpoint.budget_gib = 40\n" in said
-    assert f"want: at least 43.1: {least:.1f} are predicted" in said
-    assert "fix:  --activation_checkpoint.budget_gib 43.1, or" in said
+    assert "activation_checkpoint.budget_gib = 38\n" in said
+    assert f"want: at least 39.7: {least:.1f} are predicted" in said
+    assert "fix:  --activation_checkpoint.budget_gib 39.7, or" in said
     flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
     assert len(flags) == 3
-    for flag in [["--activation_checkpoint.budget_gib", "43.1"], *flags]:
-        checked(*AUTO, "40", *flag)
+    for flag in [["--activation_checkpoint.budget_gib", "39.7"], *flags]:
+        checked(*AUTO, "38", *flag)
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:
@@ -121,5 +121,5 @@ def test_a_list_that_is_broken_is_not_proposed(tmp_path) -> None:
     assert "broken" in recipes.names("activation_checkpoint", run.config.job.recipe_dirs)
     assert run.save_list is not None
     # A layout and a batch would stand between auto and the list that keeps most, but for one sequence on each rank.
-    found = overrides_that_fit(model_of(run), run.save_list, 70 * GIB)
+    found = overrides_that_fit(model_of(run), run.save_list, 60 * GIB)
     assert found[1].flag == "--activation_checkpoint.recipe matmuls"

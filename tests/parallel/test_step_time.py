@@ -93,9 +93,10 @@ def test_devices_have_all_rates() -> None:
     assert differ == {"device", "device_gib", "memory", "optimizer"}
 
 
-@pytest.mark.parametrize(("budget_gib", "measured"), [(65.0, 9_617), (90.0, 10_519)])
+@pytest.mark.parametrize(("budget_gib", "measured"), [(65.0 - 7.5, 9_617), (90.0 - 7.5, 10_519)])
 def test_lists_that_auto_would_choose(budget_gib: float, measured: int) -> None:
-    """As fast as those that it did choose, by times of its own (docs/performance.md); both are within 1.5 %."""
+    """As fast as those that it did choose, by times of its own (docs/performance.md); both are within 1.5 %. Those runs
+    kept 7.5 GiB of gradients beside activations."""
     predicted, _ = model("8b", 4, "none")
     choice = choose(predicted.memory, predicted.times(), budget_gib)
     step = predicted.step(block_prices(predicted.layout, choice.save_list))
