@@ -248,17 +248,18 @@ def _names(tensors: list[Tensor]) -> str:
 
 def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> None:
     """Blocks that asked to be compiled, and whether the compiler made anything: the environment can turn it off."""
-    graphs = 0
-    if requested:
-        from torch._dynamo.utils import counters  # slow to import
+    if not requested:
+        receipt.add("compile", False, "off", count=0)
+        return
+    from torch._dynamo.utils import counters  # slow to import
 
-        graphs = counters["stats"]["unique_graphs"]
-    plain = [i for i, block in enumerate(blocks) if block._compiled_call_impl is None]
-    missed = [Skipped(f"layers.{i}", "is not compiled") for i in plain] if requested else []
-    applied = {"blocks": len(blocks) - len(plain), "graphs": graphs}
-    receipt.add(
-        "compile", requested, applied, count=applied["blocks"] if graphs else 0, missed=missed, key="compile.enable"
-    )
+    graphs = counters["stats"]["unique_graphs"]
+    missed = [
+        Skipped(f"layers.{i}", "is not compiled") for i, block in enumerate(blocks) if block._compiled_call_impl is None
+    ]
+    compiled = len(blocks) - len(missed)
+    applied = {"blocks": compiled, "graphs": graphs}
+    receipt.add("compile", True, applied, count=compiled if graphs else 0, missed=missed, key="compile.enable")
 
 
 def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
