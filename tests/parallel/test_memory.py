@@ -40,6 +40,8 @@ MEASURED = {
     ("3b", 1, "attention", "--float8.recipe", "rowwise"): 54.4,
     ("8b", 1, "full", "--float8.recipe", "rowwise", "--model.n_layers", "8"): 45.2,
     ("8b", 2, "attention", TP, "2", "--float8.recipe", "rowwise", "--parallelism.async_tensor_parallel"): 64.1,
+    ("8b", 2, "balanced"): 95.7,
+    ("8b", 2, "none", "--float8.recipe", "rowwise"): 110.7,
     ("8b", 2, "none", "--model.n_layers", "12"): 56.6,
     ("8b", 2, "none", "--float8.recipe", "rowwise", "--model.n_layers", "12"): 50.4,
     ("8b", 2, "attention", "--model.n_layers", "12"): 35.4,
