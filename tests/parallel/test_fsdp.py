@@ -279,18 +279,20 @@ def test_gradients_that_follow_activations_are_those_of_fsdp(world, replicas, tm
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any kernels", "deterministic"])
-def test_nothing_is_written_into_a_sum_but_the_sum(deterministic):
+def test_a_sum_takes_what_the_compute_stream_has_freed_and_nothing_else_is_written_into_it(deterministic):
     """The compute stream is busy when it is allocated; under deterministic kernels torch fills what it allocates."""
-    side = torch.cuda.Stream()
+    side, size = torch.cuda.Stream(), (1 << 24,)
+    torch.cuda.empty_cache()
+    freed = torch.zeros(size, device="cuda").data_ptr()
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic)
     try:
         torch.cuda._sleep(200_000_000)
         with torch.cuda.stream(side):
-            made = fsdp._ReduceScatter().allocate((1 << 20,), dtype=torch.float32, device=torch.device("cuda", 0))
+            made = fsdp._ReduceScatter().allocate(size, dtype=torch.float32, device=torch.device("cuda", 0))
             made.fill_(1)
         torch.cuda.synchronize()
     finally:
         torch.use_deterministic_algorithms(before)
-    assert (made.shape, made.dtype) == ((1 << 20,), torch.float32)
+    assert (made.data_ptr(), made.shape, made.dtype) == (freed, size, torch.float32)
     assert bool((made == 1).all())

@@ -93,14 +93,12 @@ def test_devices_have_all_rates() -> None:
     assert differ == {"device", "device_gib", "memory", "optimizer"}
 
 
-@pytest.mark.parametrize(("budget_gib", "measured"), [(65.0 - 7.5, 9_617), (90.0 - 7.5, 10_519)])
-def test_lists_that_auto_would_choose(budget_gib: float, measured: int) -> None:
-    """As fast as those that it did choose, by times of its own (docs/performance.md); both are within 1.5 %. Those runs
-    kept 7.5 GiB of gradients beside activations."""
-    predicted, _ = model("8b", 4, "none")
-    choice = choose(predicted.memory, predicted.times(), budget_gib)
+def test_the_list_that_auto_would_choose() -> None:
+    """As fast as the one that it did choose for as much, by times of its own (docs/performance.md)."""
+    predicted, _ = model("8b", 2, "none")
+    choice = choose(predicted.memory, predicted.times(), 100)
     step = predicted.step(block_prices(predicted.layout, choice.save_list))
-    assert predicted.tokens_per_second(step) == pytest.approx(measured, rel=0.03)
+    assert predicted.tokens_per_second(step) == pytest.approx(10_432, rel=0.01)
     assert step.recomputation == pytest.approx(1e3 * choice.seconds)
 
 

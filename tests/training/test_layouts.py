@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 from tests.training.short_run import STEPS, Trained, assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.kernels import collectives, cross_entropy
+from titanlite.parallel import fsdp
 from titanlite.training import step as train_step_file
 from titanlite.training.build import Run
 
@@ -110,6 +111,23 @@ def test_torch_is_told_to_be_deterministic(tmp_path, monkeypatch):
             assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
 
     run_ranks(body, tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours"),
+    [([], True), ([BATCH, "1"], False), (["--training.mixed_precision_reduce", "bfloat16"], False)],
+    ids=["a micro-step", "two micro-steps", "widened"],
+)
+def test_gradients_are_in_memory_of_the_compute_stream_where_nothing_is_added_to_them(flags, ours, tmp_path):
+    asked = checked(tmp_path, 2, [BATCH, "2", *flags])
+
+    def body() -> None:
+        units = [module for module in assemble(asked).model.modules() if isinstance(module, FSDPModule)]
+        groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group)]
+        assert groups
+        assert {isinstance(group._reduce_scatter_comm, fsdp._ReduceScatter) for group in groups} == {ours}
+
+    run_ranks(body, tmp_path, 2)
 
 
 def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path) -> None:

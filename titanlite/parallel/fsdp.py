@@ -29,7 +29,8 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
         config: `training.mixed_precision_*` and `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
-        follow: whether gradients are to take what activations leave: `MemoryModel.gradients_follow`.
+        follow: whether gradients are to take what activations leave: `MemoryModel.gradients_follow`. Not where more
+            than one micro-step adds to them, nor where they are reduced in another dtype than that of the masters.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
@@ -59,7 +60,8 @@ class _ReduceScatter(DefaultReduceScatter):
     """FSDP's, with its sum in memory of the compute stream: it is a gradient, and takes what activations leave.
 
     Safe without a record of the other stream: that has waited for all that the compute stream was to do when the sum is
-    allocated, and the compute stream waits for it before the optimizer's step, after which the sum is freed.
+    allocated, and the compute stream waits for it before the optimizer's step, after which the sum is freed. A sum that
+    is added to a gradient, or cast, would be freed before.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

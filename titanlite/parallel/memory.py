@@ -3,14 +3,14 @@
 The figure is that of `memory_gib`, the peak that the caching allocator reserved. Not in it: CUDA's own context, NCCL's
 buffers and symmetric memory, a few GiB in all.
 
-Memory is reserved by stream: what one stream has freed no other takes. FSDP gathers weights on one stream and makes the
-reduced gradients on another, so the peak is the sum of three peaks, whenever they are:
+Memory is reserved by stream: what one stream has freed no other takes. FSDP gathers weights on one stream and reduces
+gradients on another, so the peak is the sum of three peaks, whenever they are:
 
     compute     parameters, moments, gathered weights and activations, at the worst moment of backward: either the head,
                 with the logits and the gradient of its weight, or the last blocks, with what they compute again
     gathering   two units of weights, one on its way and one that is being copied out, and a shard
     reducing    all gradients, where they are widened on this stream or more micro-steps follow: they are there when the
-                first activations are not yet free
+                first activations are not yet free; and what is made on the way to them
 
 Other gradients are in compute, too, unit by unit or of a rank alone one by one, as activations and gathered weights are
 freed: the head's moment has none yet, and the last block's has nearly all of them.
@@ -38,7 +38,8 @@ SLACK = 2 * GIB // 5
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 0.7 %."""
+"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 0.7 %,
+but for one of few tokens with `full`, whose holes are larger than predicted (4.6 %)."""
 
 
 EAGER_LOSS_TOKENS = 256
@@ -56,9 +57,9 @@ class Memory:
 
     Attributes:
         parameters: float32 masters, this rank's shard.
-        gradients: float32, of the same shard; of a rank alone, those that there are at the worst moment.
+        gradients: float32, of the same shard; where they follow activations, those that there are at the worst moment.
         optimizer: both moments.
-        gathered_weights: whole weights in the compute dtype, at the worst moment.
+        gathered_weights: whole weights in the compute dtype at the worst moment, or the place that they have just left.
         communication: FSDP's buffers on their way to and from other ranks.
         activations: what the save-list keeps, in all blocks.
         logits: in the compute dtype; 0 if the worst moment is not in the head.
@@ -179,21 +180,20 @@ class MemoryModel:
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
-        reducing = of_ends if tied or self.alone else self.reduced * self.head
+        reduced = 0 if tied else self.head  # of the unit before, until that of the next is
         for done, priced in enumerate(reversed(blocks)):
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
             again = max(0, self._whole_block - priced.held)
+            reducing = of_ends + (0 if self.alone else self.reduced * reduced)
             moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
-            left -= priced.held
+            left, reduced = left - priced.held, self.block
         if self.gradients_follow:  # the ends' gradients, as they came, in float32, and of many ranks their sums
-            whole = 0 if self.alone else 4
+            whole = 0 if self.alone else 4  # what is reduced: twice as large as the place that gathered weights leave
             if not tied:
-                of_input = e * self.layout.tokens * self.sizes.dim
-                reduced = whole * self.head
-                moments.append((stays + embedding + head, reduced, of_head, 0, held, 0, e * self.head + of_input))
-            made, holes = gradients(n)
-            made += 4 * self.embedding // self.shards
-            moments.append((e * self.embedding, whole * self.embedding, made, holes, 0, 0, e * self.embedding))
+                as_it_came = e * self.head + e * self.layout.tokens * self.sizes.dim
+                moments.append((stays + embedding + head, whole * self.head, of_head, 0, held, 0, as_it_came))
+            _, holes = gradients(n)
+            moments.append((e * self.embedding, whole * self.embedding, 4 * shard, holes, 0, 0, e * self.embedding))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,
@@ -218,12 +218,16 @@ class MemoryModel:
         return max(before + unit + unit // self.shards for before, unit in order)
 
     def _reducing(self) -> int:
-        """What is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype."""
+        """What is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype.
+
+        Of replicas that are not sharded also a copy: FSDP divides, by 1, what it has not reduced among shards.
+        """
         if self.alone:
             return 0
         largest = max(self.embedding, self.head, self.block) // self.shards
         widened = largest * self.reduced if self.reduced != 4 else 0
-        return widened + (4 * largest if self.micro_steps > 1 else 0)
+        divided = largest * self.reduced if self.shards == 1 else 0
+        return widened + divided + (4 * largest if self.micro_steps > 1 else 0)
 
     @property
     def logits(self) -> int:
