@@ -90,11 +90,11 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
         lacks: requirements that it does not meet, or `EVERYTHING`.
     """
     start, has_gpu = time.monotonic(), bool(shutil.which("nvidia-smi"))
-    if any(lack.startswith((EVERYTHING, NO_PIP, "torch>")) for lack in lacks):
+    if any(lack.startswith((EVERYTHING, NO_PIP, "torch<", "torch>")) for lack in lacks):
         download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
         say(f"installing titanlite and what it needs into {VENV}; {download} to download")
     else:
-        say(f"adding to {VENV}, which has titanlite: {', '.join(lacks)}")
+        say(f"adding to {VENV}: {', '.join(lacks)}")
     clear = ["--clear"] if EVERYTHING in lacks else []
     VENV.mkdir(exist_ok=True)
     UNFINISHED.touch()

@@ -82,7 +82,7 @@ def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) ->
         ("activation_checkpoint", "fulll", ["activation_checkpoint.recipe", 'did you mean "full"?']),
         ("activation_checkpoint", "zzz", ["see `titanlite recipes activation_checkpoint`"]),
         ("model", "llama3-8b", ['model.flavor = "8b"', 'mean "8B"?']),
-        ("model", "8B", ['model.flavor = "8B"', "see `titanlite recipes model`"]),
+        ("model", "8B", ['model.flavor = "8B"', 'did you mean "llama3-8B"?']),
         ("model", "mine-small", ['"small"\n      want: model/mine-small.toml in a folder of job.recipe_dirs']),
         ("model", "llama3-7B", ["one of 1B, 3B, 405B, 70B, 8B, debug", "see `titanlite recipes model`"]),
         ("float8", "fp8", ["one of none, blockwise, mxfp8", "see `titanlite recipes float8`"]),

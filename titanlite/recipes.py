@@ -177,7 +177,7 @@ def _find(
         choices = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
-    near = near or nearest(asked, choices)
+    near = near or nearest(asked, choices) or next((stem for stem in files if stem.endswith(f"-{name}")), None)
     fix = f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`"
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)

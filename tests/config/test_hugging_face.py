@@ -194,3 +194,20 @@ def test_of_a_folder_of_another_size_of_the_same_shapes_the_epsilon_tells(tmp_pa
     sizes = replace(load("model", "llama3-8B"), norm_eps=2e-5)
     with pytest.raises(ConfigError, match="rms_norm_eps = 2e-05"):
         check_initial_load_path(config, sizes, Origin("config"))
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("outputs/mine", "titanlite export outputs/mine"),
+        ("outputs/mine/checkpoints/step-00000010", "titanlite export outputs/mine"),
+        ("outputs/other", "correct the path\n"),
+        ("Qwen/Qwen3-0.6B", "or fetch it: hf download Qwen/Qwen3-0.6B --local-dir FOLDER"),
+    ],
+)
+def test_a_folder_that_has_no_weights(path: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("outputs/mine/checkpoints/step-00000010").mkdir(parents=True)
+    with pytest.raises(ConfigError) as e:
+        check(Path(path))
+    assert fix in f"{e.value}\n"

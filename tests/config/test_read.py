@@ -92,6 +92,7 @@ steps = 1
     ("text", "parts"),
     [
         ("training = 5", ["line 1  training = 5", "want: a table", "fix:  write it as a table: [training]"]),
+        ("training_steps = 5", ["line 1  training_steps = 5", "fix:  did you mean training.steps?"]),
         ("steps = 5", ["line 1  steps = 5", "did you mean training.steps or validation.steps or profiling.steps?"]),
         ("[job]\nstrict = 0", ["job.strict = 0", "want: true or false", "fix:  strict = false"]),
         ("[job]\nstrict = 'No'", ["fix:  strict = false"]),

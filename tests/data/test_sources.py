@@ -123,6 +123,27 @@ def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
         assert part in str(e.value)
 
 
+@pytest.mark.parametrize(
+    ("source", "fix"),
+    [
+        ("python_stdlb", "did you mean python_stdlib?"),
+        ("c4", "hf:c4 for a dataset"),
+        ("allenai/c4", "hf:allenai/c4 for a dataset"),
+        ("there/c4", "correct the path"),
+        ("allenai/c4.txt", "correct the path"),
+        ("./c4", "correct the path"),
+    ],
+)
+def test_what_is_no_path_may_have_been_meant_as_something_else(
+    source: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(DataError) as e:
+        resolve(source)
+    assert f"fix:  {fix}" in str(e.value)
+
+
 def test_other_files_and_mixtures_are_refused(tmp_path: Path) -> None:
     for name in ("a.txt", "b.bin", "c.csv"):
         (tmp_path / name).write_bytes(b"ab")

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import titanlite
 from titanlite.checkpoint import publish
 from titanlite.config.build import show
+from titanlite.config.check import last_step
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
@@ -24,6 +25,15 @@ from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 STATE = "state.json"
 VERSION = 1
 _QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
+
+
+def nothing_to_do(config: Config, done: int) -> str | None:
+    """Say so where a run that has done so many steps takes none."""
+    last = last_step(config)
+    if done < last:
+        return None
+    key = "training.steps" if last == config.training.steps else "job.stop_after"
+    return f"nothing to do: the run ends at step {last} ({key}), and step {done} is already done"
 
 
 def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | None:

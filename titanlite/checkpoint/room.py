@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.publish import complete_steps, stale_bytes
 from titanlite.config.architectures import block_of, n_parameters
+from titanlite.config.check import last_step
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 
@@ -29,7 +30,7 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
         One line for the user; None if there is room, or the model's size is not known without its file.
     """
     block, steps = block_of(config.model, sizes), complete_steps(root)
-    last = min(config.training.steps, config.job.stop_after or config.training.steps)
+    last = last_step(config)
     newest, interval = max(steps, default=0), config.checkpoint.interval
     to_come = math.ceil(last / interval) - newest // interval  # at each multiple, and at the end
     if block is None or last <= newest:
@@ -44,5 +45,9 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
         return None
     others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"
     kept = f"checkpoint.keep_latest_k = {keep}{others}"
-    need = f"{more} more of {each / 2**30:.3g} GiB are to come ({kept})"
-    return f"the disk has no room for the checkpoints: {need}, and {free / 2**30:.3g} GiB are free at {folder}"
+    need = f"{more} more of {_gib(each)} are to come ({kept})"
+    return f"the disk has no room for the checkpoints: {need}, and {_gib(free)} are free at {folder}"
+
+
+def _gib(n_bytes: float) -> str:
+    return f"{n_bytes / 2**30:,.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.0f} MiB"

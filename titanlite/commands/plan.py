@@ -1,6 +1,6 @@
 """Predict a run without a GPU: sharding, collectives, memory, step time.
 
-titanlite plan FILE                              the sharding plan: placements, their origins, and collectives
+titanlite plan FILE                              of tensor parallelism: placements, their origins, and collectives
 titanlite plan FILE --world N                    also FSDP's collectives, memory by category, and the time of a step
 titanlite plan FILE --world N --device h100      the same for another device; exit code 2, with what would help, if the
                                                  run needs more memory than a device has

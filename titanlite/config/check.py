@@ -63,6 +63,11 @@ def check(
     problems.raise_all()
 
 
+def last_step(config: Config) -> int:
+    """Give the step after which a run ends, if no signal ends it before."""
+    return min(config.training.steps, config.job.stop_after or config.training.steps)
+
+
 def sequences_per_step(config: Config, world_size: int | None) -> int | None:
     """Give the sequences of one optimizer step over all ranks.
 

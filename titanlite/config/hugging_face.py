@@ -219,8 +219,10 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
         theirs, files = {**layout.unsaid, **_dimensions_of(folder / "config.json")}, weight_files(folder)
     except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
         want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
-        is_name = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+        is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.is_dir()
         fix = f"correct the path{f'; or fetch it: hf download {path} --local-dir FOLDER' if is_name else ''}"
+        if (run := next((f for f in (folder, *folder.parents) if (f / "checkpoints").is_dir()), None)) is not None:
+            fix = f"export the run first, and name what is written: titanlite export {run}"
         problems.add(key, show(path), want, fix)
         problems.raise_all()
         raise

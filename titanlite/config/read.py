@@ -78,6 +78,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
     section, _, key = path.rpartition(".")
     if fix := replacement(path, value):
         return fix
+    if flat := next((k for k in schema_keys() if k.replace(".", "_") == path), None):
+        return f"did you mean {flat}?"
     if not section and (near := nearest(path, sections())):
         return f"did you mean [{near}]?"
     elsewhere = [k for k in schema_keys() if k.endswith(f".{key}")]

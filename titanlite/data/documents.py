@@ -294,11 +294,14 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
     except DataError:
         raise
     except Exception as e:  # the library raises its own, its back ends' and the network's
+        fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
+        if source.files:
+            fix = "correct config, split or file; or name the files without hf:, where data.max_bad_records skips some"
         problem = Problem(
             source.key,
             f"{source.name!r}: {type(e).__name__}: {e}",
             f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`",
-            "correct the name, config or split; without a network give a folder, as hf:/data/name, or files",
+            fix,
         )
         raise DataError(describe("data", [problem])) from e
 

@@ -12,16 +12,19 @@ before torch is imported.
 import glob
 import hashlib
 import os
+import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError, Problem, describe, nearest
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
+_STDLIB = ("python_stdlib", "python_stdlib_held_out")
+_HUB_NAME = re.compile(r"[\w-]+(/[\w.-]+)?")
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
 # Not read, but not left out of a folder in silence either.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
@@ -66,17 +69,22 @@ def resolve(source: str, key: str = "data.source") -> Source:
     Raises:
         DataError: nothing matches, a folder cannot be read, a suffix is unknown, or token files are mixed with text.
     """
-    if source in ("python_stdlib", "python_stdlib_held_out"):
+    if source in _STDLIB:
         return Source(source, key, "python", _stdlib_files(held_out=source.endswith("held_out")))
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
     files = _matches(source, key)
     if not files:
-        known = "python_stdlib, hf:<dataset>, or a path, folder or glob of " + ", ".join(SUFFIXES)
+        named = ", ".join(_STDLIB)
+        known = f"{named}, hf:<dataset>, or a path, folder or glob of {', '.join(SUFFIXES)}"
         saw = f"{source!r}, which matches no file (working directory: {Path.cwd()})"
         if os.path.isdir(os.path.expanduser(source)):
             saw = f"{source!r}, a folder with no file of a known type in it or below"
         fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
+        if near := nearest(source, _STDLIB):
+            fix = f"did you mean {near}?"
+        elif _HUB_NAME.fullmatch(source) and not (source.endswith(SUFFIXES) or os.path.isdir(source.partition("/")[0])):
+            fix = f"hf:{source} for a dataset of the hub of that name; or {fix}"
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))
     unknown = [f for f in files if not f.name.endswith(SUFFIXES)]
     if unknown:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_rank_0
-from titanlite.checkpoint.resume import dimensions_of
+from titanlite.checkpoint.resume import dimensions_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
-from titanlite.config.schema import Config
+from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
@@ -33,11 +33,6 @@ from titanlite.training.stop import StopSignals
 WATCHDOG_GRACE_S = 60
 ROLL_CALL = 0.75
 """Share of that limit after which ranks say where they are: their answers must be there before it ends them."""
-
-
-def last_step(config: Config) -> int:
-    """The step after which a run ends, if no signal ends it before."""
-    return min(config.training.steps, config.job.stop_after or config.training.steps)
 
 
 @dataclass
@@ -69,11 +64,8 @@ class Loop:
         last = last_step(config)
         in_flight: deque[InFlight] = deque()
         stopping, step = False, start
-        if start >= last:
-            key = "training.steps" if last == config.training.steps else "job.stop_after"
-            report.console.notice(
-                f"nothing to do: the run ends at step {last} ({key}), and step {start} is already done"
-            )
+        if idle := nothing_to_do(config, start):
+            report.console.notice(idle)
         self._limit(config.comm.init_timeout_seconds)  # of the mesh's groups too, which were made with torch's own
         report.restart_clock()
         for step in range(start + 1, last + 1):

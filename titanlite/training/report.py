@@ -124,7 +124,7 @@ class Report:
         self._flops = flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
-        console.notice(f"MFU is relative to {self._peak / 1e12:,.1f} TFLOP/s ({how})")
+        console.notice(f"MFU is relative to {self._peak / 1e12:.3g} TFLOP/s ({how})")
         self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
         self.restart_clock()
 

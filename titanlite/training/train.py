@@ -10,7 +10,7 @@ from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.state import Checkpoints
-from titanlite.config.check import sequences_per_step
+from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
@@ -31,7 +31,7 @@ from titanlite.parallel.overrides import LEAST
 from titanlite.parallel.process_group import start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import build, fastest_attention
-from titanlite.training.loop import WATCHDOG_GRACE_S, Loop, last_step
+from titanlite.training.loop import WATCHDOG_GRACE_S, Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.receipt import add_data
 from titanlite.training.report import Report
