@@ -95,16 +95,16 @@ def test_a_chosen_list_is_given_less() -> None:
 
 def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
     with pytest.raises(ConfigError, match="1 problem") as error:
-        checked(*AUTO, "38")
+        checked(*AUTO, "38.4")
     said = str(error.value)
     least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
-    assert "activation_checkpoint.budget_gib = 38\n" in said
-    assert f"want: at least 38.5: {least:.1f} are predicted" in said
-    assert "fix:  --activation_checkpoint.budget_gib 38.5, or" in said
+    assert "activation_checkpoint.budget_gib = 38.4\n" in said
+    assert f"want: at least 38.6: {least:.1f} are predicted" in said
+    assert "fix:  --activation_checkpoint.budget_gib 38.6, or" in said
     flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
-    assert len(flags) == 3
-    for flag in [["--activation_checkpoint.budget_gib", "38.5"], *flags]:
-        checked(*AUTO, "38", *flag)
+    assert len(flags) == 2
+    for flag in [["--activation_checkpoint.budget_gib", "38.6"], *flags]:
+        checked(*AUTO, "38.4", *flag)
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:

@@ -7,6 +7,7 @@ targets before backward.
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,19 +60,18 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
 class _ReduceScatter(DefaultReduceScatter):
     """FSDP's, with its sum in memory of the compute stream: it is a gradient, and takes what activations leave.
 
-    Safe without a record of the other stream: that has waited for all that the compute stream was to do when the sum is
-    allocated, and the compute stream waits for it before the optimizer's step, after which the sum is freed. A sum that
-    is added to a gradient, or cast, would be freed before.
+    Safe without a record of the streams that reduce: they have waited for all that the compute stream was to do when
+    the sum is allocated, and the compute stream waits for the last of them before the optimizer's step, after which the
+    sum is freed. A sum that is added to a gradient, or cast, would be freed before.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP asks for the input, and on its own stream for the sum."""
-        if device.type != "cuda":
-            return super().allocate(size, dtype=dtype, device=device)
-        with torch.cuda.stream(torch.cuda.default_stream(device)):
+        is_cuda = device.type == "cuda"
+        with torch.cuda.stream(torch.cuda.default_stream(device)) if is_cuda else nullcontext():
             # Not `torch.empty`: with deterministic kernels that fills it, on this stream, while FSDP's writes the sum.
             memory = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
-        return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
+        return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, size)  # type: ignore[call-overload]
 
 
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:

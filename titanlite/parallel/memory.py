@@ -6,8 +6,9 @@ buffers and symmetric memory, a few GiB in all.
 Memory is reserved by stream: what one stream has freed no other takes. FSDP gathers weights on one stream and reduces
 gradients on another, so the peak is the sum of three peaks, whenever they are:
 
-    compute     parameters, moments, gathered weights and activations, at the worst moment of backward: either the head,
-                with the logits and the gradient of its weight, or the last blocks, with what they compute again
+    compute     parameters, moments, gathered weights and activations, at the worst moment of backward: the head, with
+                the logits and the gradient of its weight; a block, with what it computes again; or the gradient of the
+                head's or the embedding's weight, which is there as it came and in float32
     gathering   two units of weights, one on its way and one that is being copied out, and a shard
     reducing    all gradients, where they are widened on this stream or more micro-steps follow: they are there when the
                 first activations are not yet free; and what is made on the way to them
@@ -32,14 +33,18 @@ HOLES = 0.2
 Measured: 0.15 to 0.21 (docs/performance.md, "Gradients of a rank alone")."""
 
 
+HOLES_AT_THE_END = 0.9
+"""Of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones, such as
+that of the gathered embedding. Measured: 0.7 to 1.0 (docs/performance.md, "Gradients of many ranks")."""
+
+
 SLACK = 2 * GIB // 5
 """What a run reserves beyond its tensors: workspaces of the matrix libraries, segments that are not full. Measured:
 0.2 to 1.0 GiB."""
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 0.7 %,
-but for one of few tokens with `full`, whose holes are larger than predicted (4.6 %)."""
+"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 1.1 %."""
 
 
 EAGER_LOSS_TOKENS = 256
@@ -59,13 +64,13 @@ class Memory:
         parameters: float32 masters, this rank's shard.
         gradients: float32, of the same shard; where they follow activations, those that there are at the worst moment.
         optimizer: both moments.
-        gathered_weights: whole weights in the compute dtype at the worst moment, or the place that they have just left.
+        gathered_weights: whole weights in the compute dtype at the worst moment, or the place that a head has left.
         communication: FSDP's buffers on their way to and from other ranks.
         activations: what the save-list keeps, in all blocks.
         logits: in the compute dtype; 0 if the worst moment is not in the head.
         working_set: what else only the worst moment holds: casts, and gradients of the head, or what a block computes
             again and its gradients.
-        slack: of the allocator; with the holes between those gradients.
+        slack: of the allocator; with holes, where gradients follow activations.
     """
 
     parameters: int
@@ -180,20 +185,21 @@ class MemoryModel:
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
-        reduced = 0 if tied else self.head  # of the unit before, until that of the next is
+        before = 0 if tied else self.head  # of the unit before, what is reduced is there until that of the next is
         for done, priced in enumerate(reversed(blocks)):
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
             again = max(0, self._whole_block - priced.held)
-            reducing = of_ends + (0 if self.alone else self.reduced * reduced)
+            reducing = of_ends + (0 if self.alone else self.reduced * before)
             moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
-            left, reduced = left - priced.held, self.block
-        if self.gradients_follow:  # the ends' gradients, as they came, in float32, and of many ranks their sums
-            whole = 0 if self.alone else 4  # what is reduced: twice as large as the place that gathered weights leave
-            if not tied:
-                as_it_came = e * self.head + e * self.layout.tokens * self.sizes.dim
-                moments.append((stays + embedding + head, whole * self.head, of_head, 0, held, 0, as_it_came))
-            _, holes = gradients(n)
-            moments.append((e * self.embedding, whole * self.embedding, 4 * shard, holes, 0, 0, e * self.embedding))
+            left, before = left - priced.held, self.block
+        if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced
+            own = e * self.head + e * self.layout.tokens * self.sizes.dim
+            reduced = 0 if self.alone else self.reduced * self.head
+            moments.append((stays + embedding + head, reduced, *gradients(0), held, 0, own))
+        gathered = e * self.embedding if self.alone else 0
+        reduced = 0 if self.alone else self.reduced * self.embedding
+        holes = gradients(n)[1] + (int(HOLES_AT_THE_END * reduced) if self.gradients_follow else 0)
+        moments.append((gathered, reduced, 4 * shard, holes, 0, 0, e * self.embedding))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,

@@ -248,22 +248,16 @@ def _names(tensors: list[Tensor]) -> str:
 
 def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> None:
     """Blocks that asked to be compiled, and whether the compiler made anything: the environment can turn it off."""
-    plain = [i for i, block in enumerate(blocks) if block._compiled_call_impl is None]
-    if not requested and len(plain) == len(blocks):
+    if not requested:
         receipt.add("compile", False, "off", count=0)
         return
     from torch._dynamo.utils import counters  # slow to import
 
-    compiled, graphs = len(blocks) - len(plain), counters["stats"]["unique_graphs"]
+    plain = [i for i, block in enumerate(blocks) if block._compiled_call_impl is None]
     missed = [Skipped(f"layers.{i}", "is not compiled") for i in plain]
-    receipt.add(
-        "compile",
-        requested,
-        {"blocks": compiled, "graphs": graphs},
-        count=compiled if graphs else 0,
-        missed=missed,
-        key="compile.enable",
-    )
+    applied = {"blocks": len(blocks) - len(plain), "graphs": counters["stats"]["unique_graphs"]}
+    count = applied["blocks"] if applied["graphs"] else 0
+    receipt.add("compile", True, applied, count=count, missed=missed, key="compile.enable")
 
 
 def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
