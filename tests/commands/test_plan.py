@@ -1,5 +1,6 @@
 """`titanlite plan`: the tables, the chain of a tensor, the file for programs, what differs, what fits, and mistakes."""
 
+import importlib.util
 import inspect
 import json
 import re
@@ -238,6 +239,18 @@ def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["all_gather", "forward", "layers.0-3.attention.wqkv"].startswith("not fused: it has a matmul in high")
 
 
+def test_without_triton_what_is_fused_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
+    assert main(["plan", DEBUG, *TWO, *ASYNC]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not known\n") == 10
+    assert "what is fused is not known without Triton (pip install triton)" in out
+    assert "not fused" not in out
+
+
 def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/performance.md: 10,330 tok/s/GPU; 80.6 GiB, 7.5 of them gradients apart and 0.4 in the last norm."""
     file = tmp_path / "plan.json"
@@ -316,7 +329,7 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     huge = [str(Path(LARGE).with_name("llama3_405b.toml")), "--device-gib", "80", "--world"]
     assert main(["plan", *huge, "64"]) == 2
-    assert "fix:  --world 128: no two flags together would make it fit" in capsys.readouterr().err
+    assert "fix:  --world 128: no other save-list, layout and batch would make it fit" in capsys.readouterr().err
     assert main(["plan", *huge, "128"]) == 0
 
 
@@ -411,7 +424,11 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4", "--diff", "--training.seed", "3"]) == 0
     assert capsys.readouterr().out == "nothing differs\n"
     assert main(["plan", LARGE, "--world", "4", "--diff", "--activation_checkpoint.recipe", "none"]) == 0
-    rows = [line.rsplit(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    table, *notes = capsys.readouterr().out.split("\n\n")
+    assert notes == [
+        "0.0 of 7.5 GiB of gradients exist at the peak; the rest are made later, in memory that activations leave\n"
+    ]
+    rows = [line.rsplit(maxsplit=2) for line in table.splitlines()]
     assert rows[0] == ["before", "after"]
     assert [row[0].strip() for row in rows[1:2]] == ["memory, GiB: activations"]
     assert not any("matmul" in row[0] or "parameters" in row[0] for row in rows)
@@ -423,7 +440,9 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == out
     flags = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
     assert main(["plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    table, *notes = capsys.readouterr().out.split("\n\n")
+    assert notes == ["--world N adds the collectives of data-parallel ranks and the reductions over all ranks\n"]
+    rows = [line.split() for line in table.splitlines()[1:]]
     assert {row[-2] for row in rows} == {"none"}  # nothing but pairs: placements and collectives stay as they are
     assert len(rows) == 10
 
@@ -435,7 +454,9 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
     recipe.write_text('extends = "tensorwise"\nhelp = "as tensorwise"\nreduce_amax = true\n')
     run = [LARGE, *TWO[:2], "--float8.recipe", str(recipe), "--training.mixed_precision_param", "bfloat16"]
     assert main(["plan", *run, "--world", "8", "--diff", "--world", "16"]) == 0
-    rows = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    table = capsys.readouterr().out.partition("\n\n")[0]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    assert ["all_reduce update, number of targets", *(f"1 of 0.000 MiB over {n} ranks" for n in (8, 16))] in rows
     assert not any("none" in row for row in rows)
     sent = "32 of 78.012 MiB over 4 ranks", "32 of 91.014 MiB over 8 ranks"
     assert ["all_gather forward layers.0-31, weights", *sent] in rows

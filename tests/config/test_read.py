@@ -9,6 +9,7 @@ from titanlite.config.problems import Place
 from titanlite.config.read import read_config, schema_keys
 from titanlite.config.renamed import _REPLACEMENT, replacement
 from titanlite.config.schema import Config
+from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 
 
@@ -206,6 +207,13 @@ def test_a_circle_of_extends_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["extends = [1]", "extends = 5", 'extends = ["nowhere.toml"]'])
 def test_a_malformed_extends_is_an_error_at_its_line(tmp_path: Path, text: str) -> None:
     assert "line 1  extends" in message(write(tmp_path, text))
+
+
+def test_a_shipped_config_or_one_that_is_near_may_have_been_meant(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").touch()
+    assert f"did you mean {shipped_folder('configs') / 'debug.toml'}?" in message(tmp_path / "debug.toml")
+    assert f"did you mean {tmp_path / 'mine.toml'}?" in message(tmp_path / "mime.toml")
+    assert "did you mean" not in message(tmp_path / "other.toml")
 
 
 @pytest.mark.parametrize("name", [".", "loop.toml", "x" * 300, "a\\u0000b.toml"])

@@ -251,6 +251,8 @@ def test_input_that_changes_while_it_is_read_is_refused(
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file is in the way")
+    with pytest.raises(DataError, match=r"data.cache_dir = .*/cache/below': .*/cache is no folder"):
+        check_inputs(Config(data=Data(cache_dir=str(tmp_path / "cache" / "below"))), 256)
     with pytest.raises(DataError, match=r"data.cache_dir = .*File exists(.|\n)*fix:  make room, or set"):
         prepare_here(tmp_path, write_texts(tmp_path / "in", "x"))
 

@@ -8,6 +8,7 @@ import torch
 import titanlite.training.build as build
 import titanlite.training.loop as loop
 import titanlite.training.receipt as training_receipt
+import titanlite.training.train as train
 from tests.training.launched import Desk
 from titanlite import recipes
 from titanlite.commands.validate import checked_run
@@ -212,6 +213,19 @@ def test_a_list_without_a_price_has_no_prediction(tmp_path: Path) -> None:
     assert "fix:  a save-list that names what it keeps" in said
 
 
-def test_a_device_is_measured() -> None:
+def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = measure(torch.device("cpu"))
     assert 0 < seen.allocated <= seen.peak_reserved < seen.could_be_reserved
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert measure(torch.device("cpu")).could_be_reserved == seen.could_be_reserved / 4
+
+
+def test_a_cpu_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(desk: Desk) -> None:
+    def plant() -> None:
+        train.measure = lambda device: Measured(0.0, 0.0, 0.0, 0.0, 0.1)
+
+    run = desk.run("large", 1, "--job.stop_after=1", plant=plant)
+    before, warned, after = run.output.partition("warning: this run is predicted to run out of memory\n")
+    assert warned
+    assert "step  1" not in before
+    assert "0.1 are available" in after

@@ -189,5 +189,6 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     if flags:
         fix = f"one of these{listed}" + (f"\n          or --world {more}, more processes" if more else "")
     else:
-        fix = f"{f'--world {more}' if more else 'a smaller model'}: no two flags together would make it fit"
+        instead = f"--world {more}" if more else "a smaller model"
+        fix = f"{instead}: no other save-list, layout and batch would make it fit"
     raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))

@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.parallel.sharding.plan import Kind
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
+NOT_ASKED = "is not known to be: the kernels cannot be asked without Triton"
+"""An obstacle where there may be none."""
+
 
 class Pair(NamedTuple):
     """A collective and the matmul of its layer.
@@ -81,7 +84,7 @@ class _Asking(TorchDispatchMode):
 
     def _obstacle(self, op: str, args: Any) -> str | None:
         if importlib.util.find_spec("triton") is None:
-            return "needs kernels that cannot be asked: there is no Triton on this machine"
+            return NOT_ASKED
         if op.endswith("all_gather_matmul"):
             from titanlite.kernels.device.all_gather_matmul import obstacle
 

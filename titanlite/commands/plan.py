@@ -101,9 +101,12 @@ def _tables(planned: PlannedRun, device_gib: float | None) -> str:
 
 def _pair_rows(planned: PlannedRun) -> list[list[str]]:
     """Rows of collective, pass, module, and whether it is fused; layers that are alike are one."""
+    from titanlite.commands.fused_pairs import NOT_ASKED
+
     rows = ((pair.module, (pair.kind, pair.direction, pair.obstacle), pair) for pair in planned.pairs)
+    verdicts = {None: "fused", NOT_ASKED: "not known"}
     return [
-        [pair.kind, pair.direction, name, f"not fused: it {pair.obstacle}" if pair.obstacle else "fused"]
+        [pair.kind, pair.direction, name, verdicts.get(pair.obstacle, f"not fused: it {pair.obstacle}")]
         for name, _, pair in alike(rows)
     ]
 
@@ -183,6 +186,8 @@ def _diff(argv: list[str]) -> int:
     notes = [(*planned.notes, *(planned.predicted.notes if planned.predicted else ())) for planned in plans]
     for name, own, others in zip(names, notes, reversed(notes), strict=True):
         sys.stdout.write("".join(f"\n{name}: {note}\n" for note in own if note not in others))
+    if len(rows) > 1:
+        sys.stdout.write("".join(f"\n{note}\n" for note in notes[0] if note in notes[1]))
     return 0
 
 
@@ -195,7 +200,7 @@ def _facts(planned: PlannedRun) -> dict[str, str]:
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
     for kind, direction, name, _, moves, ranks, times, mib, _ in collective_rows(planned.traffic):
-        what, seen = f"{kind} {direction} {name}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
+        what, seen = f"{f'{kind} {direction} {name}'.strip()}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
     facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
     if planned.sharding is not None:

@@ -74,7 +74,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes)
     import torch
 
-    from titanlite.commands.fused_pairs import fused_pairs
+    from titanlite.commands.fused_pairs import NOT_ASKED, fused_pairs
     from titanlite.commands.one_rank import as_a_rank_has_it, gathered_in_float8
     from titanlite.commands.sharding_table import sharding_plan, token_traffic, whole_gradients
 
@@ -86,6 +86,9 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps)
     of_tokens.append(of_loss(each, t, memory.micro_steps))
     others, notes = _traffic(memory, world, -(-whole_gradients(sharding) // shards))
+    if any(pair.obstacle == NOT_ASKED for pair in pairs):
+        note = "what is fused is not known without Triton (pip install triton); a predicted time has all of them fused"
+        notes = (*notes, note)
     notes = (*unknown, *notes)
     return PlannedRun(memory, tokens, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
 

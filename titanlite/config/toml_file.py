@@ -102,10 +102,12 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
 
 def nearest_file(path: Path) -> str:
     """Say which TOML file beside `path` was probably meant, or which configs are shipped."""
-    beside = {p.name: p for p in sorted(path.parent.glob("*.toml")) if os.path.isfile(p)}
-    if near := nearest(path.name, beside):
-        return f"did you mean {beside[near]}? shipped ones are in {shipped_folder('configs')}"
+    beside = {p.stem: p for p in sorted(path.parent.glob("*.toml")) if os.path.isfile(p)}
     shipped = sorted(p.name for p in shipped_folder("configs").glob("*.toml"))
+    if path.name in shipped:
+        return f"did you mean {shipped_folder('configs') / path.name}?"
+    if near := nearest(path.stem, beside):
+        return f"did you mean {beside[near]}? shipped ones are in {shipped_folder('configs')}"
     return f"write it, or start from one in {shipped_folder('configs')}: {', '.join(shipped)}"
 
 

@@ -124,6 +124,14 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         except DataError as e:
             problems.extend(e.args)
 
+    def check_cache() -> None:
+        folder = Path(config.data.cache_dir).expanduser()
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not there.is_dir():
+            saw = f"{config.data.cache_dir!r}: {there} is no folder"
+            problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
+            raise DataError(describe("data", [problem]))
+
     def load_tokenizer() -> None:
         nonlocal tokenizer
         tokenizer = load(config.data.tokenizer)
@@ -140,6 +148,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
     if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
+    attempt(check_cache)
     for key in found:
         attempt(lambda key=key: _check_cache(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))

@@ -41,11 +41,12 @@ class Measured:
 
 
 def measure(device: torch.device) -> Measured:
-    """Read the memory of this rank: of its GPU, or of the process and the machine on a CPU."""
+    """Read the memory of this rank: of its GPU, or on a CPU of the process, and its part of the machine's."""
     peak_reserved, peak_allocated = memory_gib(device)
     if device.type != "cuda":
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        return Measured(peak_allocated, peak_allocated, peak_reserved, peak_allocated, machine)
+        own = machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Measured(peak_allocated, peak_allocated, peak_reserved, peak_allocated, own)
     reserved, (free, _) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     return Measured(reserved / GIB, allocated / GIB, peak_reserved, peak_allocated, (reserved + free) / GIB)
