@@ -69,6 +69,16 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert rest.content(10) == undisturbed.content(10)
 
 
+def test_who_is_left_says_that_another_rank_has_ended(desk: Desk) -> None:
+    job = desk.start("left", 2, plant=at_step(3, kill(signal.SIGKILL), rank=1))
+    assert job.wait() == [1, -signal.SIGKILL]
+    run = Ended(desk.folder / "runs" / "left", job.output())
+    error = {"type": "ConnectionError", "rank": 0}
+    error["message"] = "another rank has ended; its log or the launcher's output says of what"
+    assert run.status["error"] == error
+    assert f"ConnectionError: {error['message']}\n" in run.output
+
+
 def test_a_validation_that_was_due_is_logged_once_however_often_the_run_goes_on(desk: Desk) -> None:
     desk.run("due", 1, *VALIDATE, plant=at_step(3, kill(signal.SIGTERM)))
     for _ in range(2):  # neither gets as far as a checkpoint of its own

@@ -1,6 +1,7 @@
 """Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
 
 import os
+import re
 import signal
 from contextlib import ExitStack, suppress
 
@@ -37,6 +38,9 @@ from titanlite.training.receipt import add_data
 from titanlite.training.report import Report
 from titanlite.training.state import restore, tensors_of
 from titanlite.training.stop import StopSignals
+
+# What gloo and NCCL say of it, among much else.
+_PEER_ENDED = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
 
 
 def train(
@@ -96,6 +100,8 @@ def train(
             peer = peer_failure()
             if status.stall and isinstance(error, RuntimeError):  # a collective that timed out: it names no rank
                 peer = peer or TimeoutError(status.stall)
+            if isinstance(error, RuntimeError) and _PEER_ENDED.search(str(error)):
+                peer = peer or ConnectionError("another rank has ended; its log or the launcher's output says of what")
             for say in (console.failed, status.failed):
                 with suppress(OSError):  # of a full disk, which may be the error itself
                     say(peer or error)
