@@ -279,4 +279,8 @@ def _model(checked: CheckedRun) -> str:
     if block is None:
         return f"{model.file} {model.flavor}, not imported"
     by = " by its recipe" if model.file else ""
-    return f"{model.file or model.name} {model.flavor}, {n_parameters(block, checked.dimensions):,} parameters{by}"
+    over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
+    other = f" with {', '.join(over)}" if over else ""
+    return (
+        f"{model.file or model.name} {model.flavor}{other}, {n_parameters(block, checked.dimensions):,} parameters{by}"
+    )

@@ -53,8 +53,12 @@ def run(argv: Sequence[str]) -> int:
     if folder.exists():
         problem = Problem(str(folder), "", "a folder that does not exist yet", "delete it: an earlier check left it")
         raise CheckpointError(describe("titanlite verify-resume", [problem]))
-    for name, last in ((_WHOLE, 2 * steps), ("stopped", steps), ("stopped", 2 * steps)):
-        sys.stdout.write(f"{name}: to step {last}\n")
+    for said, name, last in (
+        (_WHOLE, _WHOLE, 2 * steps),
+        ("stopped", "stopped", steps),
+        ("stopped, then resumed", "stopped", 2 * steps),
+    ):
+        sys.stdout.write(f"{said}: to step {last}\n")
         sys.stdout.flush()
         _train(given.flags, folder, name, last, processes)
     _require_equal(RunFolder(folder / _WHOLE), RunFolder(folder / "stopped"), 2 * steps)
