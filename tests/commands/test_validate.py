@@ -124,8 +124,10 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "replicate 1 × shard 4 × tensor 2: 8 processes" in said
     assert "65,536 tokens a step, 6,553,600 in 100 steps; 8 micro-steps" in said
     assert os.path.join("outputs", "run") in said
-    assert main(["validate", file]) == 0
-    assert "any number of processes" in capsys.readouterr().out
+    assert main(["validate", file, "--model.dim", "512"]) == 0
+    said = capsys.readouterr().out
+    assert "llama3 debug with dim 512, " in said
+    assert "any number of processes" in said
     assert main(["validate", file, "--world", "8", "--world=2"]) == 0
     assert ": 2 processes" in capsys.readouterr().out
 

@@ -281,6 +281,5 @@ def _model(checked: CheckedRun) -> str:
     by = " by its recipe" if model.file else ""
     over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
     other = f" with {', '.join(over)}" if over else ""
-    return (
-        f"{model.file or model.name} {model.flavor}{other}, {n_parameters(block, checked.dimensions):,} parameters{by}"
-    )
+    count = f"{n_parameters(block, checked.dimensions):,} parameters{by}"
+    return f"{model.file or model.name} {model.flavor}{other}, {count}"
