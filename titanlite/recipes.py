@@ -174,10 +174,11 @@ def _find(
         own = [stem for stem, path in files.items() if path.parent != shipped_folder("recipes") / kind]
         has = f", which have {', '.join(own)}" if own else ""
         asked, place = flavor or name, f"model/{name}.toml in a folder of job.recipe_dirs{has}"
-        choices = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
+        flavors = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
+        choices = flavors or [c for c in choices if c.endswith(f"-{name}")]  # it may be a flavor alone
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
-    near = near or nearest(asked, choices) or next((stem for stem in files if stem.endswith(f"-{name}")), None)
+    near = near or nearest(asked, choices)
     fix = f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`"
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)

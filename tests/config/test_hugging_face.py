@@ -202,12 +202,16 @@ def test_of_a_folder_of_another_size_of_the_same_shapes_the_epsilon_tells(tmp_pa
         ("outputs/mine", "titanlite export outputs/mine"),
         ("outputs/mine/checkpoints/step-00000010", "titanlite export outputs/mine"),
         ("outputs/other", "correct the path\n"),
+        ("outputs/mine/nosuch", "correct the path\n"),
         ("Qwen/Qwen3-0.6B", "or fetch it: hf download Qwen/Qwen3-0.6B --local-dir FOLDER"),
+        ("checkpoints/Qwen3", "correct the path\n"),
     ],
 )
 def test_a_folder_that_has_no_weights(path: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("outputs/mine/checkpoints/step-00000010").mkdir(parents=True)
+    Path("outputs/mine/status.json").touch()
+    Path("checkpoints/Qwen3").mkdir(parents=True)
     with pytest.raises(ConfigError) as e:
         check(Path(path))
     assert fix in f"{e.value}\n"

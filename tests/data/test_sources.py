@@ -127,11 +127,11 @@ def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
     ("source", "fix"),
     [
         ("python_stdlb", "did you mean python_stdlib?"),
-        ("c4", "hf:c4 for a dataset"),
-        ("allenai/c4", "hf:allenai/c4 for a dataset"),
-        ("there/c4", "correct the path"),
-        ("allenai/c4.txt", "correct the path"),
-        ("./c4", "correct the path"),
+        ("c4", "that name is hf:c4"),
+        ("allenai/c4", "that name is hf:allenai/c4"),
+        ("there/c4", "any folders"),
+        ("allenai/c4.txt", "any folders"),
+        ("./c4", "any folders"),
     ],
 )
 def test_what_is_no_path_may_have_been_meant_as_something_else(
@@ -141,7 +141,7 @@ def test_what_is_no_path_may_have_been_meant_as_something_else(
     (tmp_path / "there").mkdir()
     with pytest.raises(DataError) as e:
         resolve(source)
-    assert f"fix:  {fix}" in str(e.value)
+    assert str(e.value).endswith(fix)
 
 
 def test_other_files_and_mixtures_are_refused(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     assert read(f"hf:{folder}::test")[0] == ["three"]
     with pytest.raises(DataError, match=r"2 bad records(.|\n)*:1: no field 'body' among text"):
         read(f"hf:{folder}", text_key="body")
-    with pytest.raises(DataError, match="Bad split: nope"):
+    with pytest.raises(DataError, match=r"Bad split: nope(.|\n)*; or name the files without hf:"):
         read(f"hf:{folder}::nope")
     before = resolve(f"hf:{folder}").stamps()
     (folder / "train.jsonl").write_text('{"text": "one"}\n')

@@ -15,8 +15,9 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.choose_save_list import Times
-from titanlite.parallel.memory import MemoryModel, usable
+from titanlite.parallel.memory import GIB, MemoryModel, usable
 from titanlite.parallel.overrides import LEAST
+from titanlite.training import out_of_memory
 from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure
 
 AUTO = "--activation_checkpoint.recipe=auto"
@@ -216,8 +217,11 @@ def test_a_list_without_a_price_has_no_prediction(tmp_path: Path) -> None:
 def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = measure(torch.device("cpu"))
     assert 0 < seen.allocated <= seen.peak_reserved < seen.could_be_reserved
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert measure(torch.device("cpu")).could_be_reserved == seen.could_be_reserved / 4
+    monkeypatch.setattr(out_of_memory, "_available", lambda: 8 * GIB)
+    for ranks in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        seen = measure(torch.device("cpu"))
+        assert seen.could_be_reserved == pytest.approx(seen.allocated + 8 / ranks)
 
 
 def test_a_cpu_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(desk: Desk) -> None:

@@ -45,9 +45,9 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
         return None
     others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"
     kept = f"checkpoint.keep_latest_k = {keep}{others}"
-    need = f"{more} more of {_gib(each)} are to come ({kept})"
-    return f"the disk has no room for the checkpoints: {need}, and {_gib(free)} are free at {folder}"
+    need = f"{more} more of {_size(each)} are to come ({kept})"
+    return f"the disk has no room for the checkpoints: {need}, and {_size(free)} are free at {folder}"
 
 
-def _gib(n_bytes: float) -> str:
+def _size(n_bytes: float) -> str:
     return f"{n_bytes / 2**30:,.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.0f} MiB"

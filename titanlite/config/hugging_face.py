@@ -221,7 +221,9 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
         want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
         is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.is_dir()
         fix = f"correct the path{f'; or fetch it: hf download {path} --local-dir FOLDER' if is_name else ''}"
-        if (run := next((f for f in (folder, *folder.parents) if (f / "checkpoints").is_dir()), None)) is not None:
+        above = [folder, *folder.parents][:3]  # of a run, of its checkpoints, or one of these
+        run = next((f for f in above if (f / "checkpoints").is_dir() and (f / "status.json").exists()), None)
+        if folder.is_dir() and run is not None:
             fix = f"export the run first, and name what is written: titanlite export {run}"
         problems.add(key, show(path), want, fix)
         problems.raise_all()

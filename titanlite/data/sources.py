@@ -24,7 +24,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
-_HUB_NAME = re.compile(r"[\w-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
 # Not read, but not left out of a folder in silence either.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
@@ -83,8 +83,8 @@ def resolve(source: str, key: str = "data.source") -> Source:
         fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
         if near := nearest(source, _STDLIB):
             fix = f"did you mean {near}?"
-        elif _HUB_NAME.fullmatch(source) and not (source.endswith(SUFFIXES) or os.path.isdir(source.partition("/")[0])):
-            fix = f"hf:{source} for a dataset of the hub of that name; or {fix}"
+        elif _HUB_NAME.fullmatch(source) and not os.path.isdir(source.partition("/")[0]):
+            fix = f"{fix}; a dataset of the hub of that name is hf:{source}"
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))
     unknown = [f for f in files if not f.name.endswith(SUFFIXES)]
     if unknown:

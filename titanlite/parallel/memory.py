@@ -35,7 +35,7 @@ Measured: 0.15 to 0.21 (docs/performance.md, "Gradients of a rank alone")."""
 
 HOLES_AT_THE_END = 0.9
 """Of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones, such as
-that of the gathered embedding. Measured: 0.7 to 1.0 (docs/performance.md, "Gradients of many ranks")."""
+that of the gathered embedding. Fitted to two runs, of 0.7 and 1.0 (docs/performance.md, "Gradients of many ranks")."""
 
 
 SLACK = 2 * GIB // 5

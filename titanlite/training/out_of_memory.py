@@ -1,4 +1,4 @@
-"""What to say when a GPU is full, or will be: what holds its memory, what was predicted, and which flags would help.
+"""What to say when memory is full, or will be: what holds its memory, what was predicted, and which flags would help.
 
 torch says how much it could not allocate. What the user needs to know is what all the rest is for, which only the
 prediction (`parallel/memory.py`) can say: the allocator knows sizes and no names.
@@ -6,9 +6,11 @@ prediction (`parallel/memory.py`) can say: the allocator knows sizes and no name
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ class Measured:
     allocated: float
     peak_reserved: float
     peak_allocated: float
-    could_be_reserved: float  # what is reserved, and what is free besides
+    could_be_reserved: float  # what is reserved, and what is free besides; on a CPU, this rank's part of the latter
 
     def __str__(self) -> str:
         return (
@@ -41,15 +43,22 @@ class Measured:
 
 
 def measure(device: torch.device) -> Measured:
-    """Read the memory of this rank: of its GPU, or on a CPU of the process, and its part of the machine's."""
+    """Read the memory of this rank: of its GPU, or of the process on a CPU."""
     peak_reserved, peak_allocated = memory_gib(device)
     if device.type != "cuda":
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-        own = machine / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return Measured(peak_allocated, peak_allocated, peak_reserved, peak_allocated, own)
+        free = _available() / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return Measured(peak_allocated, peak_allocated, peak_reserved, peak_allocated, peak_allocated + free / GIB)
     reserved, (free, _) = torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     return Measured(reserved / GIB, allocated / GIB, peak_reserved, peak_allocated, (reserved + free) / GIB)
+
+
+def _available() -> int:
+    """Bytes that a machine can give to processes: what Linux estimates, elsewhere all that it has."""
+    with suppress(OSError, AttributeError, ValueError):
+        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024  # type: ignore[index]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured) -> str | None:

@@ -124,7 +124,8 @@ class Report:
         self._flops = flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
-        console.notice(f"MFU is relative to {self._peak / 1e12:.3g} TFLOP/s ({how})")
+        tflops = self._peak / 1e12
+        console.notice(f"MFU is relative to {tflops:{',.0f' if tflops >= 100 else '.3g'}} TFLOP/s ({how})")
         self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
         self.restart_clock()
 

@@ -39,8 +39,9 @@ from titanlite.training.report import Report
 from titanlite.training.state import restore, tensors_of
 from titanlite.training.stop import StopSignals
 
-# What gloo and NCCL say of it, among much else.
-_PEER_ENDED = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
+_PEER_ENDED = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
+# By gloo and NCCL, among much else.
+_SAID_OF_A_PEER = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
 
 
 def train(
@@ -100,8 +101,8 @@ def train(
             peer = peer_failure()
             if status.stall and isinstance(error, RuntimeError):  # a collective that timed out: it names no rank
                 peer = peer or TimeoutError(status.stall)
-            if isinstance(error, RuntimeError) and _PEER_ENDED.search(str(error)):
-                peer = peer or ConnectionError("another rank has ended; its log or the launcher's output says of what")
+            if isinstance(error, RuntimeError) and _SAID_OF_A_PEER.search(str(error)):
+                peer = peer or ConnectionError(_PEER_ENDED)
             for say in (console.failed, status.failed):
                 with suppress(OSError):  # of a full disk, which may be the error itself
                     say(peer or error)
