@@ -72,7 +72,7 @@ class _ReduceScatter(DefaultReduceScatter):
         with torch.cuda.stream(torch.cuda.default_stream(device)) if is_cuda else nullcontext():
             # Not `torch.empty`: with deterministic kernels that fills it, on this stream, while FSDP's writes the sum.
             memory = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
-        return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, size)  # type: ignore[call-overload]
+        return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
 
 
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
