@@ -62,8 +62,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
     Safe without a record of the streams that reduce: they have waited for all that the compute stream was to do when
     the sum is allocated, and the compute stream waits for the last of them before the optimizer's step, after which the
-    sum is freed. A sum that is added to a gradient, or cast, would be freed before it is
-    read.
+    sum is freed. A sum that is added to a gradient, or cast, would be freed before it is read.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
