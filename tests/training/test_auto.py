@@ -1,5 +1,6 @@
 """`recipe = "auto"` in whole runs: what it chooses, writes and reports, and how runs end that find no room."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,17 @@ def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         seen = measure(torch.device("cpu"))
         assert seen.could_be_reserved == pytest.approx(seen.allocated + 8 / ranks)
+
+
+@pytest.mark.parametrize(
+    ("table", "is_known"), [("MemTotal: 9 kB\nMemAvailable:     5 kB\n", True), ("MemTotal: 9 kB\n", False)]
+)
+def test_what_is_available_is_what_linux_says_or_all_that_there_is(
+    table: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: table)
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert out_of_memory._available() == (5 * 1024 if is_known else everything)
 
 
 def test_a_cpu_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(desk: Desk) -> None:

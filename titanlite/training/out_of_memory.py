@@ -55,10 +55,9 @@ def measure(device: torch.device) -> Measured:
 
 def _available() -> int:
     """Bytes that a machine can give to processes: what Linux estimates, elsewhere all that it has."""
-    with suppress(OSError, AttributeError, ValueError):
-        found = re.search(r"^MemAvailable: *(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024  # type: ignore[index]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    table = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable: *(\d+) kB$", table.read_text() if table.exists() else "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured) -> str | None:
