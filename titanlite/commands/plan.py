@@ -200,7 +200,8 @@ def _facts(planned: PlannedRun) -> dict[str, str]:
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
     for kind, direction, name, _, moves, ranks, times, mib, _ in collective_rows(planned.traffic):
-        what, seen = f"{f'{kind} {direction} {name}'.strip()}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
+        at = f"{kind} {direction} {name}".strip()  # what is reduced before the update is at no module
+        what, seen = f"{at}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
     facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
     if planned.sharding is not None:

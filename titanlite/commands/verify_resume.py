@@ -53,12 +53,8 @@ def run(argv: Sequence[str]) -> int:
     if folder.exists():
         problem = Problem(str(folder), "", "a folder that does not exist yet", "delete it: an earlier check left it")
         raise CheckpointError(describe("titanlite verify-resume", [problem]))
-    for said, name, last in (
-        (_WHOLE, _WHOLE, 2 * steps),
-        ("stopped", "stopped", steps),
-        ("stopped, then resumed", "stopped", 2 * steps),
-    ):
-        sys.stdout.write(f"{said}: to step {last}\n")
+    for name, more, last in ((_WHOLE, "", 2 * steps), ("stopped", "", steps), ("stopped", ", then resumed", 2 * steps)):
+        sys.stdout.write(f"{name}{more}: to step {last}\n")
         sys.stdout.flush()
         _train(given.flags, folder, name, last, processes)
     _require_equal(RunFolder(folder / _WHOLE), RunFolder(folder / "stopped"), 2 * steps)

@@ -49,7 +49,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     """
     key = "data.source" if source == data.source else "validation.source"
     found = resolve(source, key)
-    _check_cache(found, data)
+    _check_cache_is_outside(found, data)
     max_tokens, tokenizer = _max_tokens(found, data), None
     if found.kind == "tokens":
         dtype = token_dtype(found, vocab_size)
@@ -124,14 +124,6 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         except DataError as e:
             problems.extend(e.args)
 
-    def check_cache() -> None:
-        folder = Path(config.data.cache_dir).expanduser()
-        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        if not there.is_dir():
-            saw = f"{config.data.cache_dir!r}: {there} is no folder"
-            problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
-            raise DataError(describe("data", [problem]))
-
     def load_tokenizer() -> None:
         nonlocal tokenizer
         tokenizer = load(config.data.tokenizer)
@@ -148,9 +140,9 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
     if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
-    attempt(check_cache)
+    attempt(lambda: _check_cache_is_folder(config.data))
     for key in found:
-        attempt(lambda key=key: _check_cache(found[key], config.data))
+        attempt(lambda key=key: _check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError(*problems)
@@ -208,7 +200,17 @@ def _max_tokens(source: Source, data: Data) -> int:
     return data.max_tokens
 
 
-def _check_cache(source: Source, data: Data) -> None:
+def _check_cache_is_folder(data: Data) -> None:
+    """Or can become one."""
+    folder = Path(data.cache_dir).expanduser()
+    for path in (folder, *folder.parents):
+        if os.path.lexists(path) and not path.is_dir():
+            saw = f"{data.cache_dir!r}: {path} is no folder"
+            problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
+            raise DataError(describe("data", [problem]))
+
+
+def _check_cache_is_outside(source: Source, data: Data) -> None:
     """Shards in the folder of a source would be part of it the next time."""
     name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):

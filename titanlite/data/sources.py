@@ -23,11 +23,12 @@ from titanlite.errors import DataError, Problem, describe, nearest
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
-_STDLIB = ("python_stdlib", "python_stdlib_held_out")
-_HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
 # Not read, but not left out of a folder in silence either.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
+
+_STDLIB = ("python_stdlib", "python_stdlib_held_out")
+_HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def resolve(source: str, key: str = "data.source") -> Source:
         return _resolve_dataset(source, key)
     files = _matches(source, key)
     if not files:
-        named = ", ".join(_STDLIB)
-        known = f"{named}, hf:<dataset>, or a path, folder or glob of {', '.join(SUFFIXES)}"
+        known = f"{', '.join(_STDLIB)}, hf:<dataset>, or a path, folder or glob of {', '.join(SUFFIXES)}"
         saw = f"{source!r}, which matches no file (working directory: {Path.cwd()})"
         if os.path.isdir(os.path.expanduser(source)):
             saw = f"{source!r}, a folder with no file of a known type in it or below"

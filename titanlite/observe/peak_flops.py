@@ -40,7 +40,7 @@ _DENSE_BF16: tuple[tuple[str, float], ...] = (
     (r"MI350X", 2300e12),
     (r"MI355X", 2500e12),
 )
-_MEASURE_S, _REPEATS = 0.5, 5  # other processes may take the cores meanwhile: the fastest counts
+_MEASURE_S, _REPEATS = 0.3, 5  # other processes may take the cores meanwhile: the fastest counts
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:

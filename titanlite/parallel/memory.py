@@ -185,21 +185,19 @@ class MemoryModel:
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
+        reduced = 0 if self.alone else self.reduced
         before = 0 if tied else self.head  # of the unit before, what is reduced is there until that of the next is
         for done, priced in enumerate(reversed(blocks)):
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
             again = max(0, self._whole_block - priced.held)
-            reducing = of_ends + (0 if self.alone else self.reduced * before)
-            moments.append((weights, reducing, *gradients(done), left, 0, again + rows))
+            moments.append((weights, of_ends + reduced * before, *gradients(done), left, 0, again + rows))
             left, before = left - priced.held, self.block
         if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced
             own = e * self.head + e * self.layout.tokens * self.sizes.dim
-            reduced = 0 if self.alone else self.reduced * self.head
-            moments.append((stays + embedding + head, reduced, *gradients(0), held, 0, own))
-        gathered = e * self.embedding if self.alone else 0
-        reduced = 0 if self.alone else self.reduced * self.embedding
-        holes = gradients(n)[1] + (int(HOLES_AT_THE_END * reduced) if self.gradients_follow else 0)
-        moments.append((gathered, reduced, 4 * shard, holes, 0, 0, e * self.embedding))
+            moments.append((stays + embedding + head, reduced * self.head, *gradients(0), held, 0, own))
+        last, as_it_came = reduced * self.embedding, e * self.embedding
+        holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
+        moments.append((as_it_came if self.alone else 0, last, 4 * shard, holes, 0, 0, as_it_came))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,
