@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_device
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_device
 from titanlite.kernels.device.tiles import WIDE, Tiles
@@ -206,16 +207,19 @@ class Operands:
         )
         return matmul_reduce_scatter([self.a], [self.b], 0, self.group, **extra)
 
-    def with_tiles(self, tiles: Tiles) -> Any:
+    def with_tiles(self, tiles: Tiles) -> Callable[[], Any]:
         left, right = ([self.scales[0]], [self.scales[1]]) if self.scales else ([], [])
+        group = Group(self.group, self.ranks, dist.get_rank())
         if self.case.gathers:
             scale = left[0] if left else None
-            return gather_device.all_gather_matmul(
-                self.a, [self.b], 0, self.M, self.group, "left", [], scale, "row", right, None, self.fast, tiles
-            )[1]
-        return scatter_device.matmul_reduce_scatter(
-            [self.a], [self.b], 0, self.group, None, left, right, None, self.fast, tiles
-        )
+            operands = self.a, [self.b], 0, self.M
+            plan = gather_device.plan(*operands, group, "left", scale, "row", None, self.fast, tiles)
+            rest = self.group, "left", [], scale, "row", right, None, self.fast
+            return lambda: gather_device.all_gather_matmul(plan, *operands, *rest)[1]
+        operands = [self.a], [self.b], 0
+        plan = scatter_device.plan(*operands, group, None, self.fast, tiles)
+        rest = self.group, None, left, right, None, self.fast
+        return lambda: scatter_device.matmul_reduce_scatter(plan, *operands, *rest)
 
     def error(self) -> float:
         """Relative error of titanlite's result against float32, over the first and last 128 rows of each part."""
@@ -303,7 +307,7 @@ def tune(x: Operands, say: Callable[..., None]) -> None:
     """Print the fastest four candidates, and an entry of the table for the first, or for the plain path."""
     times, calls = {}, max(8, int(SUSTAINED_MS / milliseconds(x.matmul, 1)))
     for tiles in candidates(x.case, x.a.dtype.itemsize, x.scales is not None and not x.fast):
-        times[tiles] = attempt(lambda tiles=tiles: milliseconds(lambda: x.with_tiles(tiles), 3, calls))
+        times[tiles] = attempt(lambda tiles=tiles: milliseconds(x.with_tiles(tiles), 3, calls))
     fastest = sorted((item for item in times.items() if item[1] == item[1]), key=lambda item: item[1])  # no NaN
     for t, ms in fastest[:4]:
         say(f"      {ms:.3f}  m {t.m} n {t.n} k {t.k} stages {t.stages} group {t.group} copy_rows {t.copy_rows}")

@@ -74,8 +74,6 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
     launch_module._Launcher = lambda *_: SimpleNamespace(launch=lambda *_: None)  # nothing is loaded
     driver.set_active(_Driver())
     launch_module._known.clear()
-    for stem in stems:
-        stem._plans.clear()
     channel = fake_channel(1, ranks)
     for stem in stems:
         stem.channel, stem.multiprocessors = (lambda group: channel), (lambda device: 132)

@@ -4,6 +4,7 @@ A launch passes addresses to the kernel that it knows by a key. Three things wou
 key, an operand whose numbers do not lie as the kernel reads them, and one that TMA cannot begin at.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 
@@ -32,6 +33,7 @@ import triton
 
 from tests.kernels.compile_only import _Driver, fake_channel
 from titanlite.kernels import all_gather_matmul as gather_definition
+from titanlite.kernels import collectives, lowering
 from titanlite.kernels.all_gather_matmul import out_shapes
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import (
@@ -119,7 +121,13 @@ def launches(monkeypatch) -> Iterator[Launches]:
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
-        monkeypatch.setattr(stem, "_plans", {})
+    place = lambda name: (found.channel.ranks, found.channel.rank)  # noqa: E731
+    monkeypatch.setattr(collectives, "_size_and_rank", place)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", place)
+    monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
+    monkeypatch.setattr(lowering, "agree", lambda op, group, what, own, reason: reason)
+    monkeypatch.setattr(lowering, "_verdicts", {})
+    monkeypatch.setattr(lowering, "lowered", Counter())
     triton.runtime.driver.set_active(_Driver())
     yield found
     triton.runtime.driver._active = None  # found anew at the next use
@@ -143,7 +151,9 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
         rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
         other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
     rest = (biases, scale, case.scale_of, other_scales, case.out_dtype, False)
-    gathered, out, *scales = gather.all_gather_matmul(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
+    gathered, out, *scales = lowering.all_gather_matmul(
+        shard, [other], case.dim, whole[case.dim], "g", case.form, *rest
+    )
     assert len(scales) == (
         case.dtype in FLOAT8 and gather_definition.scales_travel(case.scale_of, case.dim, shard.ndim)
     )
@@ -166,7 +176,7 @@ def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
     if case.dtype in FLOAT8:
         left, right = [*rows, 1] if case.left_scale_of == "row" else [], [1, N] if case.right_scale_of == "row" else []
         scales = [[torch.ones(shape) for _ in inner] for shape in (left, right)]
-    out = scatter.matmul_reduce_scatter(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
+    out = lowering.matmul_reduce_scatter(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
     assert (list(out.shape), out.stride()) == (own, torch.empty(own, device="meta").stride())
 
 
@@ -191,13 +201,13 @@ def test_cases(ranks: int, launches: Launches):
 def gather_rows(x: Tensor, w: Tensor, **changed) -> list[Tensor]:
     to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None}
     to |= {"fast_accum": False} | changed
-    return gather.all_gather_matmul(x, [w], 0, 4 * x.shape[0], "g", "left", **to)
+    return lowering.all_gather_matmul(x, [w], 0, 4 * x.shape[0], "g", "left", *to.values())
 
 
 def scatter_rows(xs: list[Tensor], ws: list[Tensor], **changed) -> Tensor:
     to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None}
     to |= {"fast_accum": False} | changed
-    return scatter.matmul_reduce_scatter(xs, ws, 0, "g", **to)
+    return lowering.matmul_reduce_scatter(xs, ws, 0, "g", *to.values())
 
 
 def test_biases_of_two_dtypes(launches: Launches):
@@ -217,7 +227,7 @@ def test_scales_of_two_kinds(launches: Launches):
     push = next(named for named in reversed(launches.arguments) if "ls0" in named)
     assert (push["L_SCALE"], push["R_SCALE"]) == (2, 2)
     for name, numbers, value in (("ls0", 512, 1), ("ls1", 512, 1), ("rs0", 256, 1), ("rs1", 256, 2)):
-        assert push[name].tolist() == [value] * numbers  # type: ignore[attr-defined]
+        assert push[name].flatten().tolist() == [value] * numbers  # type: ignore[attr-defined]
 
 
 def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Launches):
@@ -225,7 +235,7 @@ def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Laun
     for rank, ranks in ((1, 4), (0, 2)):
         launches.join(rank, ranks)
         launches.arguments.clear()
-        gather.all_gather_matmul(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
+        lowering.all_gather_matmul(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
         out = scatter_rows([torch.zeros(512, 64, dtype=BF16)], [w])
         assert out.shape == (512 // ranks, 256)
         assert all(named["RANKS"] == ranks for named in launches.arguments if "RANKS" in named)

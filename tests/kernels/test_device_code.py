@@ -39,6 +39,7 @@ from tests.kernels.ptx import (
     without_before,
     without_behind,
 )
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_stem
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.device.tiles import Tiles, _table
@@ -222,9 +223,13 @@ def gather(
     N = other[1] if form.startswith("left") else whole[1]
     scale = {"": None, "tensor": torch.empty(()), "row": torch.empty(*shape[:-1], 1)}[scale_of]
     other_scales = [] if scale is None else [torch.empty(1, N) if scale_of == "row" else torch.empty(())]
+    scale_of = scale_of or "tensor"
+    plan = gather_stem.plan(
+        shard, [right], dim, whole[dim], Group("g", ranks, 1), form, scale, scale_of, out, fast, choice
+    )  # fmt: skip
     gather_stem.all_gather_matmul(
-        shard, [right], dim, whole[dim], "g", form, [torch.empty(N, dtype=BF16)] if bias else [],
-        scale, scale_of or "tensor", other_scales, out, fast, choice=choice,
+        plan, shard, [right], dim, whole[dim], "g", form, [torch.empty(N, dtype=BF16)] if bias else [],
+        scale, scale_of, other_scales, out, fast,
     )  # fmt: skip
 
 
@@ -239,8 +244,8 @@ def scatter(
         left_scales = [torch.empty(*rows, 1) if by_row else torch.empty(()) for _ in lefts]
         right_scales = [torch.empty(1, N) if by_row else torch.empty(()) for _ in rights]
     scatter_stem.matmul_reduce_scatter(
-        lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, out,
-        fast, choice=choice,
+        scatter_stem.plan(lefts, rights, dim, Group("g", ranks, 1), out, fast, choice),
+        lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, out, fast,
     )  # fmt: skip
 
 

@@ -40,15 +40,18 @@ def test_what_one_rank_cannot_none_does(tmp_path):
     run_ranks(body, tmp_path)
 
 
-def test_nobody_is_asked_while_a_graph_is_captured(tmp_path, monkeypatch):
-    capturing = iter([True, False])
+def test_a_graph_captures_no_call_that_is_new(tmp_path, monkeypatch):
+    # Each rank would go by what it alone knows, and wait for others that have decided otherwise.
+    capturing = iter([True, False, True])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: next(capturing))
 
     def body() -> None:
         group, own = dist.group.WORLD.group_name, "no kernel" if dist.get_rank() else None  # type: ignore[union-attr]
-        assert agree("op", group, "8×6", "6×3", own) == own
+        with pytest.raises(RuntimeError, match="run it once before the capture"):
+            agree("op", group, "8×6", "6×3", own)
         assert agree("op", group, "8×6", "6×3", own) == "no kernel"
+        assert agree("op", group, "8×6", "6×3", own) == "no kernel"  # of a graph: nobody is asked again
 
     run_ranks(body, tmp_path)
 

@@ -11,6 +11,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -138,15 +139,16 @@ def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, 
             f"{shard.dtype} {whole} gathered along dim {at}, {form}, scaled by {scale_of}, to "
             f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}"
         )
-        reason, run = no_peer_access(group), stem.definition
+        reason, run, ranks = no_peer_access(group), stem.definition, named_group(group)
         if reason is None:
             from titanlite.kernels.device import all_gather_matmul as device
 
-            reason = device.obstacle(shard, others, dim, size, named_group(group).size, form, scale_of)
-            run = device.all_gather_matmul
+            reason = device.obstacle(shard, others, dim, size, ranks.size, form, scale_of)
         reason = agree("all_gather_matmul", group, what, _shapes(*others), reason)
-        row = _row("all_gather_matmul", group, _shapes(shard, *others), reason)
-        known = _verdicts[call] = row, stem.definition if reason else run
+        if reason is None:
+            plan = device.plan(shard, others, dim, size, ranks, form, scale, scale_of, out_dtype, fast_accum)
+            run = partial(device.all_gather_matmul, plan)
+        known = _verdicts[call] = _row("all_gather_matmul", group, _shapes(shard, *others), reason), run
     row, run = known
     lowered[row] += 1
     return run(shard, others, dim, size, group, form, *rest)
@@ -165,14 +167,15 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
         dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
         product = _dims([*lefts[0].shape[:-1], rights[0].shape[-1]])
         what = f"{product} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
-        reason, run = no_peer_access(group), stem.definition
+        reason, run, ranks = no_peer_access(group), stem.definition, named_group(group)
         if reason is None:
             from titanlite.kernels.device import matmul_reduce_scatter as device
 
-            reason, run = device.obstacle(lefts, rights, dim, named_group(group).size), device.matmul_reduce_scatter
+            reason = device.obstacle(lefts, rights, dim, ranks.size)
         reason = agree("matmul_reduce_scatter", group, what, shapes, reason)
-        row = _row("matmul_reduce_scatter", group, shapes, reason)
-        known = _verdicts[call] = row, stem.definition if reason else run
+        if reason is None:
+            run = partial(device.matmul_reduce_scatter, device.plan(lefts, rights, dim, ranks, out_dtype, fast_accum))
+        known = _verdicts[call] = _row("matmul_reduce_scatter", group, shapes, reason), run
     row, run = known
     lowered[row] += 1
     return run(lefts, rights, dim, group, *rest)
@@ -209,15 +212,13 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
 
     Raises:
         ValueError: on every rank, if two ranks are in different calls.
+        RuntimeError: a call that is new while a CUDA graph is captured.
     """
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     key = process_group, op, what, own
     if key in _agreed:
         return _agreed[key]
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return reason  # nobody can be asked while a graph is captured; its calls have run before
-    said: list[Any] = [None] * process_group.size()
-    dist.all_gather_object(said, (f"{op}: {what}", own, reason), group=process_group)
+    said = _said_by_all(process_group, (f"{op}: {what}", own, reason))
     call, first, _ = said[0]
     for rank, (theirs, _, _) in enumerate(said):
         if theirs != call:
@@ -232,6 +233,18 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
     unequal = [f"{first} on rank 0 and {its} on rank {r}" for r, (_, its, _) in enumerate(said) if its != first]
     _agreed[key] = min([r for r in reasons if r != NOTHING] or reasons or unequal, default=None)
     return _agreed[key]
+
+
+def _said_by_all(group: dist.ProcessGroup, own: Any) -> list[Any]:
+    """What each rank of a group says; a collective."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a collective matmul that is new to the ranks, while a CUDA graph is captured: they have to talk about it "
+            "first; run it once before the capture"
+        )
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, own, group=group)
+    return said
 
 
 _verdicts: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
@@ -289,8 +302,7 @@ def _ask_peers(group: dist.ProcessGroup) -> str | None:
         obstacle = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, not 9.0, on"
     elif not all(torch.cuda.can_device_access_peer(own, i) for i in range(torch.cuda.device_count()) if i != own):
         obstacle = "no peer access between the GPUs of"
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, (socket.gethostname(), os.environ.get("SLURM_NODEID"), obstacle), group=group)
+    said = _said_by_all(group, (socket.gethostname(), os.environ.get("SLURM_NODEID"), obstacle))
     for rank, (_, _, obstacle) in enumerate(said):
         if obstacle:
             return f"{obstacle} rank {rank}"

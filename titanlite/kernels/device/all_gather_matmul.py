@@ -12,7 +12,6 @@ the gathered one, a tile walks through it rank by rank, its own first.
 """
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
-from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, Channel, channel, multiprocessors
+from titanlite.kernels.collectives import Group
+from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, cdiv, ready
 from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
@@ -370,6 +370,7 @@ def _product(at: Layout, other: Tensor, form: str) -> tuple[int, int]:
 
 
 def all_gather_matmul(
+    plan: "Plan",
     shard: Tensor,
     others: list[Tensor],
     dim: int,
@@ -382,33 +383,25 @@ def all_gather_matmul(
     other_scales: list[Tensor],
     out_dtype: torch.dtype | None,
     fast_accum: bool,
-    choice: Tiles | None = None,
 ) -> list[Tensor]:
-    """The operator's arguments and results; `obstacle` has found none. The first product is fused with the gather.
+    """The operator's arguments and results. The first product is fused with the gather.
 
     Args:
-        choice: tiles; those of the tuning table if None.
+        plan: of these arguments.
     """
     to = channel(group)
-    dim %= shard.ndim
-    other, shape = others[0], tuple(shard.shape)
     # Kernels read biases and scales one after the other.
     bias = biases[0].contiguous() if biases else None
     o_scale = other_scales[0].contiguous() if other_scales else None
     scale = None if scale is None else scale.contiguous()
-    scales = None if scale is None or o_scale is None else (scale_of, o_scale.numel() > 1)
-    key = (shape, shard.dtype, other.shape, other.stride(), other.dtype, dim, size, to.rank, to.ranks, form)
-    key = (*key, None if bias is None else bias.dtype, scales, out_dtype, fast_accum, choice)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(to, shard, other, dim, size, form, scale, scale_of, out_dtype, fast_accum, choice)
     at, pick, o_rows = plan.at, plan.pick, plan.other
 
     # Everything is allocated before the first launch.
     shard = aligned(shard.contiguous())
     gathered = shard.new_empty(plan.gathered)
     out = shard.new_empty(plan.out, dtype=plan.out_dtype)
-    o = o_rows.placed(_k_major(other, form))
+    left = form.startswith("left")
+    o = o_rows.placed(others[0] if left else others[0].flatten(0, -2), turned=left)
     moves_scale = plan.moves_scale
     scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
     row_bytes = at.columns * shard.dtype.itemsize
@@ -453,7 +446,7 @@ def all_gather_matmul(
         g_words = g.view(torch.int64)
         words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
         state = (to.counters, to.epoch, to.deadline, to.failure)
-        left, last = form.startswith("left"), contracts_last(form)
+        last = contracts_last(form)
         BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
         Y = o_rows.shape[0 if o_rows.k_major else 1]
         flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
@@ -493,14 +486,14 @@ def all_gather_matmul(
     second()
 
     if not at.whole.even:
-        gathered = gathered[:, :size].contiguous().view(*shape[:dim], size, *shape[dim + 1 :])
+        gathered = gathered[:, :size].contiguous().view(plan.full)
     scales: list[Tensor] = []
     if moves_scale and scale_whole is not None:
         rows = scale_whole.view(at.whole.outer, -1)[:, : plan.size].contiguous()
         scales = [rows.view(*gathered.shape[:-1], 1)]
     if len(others) == 1:
         return [gathered, out, *scales]
-    whole_scale = scales[0] if scales else gather_scale(scale, scale_of, shard, dim, size, group)
+    whole_scale = scales[0] if scales else gather_scale(scale, scale_of, shard, dim % shard.ndim, size, group)
     rest = others[1:], biases[1:], other_scales[1:]
     return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum), *scales]
 
@@ -514,7 +507,8 @@ class Plan:
         other: how the other operand is read.
         pick: tiles.
         specialised: whether the kernel of that name takes the call.
-        gathered: shape of G, or [outer, padded dim, inner] where chunks are not all full.
+        full: shape of G.
+        gathered: the same, or [outer, padded dim, inner] where chunks are not all full.
         matrix: the same as [rows, columns].
         out: shape of the product.
         out_dtype: its dtype.
@@ -536,6 +530,7 @@ class Plan:
     other: Rows
     pick: Tiles
     specialised: bool
+    full: list[int]
     gathered: tuple[int, ...]
     matrix: tuple[int, int]
     out: list[int]
@@ -554,27 +549,31 @@ class Plan:
     lanes: int
 
 
-_plans: dict[Hashable, Plan] = {}
-
-
-def _plan(
-    to: Channel,
+def plan(
     shard: Tensor,
-    other: Tensor,
+    others: list[Tensor],
     dim: int,
     size: int,
+    ranks: Group,
     form: str,
     scale: Tensor | None,
     scale_of: str,
     out_dtype: torch.dtype | None,
     fast_accum: bool,
-    choice: Tiles | None,
+    choice: Tiles | None = None,
 ) -> Plan:
-    at = layout(list(shard.shape), dim, size, to.ranks, form)
+    """How a call is done in which `obstacle` has found none; arguments are the operator's, which it takes as they are.
+
+    Args:
+        ranks: of the group.
+        choice: tiles; those of the tuning table if None.
+    """
+    dim, other = dim % shard.ndim, others[0]
+    at = layout(list(shard.shape), dim, size, ranks.size, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
     dtype = out_dtype_of(shard.dtype, out_dtype)
     M, N = _product(at, other, form)
-    pick = choice or tiles("all_gather_matmul", itemsize, to.ranks, M, N, at.K, fast_accum, dtype.itemsize)
+    pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
     aligned_rows = N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
     specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
@@ -587,18 +586,19 @@ def _plan(
     moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
     tma_store = whole_tiles and aligned_rows
-    own = at.whole.length(to.rank)
+    own = at.whole.length(ranks.rank)
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))
     scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
     full = [*shard.shape[:dim], size, *shard.shape[dim + 1 :]]
-    columns = at.columns * (to.ranks if by_columns else 1)
-    padded = (at.whole.outer, at.whole.chunk * to.ranks, at.whole.inner)
+    columns = at.columns * (ranks.size if by_columns else 1)
+    padded = (at.whole.outer, at.whole.chunk * ranks.size, at.whole.inner)
     return Plan(
         at=at,
-        other=rows_of([_k_major(other, form)], may_turn=shard.dtype not in FLOAT8)[0],
+        other=rows_of([other.t() if left else other.flatten(0, -2)], may_turn=shard.dtype not in FLOAT8)[0],
         pick=pick,
         specialised=specialised,
+        full=full,
         gathered=tuple(full) if at.whole.even else padded,
         matrix=(math.prod(padded) // columns, columns),
         out=out_shapes(full, [other], form)[0],
@@ -607,22 +607,17 @@ def _plan(
         moves_scale=moves_scale,
         scale_bytes=scale_bytes,
         scales=shard.numel() // at.columns if moves_scale else 0,
-        slot_bytes=scale_bytes + 4 * at.rows * to.ranks + at.columns * itemsize,
+        slot_bytes=scale_bytes + 4 * at.rows * ranks.size + at.columns * itemsize,
         length=length,
         slot_stride=at.whole.chunk * at.whole.inner * itemsize // 8,
         own_segment=at.rows if by_columns else max(1, own * at.whole.inner // at.columns),
         size=0 if by_columns else at.whole.size * at.whole.inner // at.columns,
         block=block,
         publishers=min(PUBLISHERS, max(1, at.whole.outer * cdiv(length, block))),
-        lanes=triton.next_power_of_2(to.ranks),
+        lanes=triton.next_power_of_2(ranks.size),
     )
 
 
 def contracts_last(form: str) -> bool:
     """Whether G's last dim is the contracted one."""
     return form in ("left", "right_t")
-
-
-def _k_major(other: Tensor, form: str) -> Tensor:
-    """The other operand as [N, K]."""
-    return other.t() if form.startswith("left") else other.flatten(0, -2)

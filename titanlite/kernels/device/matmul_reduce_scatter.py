@@ -6,7 +6,6 @@ peers and waits for theirs. `_reduce` adds what all ranks have pushed here.
 """
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.channel import MAX_RANKS, Channel, channel, multiprocessors
+from titanlite.kernels.collectives import Group
+from titanlite.kernels.device.channel import MAX_RANKS, channel, multiprocessors
 from titanlite.kernels.device.launch import Blocks, ready
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
@@ -234,12 +234,13 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) ->
 
 def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
     """Scales as the kernel reads them: one after the other, and all by row if one is."""
-    if any(scale.numel() > 1 for scale in scales):
-        scales = [scale.reshape(-1).expand(rows) for scale in scales]
+    if len(scales) > 1 and any(scale.numel() > 1 for scale in scales):
+        scales = [scale if scale.numel() > 1 else scale.reshape(1).expand(rows) for scale in scales]
     return [scale.contiguous() for scale in scales]
 
 
 def matmul_reduce_scatter(
+    plan: "Plan",
     lefts: list[Tensor],
     rights: list[Tensor],
     dim: int,
@@ -249,32 +250,26 @@ def matmul_reduce_scatter(
     right_scales: list[Tensor],
     out_dtype: torch.dtype | None,
     fast_accum: bool,
-    choice: Tiles | None = None,
 ) -> Tensor:
-    """The operator's arguments and result; `obstacle` has found none.
+    """The operator's arguments and result.
 
     Args:
-        choice: tiles; those of the tuning table if None.
+        plan: of these arguments.
     """
     to = channel(group)
-    operands = tuple((x.shape, x.stride(), x.dtype) for pair in zip(lefts, rights, strict=True) for x in pair)
     kinds = 0, 0
     if left_scales:
-        left_scales = _alike(left_scales, math.prod(lefts[0].shape[:-1]))
-        right_scales = _alike(right_scales, rights[0].shape[1])
+        left_scales = _alike(left_scales, plan.M)
+        right_scales = _alike(right_scales, plan.N)
         kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales))
     if bias is not None:
         bias = bias.contiguous()
-    key = (operands, dim, to.rank, to.ranks, None if bias is None else bias.dtype, kinds, out_dtype, fast_accum, choice)
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plans[key] = _plan(to, lefts, rights, dim, out_dtype, fast_accum, choice)
     pick, whole, a_rows, b_rows = plan.pick, plan.whole, plan.lefts, plan.rights
     a_k_major, b_k_major = a_rows[0].k_major, b_rows[0].k_major
 
     # Everything is allocated before the first launch.
     a = [rows.placed(_flat(x)) for rows, x in zip(a_rows, lefts, strict=True)]
-    b = [rows.placed(x.t()) for rows, x in zip(b_rows, rights, strict=True)]
+    b = [rows.placed(x, turned=True) for rows, x in zip(b_rows, rights, strict=True)]
     out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
     capacity = to.begin(plan.slot_bytes)
@@ -388,26 +383,29 @@ class Plan:
     rights: list[Rows]
 
 
-_plans: dict[Hashable, Plan] = {}
-
-
-def _plan(
-    to: Channel,
+def plan(
     lefts: list[Tensor],
     rights: list[Tensor],
     dim: int,
+    ranks: Group,
     out_dtype: torch.dtype | None,
     fast_accum: bool,
-    choice: Tiles | None,
+    choice: Tiles | None = None,
 ) -> Plan:
+    """How a call is done in which `obstacle` has found none; arguments are the operator's.
+
+    Args:
+        ranks: of the group.
+        choice: tiles; those of the tuning table if None.
+    """
     shape = product_shape(lefts[0].shape, rights[0].shape)
     dim %= len(shape)
     M, N, itemsize = math.prod(shape[:-1]), shape[-1], lefts[0].dtype.itemsize
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
-    whole = split(shape, dim, shape[dim], to.ranks)
+    whole = split(shape, dim, shape[dim], ranks.size)
     by_cols = dim == len(shape) - 1
     K = sum(left.shape[-1] for left in lefts)
-    pick = choice or tiles("matmul_reduce_scatter", itemsize, to.ranks, M, N, K, fast_accum, dtype.itemsize)
+    pick = choice or tiles("matmul_reduce_scatter", itemsize, ranks.size, M, N, K, fast_accum, dtype.itemsize)
     segment = whole.chunk if by_cols else whole.chunk * whole.inner // N
     staged_rows, staged_cols = (M, segment) if by_cols else (whole.outer * segment, N)
     row_bytes = staged_cols * dtype.itemsize
@@ -419,7 +417,7 @@ def _plan(
     # A tile that reaches beyond its owner's part would write into what another rank has pushed.
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
     tma_store = aligned_rows and whole_tiles and whole.even
-    own = whole.length(to.rank)
+    own = whole.length(ranks.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N
     # Float8 rows run along K alone; and TMA begins at a whole 16 bytes of a row, which an owner's part does not always.
@@ -440,10 +438,10 @@ def _plan(
         staged_rows=staged_rows,
         staged_cols=staged_cols,
         staged=staged_rows * staged_cols,
-        slot_bytes=to.ranks * staged_rows * row_bytes + row_bytes,
+        slot_bytes=ranks.size * staged_rows * row_bytes + row_bytes,
         own_segment=max(1, own * inner),
         padded_segment=whole.chunk * inner,
-        lanes=triton.next_power_of_2(to.ranks),
+        lanes=triton.next_power_of_2(ranks.size),
         lefts=rows_of([_flat(x) for x in lefts], itemsize > 1 and (by_cols or parts_begin_aligned)),
         rights=rows_of([x.t() for x in rights], itemsize > 1 and (not by_cols or parts_begin_aligned)),
     )

@@ -41,10 +41,10 @@ class Rows(NamedTuple):
     k_major: bool
     copied: bool
 
-    def placed(self, operand: Tensor) -> Tensor:
-        """The operand, or what to read in its place."""
+    def placed(self, operand: Tensor, turned: bool = False) -> Tensor:
+        """What to read in an operand's place, most often itself; `turned` if it comes as [K, N]."""
         if self.copied:  # `contiguous()` keeps any stride of a dim of length 1
-            return operand.clone(memory_format=torch.contiguous_format)
+            return (operand.t() if turned else operand).clone(memory_format=torch.contiguous_format)
         return aligned(operand)
 
 
