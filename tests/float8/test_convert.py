@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.needs import slow
@@ -20,6 +20,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.matmul import Lowering
 from titanlite.float8.weight import Float8Weight, WeightShard, local_data
+from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.receipt import Entry, Receipt
 from titanlite.training import build
@@ -84,6 +85,31 @@ def test_tied_weights_stay_tied():
     assert done.converted == (*ALL, "output")
     assert done.tied == ("output",)
     assert model.output.weight is model.tok_embeddings.weight
+
+
+class _Doubled(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+@pytest.mark.parametrize("change", ["a bias", "a class"])
+def test_a_feed_forward_with_layers_of_its_own_stays_as_it_is(name: str, change: str):
+    model = Llama3(dataclasses.replace(SIZES, dim=128, vocab_size=128), 16)
+    module = model.layers[0].feed_forward
+    layer = getattr(module, name)
+    if change == "a bias":
+        layer.bias = nn.Parameter(torch.ones(len(layer.weight)))
+    else:
+        layer.__class__ = _Doubled
+    x = torch.randn(128, 128)
+    with torch.no_grad():
+        for other in (module.w13, module.w2):
+            other.weight.normal_(std=0.1)
+        exact = module(x)
+    done = apply_float8(model, recipes.load("float8", "rowwise"), (), CPU, tokens=128, shards=1)
+    assert done.joined == ()
+    assert (module(x) - exact).norm() < 0.1 * exact.norm()
 
 
 @pytest.mark.parametrize(

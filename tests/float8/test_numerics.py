@@ -17,6 +17,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import Granularity
 from titanlite.float8 import emulated, fused, numerics, weight
 from titanlite.float8.emulated import Cast
+from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.numerics import float8_numerics
 from titanlite.kernels.float8_cast import cast_to
 from titanlite.models.layers import Linear
@@ -157,3 +158,19 @@ def test_a_scale_that_is_not_of_the_tensor_is_seen(tmp_path, monkeypatch) -> Non
 
 def test_nothing_in_float8_is_not_measurable() -> None:
     assert numerics.measurable(nn.Linear(2, 2)) == {}
+
+
+def test_a_layer_that_is_called_twice_is_measured_twice() -> None:
+    layer = Linear(128, {"w": 128}, std=0.1)
+    nn.init.normal_(layer.weight)
+    matmul = Float8Matmul(recipes.load("float8", "rowwise"), torch.device("cpu"))
+    look = numerics._Look(matmul, layer.weight, None)  # type: ignore[arg-type]
+    one, other = torch.randn(2, 64, 128).unbind()
+    look(one, layer.weight)
+    first = look.sums.clone()
+    look(other, layer.weight)
+    both = look.sums.clone()
+    look.sums.zero_()
+    look(other, layer.weight)
+    assert torch.equal(both, first + look.sums)
+    assert both[2] == 2 * one.numel()

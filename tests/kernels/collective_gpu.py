@@ -74,9 +74,15 @@ def spoil(device: str, group: Ranks) -> None:
     blocks = [torch.full((numbers,), torch.nan, device=device) for numbers in (2**26, *[2**17] * 32)]
     del blocks
     if no_peer_access(group.name) is None:
-        from titanlite.kernels.device import channel
+        from titanlite.kernels.device.channel import channel
 
-        channel.poison(group.name)
+        found = channel(group.name)
+        torch.cuda.synchronize(found.device)
+        dist.barrier(found.process_group)
+        if found.slots is not None:
+            found.slots.fill_(0xFF)
+        torch.cuda.synchronize(found.device)
+        dist.barrier(found.process_group)
 
 
 def delay(device: str, group: Ranks, turn: int) -> None:

@@ -166,7 +166,7 @@ def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
     inner = [sizes(K, "cuda")[0] for K in case.inner]
     lefts = [placed(torch.zeros([*rows, K], dtype=case.dtype), case.memory) for K in inner]
     rights = [placed(torch.zeros([K, N], dtype=case.right_dtype or case.dtype), case.memory) for K in inner]
-    if scatter.obstacle(lefts, rights, case.dim, ranks):
+    if scatter.obstacle(lefts, rights, ranks):
         return
     own = [*rows, N]
     own[case.dim] = split(own, case.dim, own[case.dim], ranks).length(rank)
@@ -277,7 +277,7 @@ def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, ot
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 64, 32), (512, 0, 32), (512, 64, 0)])
 def test_nothing_to_scatter(M: int, K: int, N: int):
     args = [torch.zeros(M, K, dtype=BF16)], [torch.zeros(K, N, dtype=BF16)]
-    assert scatter.obstacle(*args, 0, 4) == NOTHING
+    assert scatter.obstacle(*args, 4) == NOTHING
 
 
 def test_casts(launches: Launches):
@@ -334,7 +334,7 @@ def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyP
     for stem in (scatter, gather):
         monkeypatch.setattr(stem, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
-    assert scatter.obstacle([left], [right], 0, ranks) == reason
+    assert scatter.obstacle([left], [right], ranks) == reason
     assert gather.obstacle(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
 
 

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from titanlite.kernels import all_gather_matmul as gather
 from titanlite.kernels import lowering
 from titanlite.kernels import matmul_reduce_scatter as scatter
-from titanlite.kernels.lowering import Lowered, agree, lowered, set_deadline
+from titanlite.kernels.lowering import Lowered, agree, lowered
 from titanlite.kernels.products import NOTHING
 
 
@@ -101,7 +101,7 @@ def test_a_deadline_holds_for_groups_that_come_later(monkeypatch):
     from titanlite.kernels.device import channel
 
     monkeypatch.setattr(channel, "_DEADLINE_S", 600.0)
-    set_deadline(1800)
+    channel.set_deadline(1800)
     assert channel._DEADLINE_S == 1800
 
 

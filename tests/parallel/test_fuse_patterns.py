@@ -262,6 +262,17 @@ def test_scatters(ranks, tmp_path):
     run_ranks(scatter_cases, tmp_path, ranks)
 
 
+def test_an_average_does_not_overflow(tmp_path):
+    def body() -> None:
+        x, w = torch.full((4, 8), 5000.0, dtype=torch.float16), torch.ones(8, 3, dtype=torch.float16)
+        out = around_the_pass(traced(lambda x, w: scatter(x @ w, 0, "avg"), x, w))
+        assert [pair.fused for pair in out.pairs] == [True]
+        result = out.fused(x, w)  # 40000, and the sum of two is more than float16 holds
+        assert (result.dtype, result.tolist()) == (torch.float16, [[40000.0] * 3] * 2)
+
+    run_ranks(body, tmp_path, 2)
+
+
 @SCALES_BY_ROW
 def test_float8(tmp_path):
     run_ranks(float8_cases, tmp_path, 2)

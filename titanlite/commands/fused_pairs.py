@@ -93,6 +93,6 @@ class _Asking(TorchDispatchMode):
         else:
             from titanlite.kernels.device.matmul_reduce_scatter import obstacle
 
-            lefts, rights, dim = args[:3]
-            found = obstacle(lefts, rights, dim, self.ranks)
+            lefts, rights = args[:2]
+            found = obstacle(lefts, rights, self.ranks)
         return f"has {found}" if found else None

@@ -137,9 +137,12 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
     """Join the products of a feed-forward in place, where both are titanlite's own. Returns whether that was so."""
     if type(module) is not FeedForward or matmul.unfused is not None:
         return False
-    if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in (module.w13, module.w2)):
+    layers = module.w13, module.w2
+    if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in layers):
         return False  # left in high precision, or with collectives of its own
     group = getattr(module.w13, "group", None)
+    if any(layer.bias is not None or (group is None and type(layer) is not Linear) for layer in layers):
+        return False  # layers of a model file's own; tensor parallelism takes none that is derived from titanlite's
     if not joins_feed_forward(recipe, group is not None):
         return False
     module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the module, its name and parameters stay

@@ -39,14 +39,13 @@ class _Look:
         mesh: of FSDP.
 
     Attributes:
-        sums: [8] float64: of input and of weight how many numbers are beyond the range, became zero, and are; power of
-            the exact result and of the noise.
+        sums: [8] float64, over all calls: of input and of weight how many numbers are beyond the range, became zero,
+            and are; power of the exact result and of the noise.
     """
-
-    sums: Tensor
 
     def __init__(self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
         self.matmul, self.parameter, self.mesh = matmul, parameter, mesh
+        self.sums = torch.zeros(8, dtype=torch.float64, device=parameter.device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[M, K], [N, K] → [M, N]."""
@@ -61,7 +60,7 @@ class _Look:
             for n in _count(given, _operand(used, how.output, how.dtype, recipe.scale_rounding, ranks))
         ]
         power = [torch.linalg.vector_norm(part).double().square() for part in (truth, truth - y)]
-        self.sums = torch.stack([n.double() for n in (*counts, *power)])
+        self.sums += torch.stack([n.double() for n in (*counts, *power)])
         return y
 
 
@@ -143,6 +142,8 @@ def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> dict[
     dist.all_reduce(totals)
     found: dict[str, float] = {}
     for name, sums in zip(looks, totals.tolist(), strict=True):
+        if not sums[2]:
+            continue  # no call in this model's forward
         for what, (saturated, flushed, n) in (("input", sums[:3]), ("weight", sums[3:6])):
             found[f"float8_{what}_saturated.{name}"] = saturated / n
             found[f"float8_{what}_flushed.{name}"] = flushed / n

@@ -21,7 +21,7 @@ from titanlite.errors import Problem
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group, named_group, scatter_dim
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from titanlite.kernels.products import FLOAT8
+from titanlite.kernels.products import FLOAT8, dtype_of_sum
 
 _SCALED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -135,7 +135,7 @@ def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_di
     op = "fused_matmul_reduce_scatter"
     shape = [*A.shape[:-1], B.shape[-1]]
     dim, group = _scattered(op, "scatter_dim", shape, scatter_dim, group_name, reduce_op)
-    wide = _dtype_of_sum(A.dtype, reduce_op, group)
+    wide = dtype_of_sum(A.dtype, reduce_op, group.size)
     return _reduced(matmul_reduce_scatter([A], [B], dim, group_name, out_dtype=wide), A.dtype, reduce_op, group)
 
 
@@ -191,7 +191,7 @@ def fused_scaled_matmul_reduce_scatter(
         want = f"one number, or {[*A.shape[:-1], 1]}, one for each row"
         raise _error(f"{op}: A_scale", f"shape {list(A_scale.shape)}", want, "reshape it as A")
     dim, group = _scattered(op, "orig_scatter_dim", shape, orig_scatter_dim, group_name, reduce_op)
-    wide = _dtype_of_sum(dtype, reduce_op, group)
+    wide = dtype_of_sum(dtype, reduce_op, group.size)
     out = matmul_reduce_scatter(
         [A.reshape(*shape[:-1], A.shape[-1])],
         [B],
@@ -261,13 +261,6 @@ def _scattered(op: str, name: str, shape: list[int], dim: int, group_name: str, 
         fix = "titanlite.kernels.matmul_reduce_scatter, which takes uneven chunks"
         raise _error(f"{op}: {name}", str(dim), want, fix)
     return dim % len(shape), group
-
-
-def _dtype_of_sum(dtype: torch.dtype, reduce_op: str, group: Group) -> torch.dtype:
-    """A dtype in which the sum can be divided by the ranks without rounding twice, nor beyond float16's range."""
-    if reduce_op == "sum" or (group.size.bit_count() == 1 and dtype != torch.float16):
-        return dtype
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _reduced(total: Tensor, dtype: torch.dtype, reduce_op: str, group: Group) -> Tensor:

@@ -171,7 +171,7 @@ def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, g
         if reason is None:
             from titanlite.kernels.device import matmul_reduce_scatter as device
 
-            reason = device.obstacle(lefts, rights, dim, ranks.size)
+            reason = device.obstacle(lefts, rights, ranks.size)
         reason = agree("matmul_reduce_scatter", group, what, shapes, reason)
         if reason is None:
             run = partial(device.matmul_reduce_scatter, device.plan(lefts, rights, dim, ranks, out_dtype, fast_accum))
@@ -254,17 +254,6 @@ _verdicts: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
 def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return (process_group, *(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors))
-
-
-def set_deadline(seconds: float) -> None:
-    """How long a kernel waits for a peer before it ends the run.
-
-    Args:
-        seconds: for all groups, from now on.
-    """
-    from titanlite.kernels.device import channel
-
-    channel.set_deadline(seconds)
 
 
 def peer_failure() -> Exception | None:

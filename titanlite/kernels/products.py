@@ -9,11 +9,28 @@ from torch import Tensor
 from titanlite.kernels.shapes import unviewed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+MAX_RANKS = 8
+"""Of a group whose collective matmuls are fused."""
+MAX_PAIRS = 3
+"""Products that one of them sums."""
 NOTHING = "nothing to multiply"
 """Why a call is not fused that only gathers, or is empty."""
 SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
 DECLARED = (NOTHING, SLOWER)
 """Reasons for which a call should not be fused."""
+
+
+def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:
+    """A dtype in which a sum over ranks can be divided by them without rounding twice, nor beyond float16's range.
+
+    Args:
+        dtype: of the result.
+        reduce_op: "sum", which is not divided, or "avg".
+        ranks: their number.
+    """
+    if reduce_op == "sum" or (ranks.bit_count() == 1 and dtype != torch.float16):
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 
 import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
-from titanlite.kernels.products import out_dtype_of
+from titanlite.kernels.products import MAX_PAIRS, dtype_of_sum, out_dtype_of
 from titanlite.parallel.atoms import Layout, merged, relocated, reshaped, steps
 from titanlite.parallel.movement import Movements, is_static, path
 from titanlite.parallel.rewriting import (
@@ -34,9 +34,6 @@ from titanlite.parallel.rewriting import (
 
 aten = torch.ops.aten
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-
-MOST_PRODUCTS = 3
-"""In one sum: what the kernels take. More are put side by side, unless each has a scale of its own."""
 
 
 class Sum(NamedTuple):
@@ -66,7 +63,7 @@ def fuse_scatter(rewriting: Rewriting, node: Node) -> tuple[str, ...]:
     Raises:
         MissedError: it cannot be; the graph has what was inserted until then.
     """
-    collective, reduce_op = collective_of(node), node.args[1]
+    collective, reduce_op = collective_of(node), str(node.args[1])
     if reduce_op not in ("sum", "avg"):
         raise UnpairedError(f"reduces by {reduce_op!r}; the operator by 'sum' and 'avg'")
     movements = Movements()
@@ -80,7 +77,7 @@ def fuse_scatter(rewriting: Rewriting, node: Node) -> tuple[str, ...]:
         raise MissedError(f"it reduces a part of {source.name}")
     _check(total, node)
     rewriting.check_undisturbed([*(m.node for m in total.matmuls), node])
-    _rewrite(rewriting, collective, layout, total, is_mean=reduce_op == "avg")
+    _rewrite(rewriting, collective, layout, total, reduce_op)
     return tuple(m.node.name for m in total.matmuls)
 
 
@@ -133,8 +130,8 @@ def _check(total: Sum, node: Node) -> None:
         for user in each.users:
             if user not in inside:
                 raise MissedError(f"{each.name} is read by {user.name} as well")
-    if total.matmuls[0].is_scaled and len(total.matmuls) > MOST_PRODUCTS:
-        raise MissedError(f"a sum of {len(total.matmuls)} scaled products; the operator takes {MOST_PRODUCTS}")
+    if total.matmuls[0].is_scaled and len(total.matmuls) > MAX_PAIRS:
+        raise MissedError(f"a sum of {len(total.matmuls)} scaled products; the operator takes {MAX_PAIRS}")
     first = total.matmuls[0]
     shape, dtype = first.node.meta["val"].shape, first.left.meta["val"].dtype
     for m in total.matmuls:
@@ -148,7 +145,7 @@ def _check(total: Sum, node: Node) -> None:
             raise MissedError(f"{bias.name} is added before the reduction, and is no bias in the product's dtype")
 
 
-def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total: Sum, is_mean: bool) -> None:
+def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total: Sum, reduce_op: str) -> None:
     """Put the operator in place of the collective and the matmuls."""
     node, ranks = collective.node, collective.ranks
     first, out = total.matmuls[0], node.meta["val"]
@@ -171,11 +168,11 @@ def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total
         if total.biases:
             left, right = _bias_product(rewriting, total.biases, shape, first.left.meta["val"])
             lefts, rights = [*lefts, left], [*rights, right]
-        if len(lefts) > MOST_PRODUCTS:  # the narrowest side by side as one, which copies the least
+        if len(lefts) > MAX_PAIRS:  # the narrowest side by side as one, which copies the least
             by_width = sorted(zip(lefts, rights, strict=True), key=lambda pair: -pair[0].meta["val"].shape[-1])
             lefts, rights = (list(factors) for factors in zip(*by_width, strict=True))
-            lefts[MOST_PRODUCTS - 1 :] = [rewriting.call(aten.cat.default, lefts[MOST_PRODUCTS - 1 :], -1)]
-            rights[MOST_PRODUCTS - 1 :] = [rewriting.call(aten.cat.default, rights[MOST_PRODUCTS - 1 :])]
+            lefts[MAX_PAIRS - 1 :] = [rewriting.call(aten.cat.default, lefts[MAX_PAIRS - 1 :], -1)]
+            rights[MAX_PAIRS - 1 :] = [rewriting.call(aten.cat.default, rights[MAX_PAIRS - 1 :])]
         left_scales, right_scales = [], []
         for m in total.matmuls:
             if m.left_scale is not None and m.right_scale is not None:
@@ -183,13 +180,16 @@ def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total
                 left_scales.append(rewriting.reshape(m.left_scale, [] if whole else [*shape, 1]))
                 whole = m.right_scale.meta["val"].numel() == 1
                 right_scales.append(rewriting.reshape(m.right_scale, [] if whole else [1, N]))
-        dtype = None if out.dtype == out_dtype_of(lefts[0].meta["val"].dtype, None) else out.dtype
+        wide = dtype_of_sum(out.dtype, reduce_op, ranks)
+        dtype = None if wide == out_dtype_of(lefts[0].meta["val"].dtype, None) else wide
         op = torch.ops.titanlite.matmul_reduce_scatter.default
         fast = all(m.fast_accum for m in total.matmuls)
         fused = rewriting.call(op, lefts, rights, dim, collective.group, None, left_scales, right_scales, dtype, fast)
         result = rewriting.contiguous(rewriting.arrange(fused, dims.dims))
-        if is_mean:
+        if reduce_op == "avg":
             result = rewriting.call(aten.div.Tensor, result, ranks)
+        if wide != out.dtype:
+            result = rewriting.call(torch.ops.prims.convert_element_type.default, result, out.dtype)
     waits = [user for user in node.users if user.target == torch.ops._c10d_functional.wait_tensor.default]
     for old in (*waits, node):
         old.replace_all_uses_with(result)

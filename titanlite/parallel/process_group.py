@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.kernels.lowering import set_deadline
+from titanlite.kernels.device.channel import set_deadline
 
 CHECKPOINT_GROUP = "checkpoint"  # the group of the thread that writes checkpoints, which waits for disks beside steps
 

@@ -10,6 +10,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel.atoms import Atoms, length, steps
 from titanlite.parallel.calls import arguments_of
 from titanlite.parallel.movement import SPLITS, is_static, sources
@@ -23,8 +24,6 @@ MATMULS = {
     aten.addmm.dtype,
     aten._scaled_mm.default,
 }
-MOST_RANKS = 8
-"""Of a group: the GPUs of one host."""
 
 
 _NO_ARITHMETIC = {
@@ -149,8 +148,8 @@ def check_ranks(collective: Collective) -> None:
     """Raise MissedError for a group that the fused operators do not take."""
     if collective.ranks == 1:
         raise UnpairedError("a group of 1 rank, which waits for nobody")
-    if collective.ranks > MOST_RANKS:
-        raise MissedError(f"a group of {collective.ranks} ranks; want 2 to {MOST_RANKS}")
+    if collective.ranks > MAX_RANKS:
+        raise MissedError(f"a group of {collective.ranks} ranks; want 2 to {MAX_RANKS}")
 
 
 class Rewriting:

@@ -1,9 +1,7 @@
-"""Device code of the collective matmuls: Triton over symmetric memory, one stem for each operator.
+"""Device code in Triton and Gluon, and what launches it: a file for each operator of `titanlite/kernels` that has some.
 
-Reading order: `channel` (the memory that ranks share), `protocol` (how they signal), then the two stems. Imported only
-where there is a CUDA device.
-
-The rules that keep a step from hanging:
+Of the collective matmuls, over symmetric memory: `channel` (the memory that ranks share), `protocol` (how they signal),
+then the two stems. The rules that keep a step of theirs from hanging:
 
 1. No kernel that can fill a GPU waits for what another GPU's host has yet to launch: it starts behind a thread block
    that has met all ranks (`protocol.meet`, or the last block of `_publish` and of the kernels that push).

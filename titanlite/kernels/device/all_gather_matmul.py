@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.device.channel import COUNTERS, MAX_RANKS, channel, multiprocessors
+from titanlite.kernels.device.channel import COUNTERS, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.launch import Blocks, cdiv, ready
 from titanlite.kernels.device.operands import Rows, add_product, aligned, rows_of
@@ -38,7 +38,7 @@ from titanlite.kernels.device.specialised import (
     teams,
 )
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of
+from titanlite.kernels.products import FLOAT8, MAX_RANKS, NOTHING, SLOWER, out_dtype_of
 from titanlite.kernels.shapes import Split, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3

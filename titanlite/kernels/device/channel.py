@@ -19,7 +19,6 @@ from torch import Tensor
 
 from titanlite.kernels.device.rendezvous import Rendezvous
 
-MAX_RANKS = 8
 PIECES = 8
 """Of a shard: each is announced to the peers as soon as it is there."""
 HEADER = 8 + PIECES
@@ -74,7 +73,9 @@ class Channel:
     capacity: int = 0
     blocks: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
     _rendezvous: Rendezvous = field(init=False)
-    _kept: list[object] = field(default_factory=list)  # captured graphs may still use outgrown slots
+    _kept: list[tuple[Tensor | None, list[Tensor], Tensor | None]] = field(
+        default_factory=list
+    )  # captured graphs may still use outgrown slots
 
     def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
@@ -108,7 +109,8 @@ class Channel:
                     f"group {self.name}: an operator needs {n_bytes} bytes of communication buffer, there are "
                     f"{self.capacity}, and they cannot grow during CUDA-graph capture; run it once before"
                 )
-            self._kept.append((self.slots, self.peers, self.peer_slots))
+            if not self._kept or self._kept[-1][0] is not self.slots:
+                self._kept.append((self.slots, self.peers, self.peer_slots))
             return self.capacity
         if _stream is None or stream != _stream.cuda_stream:
             current = torch.cuda.current_stream(self.device)
@@ -174,17 +176,6 @@ def peer_failure() -> PeerError | None:
                 "  fix:  the log of the rank it waited for says why that one stopped or stalled"
             )
     return None
-
-
-def poison(group: str) -> None:
-    """Overwrite a group's slots with NaN bytes; a collective, for tests that look for reads of stale data."""
-    found = channel(group)
-    torch.cuda.synchronize(found.device)
-    dist.barrier(found.process_group)
-    if found.slots is not None:
-        found.slots.fill_(0xFF)
-    torch.cuda.synchronize(found.device)
-    dist.barrier(found.process_group)
 
 
 @cache

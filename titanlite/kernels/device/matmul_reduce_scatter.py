@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.device.channel import MAX_RANKS, channel, multiprocessors
+from titanlite.kernels.device.channel import channel, multiprocessors
 from titanlite.kernels.device.launch import Blocks, ready
 from titanlite.kernels.device.operands import Rows, add_product, rows_of
 from titanlite.kernels.device.protocol import signal_peers, tma_stores_written, wait_for_peers
@@ -30,11 +30,9 @@ from titanlite.kernels.device.specialised import (
     teams,
 )
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, NOTHING, SLOWER, out_dtype_of, product_shape
+from titanlite.kernels.products import FLOAT8, MAX_PAIRS, MAX_RANKS, NOTHING, SLOWER, out_dtype_of, product_shape
 from titanlite.kernels.shapes import Split, split
 
-MAX_PAIRS = 3
-"""Products that one launch sums."""
 REDUCE_BLOCK = 4096
 """Elements that a thread block adds."""
 
@@ -210,7 +208,7 @@ def _reduce(
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
-def obstacle(lefts: list[Tensor], rights: list[Tensor], dim: int, ranks: int) -> str | None:
+def obstacle(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | None:
     """Why this call is not to be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
     left = lefts[0]
     if left.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):

@@ -31,10 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from titanlite.kernels.device import protocol
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
-from titanlite.kernels.device.channel import MAX_RANKS, PIECES, Channel
+from titanlite.kernels.device.channel import PIECES, Channel
 from titanlite.kernels.device.launch import Blocks, cdiv
 from titanlite.kernels.device.operands import Rows
 from titanlite.kernels.device.tiles import WIDE, Tiles, in_steps
+from titanlite.kernels.products import MAX_RANKS
 
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name from Triton 3.7 on, and before
 WORKER_REGISTERS = gl.constexpr(72)
