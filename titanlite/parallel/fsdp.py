@@ -79,23 +79,30 @@ def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
     Each is gathered and freed, when FSDP moves shards that need padding. A single data-parallel rank has nobody to
     reduce gradients with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none.
-    They are in memory of the compute stream then, and come one by one, as activations are freed.
+    They are in memory of the compute stream then, and come one by one, as activations are freed. Its gathered weights
+    are plain tensors, of a tensor-parallel layer this rank's part: DTensors are unwrapped and wrapped at each call of a
+    compiled block, which takes its host a tenth of a step.
 
     Args:
         model: from `apply_fsdp`; this is called once.
         config: `training.mixed_precision_reduce`.
         mesh: the mesh.
     """
-    dtype = getattr(torch, config.training.mixed_precision_reduce)
+    dtype, done = getattr(torch, config.training.mixed_precision_reduce), set()
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        masters = dict(unit.named_parameters())  # type: ignore[attr-defined]
+        group = unit._get_fsdp_state()._fsdp_param_group
+        if group is None or group in done:  # of a unit without weights, or of several modules
+            continue
+        done.add(group)
         unit.unshard()
-        if mesh.dp_size == 1:
-            for name, weight in unit.named_parameters():  # type: ignore[attr-defined]
-                if weight is not masters[name]:  # else it is a shard, of a unit within this one
-                    weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, masters[name]))
+        for param in group.fsdp_params if mesh.dp_size == 1 else ():
+            weight = param.unsharded_param
+            if isinstance(weight, DTensor):
+                weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
+                param._setattr_on_modules(weight)
+            weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, param.sharded_param))
         unit.reshard()
 
 
@@ -115,10 +122,8 @@ def dtype_of_reduction(unit: FSDPModule) -> str:
 
 def _hand_over(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
     """Add the gradient of a gathered weight to that of its master, rounded as it would be on its way to other ranks."""
-    assert weight.grad is not None  # noqa: S101
-    if isinstance(weight, DTensor):
-        assert weight.grad.placements == weight.placements  # type: ignore[attr-defined]  # noqa: S101
-    grad, weight.grad = local_data(weight.grad), None
+    grad, weight.grad = weight.grad, None
+    assert grad is not None  # noqa: S101
     if dtype.itemsize < grad.itemsize:
         grad = grad.to(dtype)
     if master.grad is not None:
