@@ -84,18 +84,22 @@ def test_training_does_not_notice(tmp_path) -> None:
     asked = checked(tmp_path, world, [*FLOAT8, "tensorwise", *flags, "--activation_checkpoint.recipe", "balanced"])
 
     def body() -> None:
-        results = []
+        results, states = [], []
         for looks in (False, True):
-            run, steps = assemble(asked), []
+            run, steps, drawn = assemble(asked), [], []
+            run.model.register_forward_pre_hook(lambda *_: torch.rand(1) and None)  # as dropout does
             matmuls = [module.matmul for module in run.model.modules() if isinstance(module, Linear)]
             with closing(batches_of(run)) as batches, fastest_attention():
                 for _ in range(3):
                     steps.append(train_step(run, batches.next(), 1e-3, stop_requested=False))
+                    drawn.append(torch.get_rng_state())
                     if looks:
                         look(run)
             assert matmuls == [module.matmul for module in run.model.modules() if isinstance(module, Linear)]
             results.append(torch.stack(steps))
+            states.append(torch.stack(drawn))
         assert torch.equal(*results)
+        assert torch.equal(*states)
 
     run_ranks(body, tmp_path, world)
 

@@ -8,7 +8,7 @@ from titanlite.config.check import sequences_per_step
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.parallel.memory import GIB, MemoryModel
-from titanlite.parallel.overrides import LEAST, overrides_that_fit
+from titanlite.parallel.overrides import LEAST, overrides_that_fit, processes_that_fit
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
 
@@ -123,3 +123,21 @@ def test_a_list_that_is_broken_is_not_proposed(tmp_path) -> None:
     # A layout and a batch would stand between auto and the list that keeps most, but for one sequence on each rank.
     found = overrides_that_fit(model_of(run), run.save_list, 60 * GIB)
     assert found[1].flag == "--activation_checkpoint.recipe matmuls"
+
+
+def test_an_explicit_number_of_shards_is_given_up_for_another_layout() -> None:
+    full = "--activation_checkpoint.recipe", "full", "--parallelism.data_parallel_shard_degree"
+    flags: list[list[str]] = []
+    for degree in ("-1", "8"):
+        run = checked(*full, degree, world=8)
+        assert run.save_list is not None
+        asked = model_of(run, 8), run.save_list, 22 * GIB
+        found = [override.flag for override in overrides_that_fit(*asked)]
+        more = processes_that_fit(*asked)
+        assert more is not None
+        for flag in found:
+            assert peak(checked(*full, degree, *flag.split(), world=8), 8) <= 22 * GIB
+        flags.append([*found, more])
+    free, fixed = flags
+    assert len(free) > 1
+    assert fixed == [f"{flag} --parallelism.data_parallel_shard_degree -1" for flag in free]

@@ -72,6 +72,17 @@ def test_other_architectures(name: str) -> None:
     check(time_block(model.layers[0], of, CPU), of)
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_a_block_of_ones_own_may_call_its_norms_otherwise(name: str) -> None:
+    sizes = recipes.load("model", f"{name}-debug")
+    with torch.device("meta"):
+        block = model_class(Model(name=name))(sizes, 64).layers[0]  # type: ignore[arg-type,index]
+    block.norm1 = block.attention_norm
+    del block.attention_norm
+    of = layout(sizes=sizes, block=ARCHITECTURES[name].block)
+    check(time_block(block, of, CPU), of)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
     def body() -> None:

@@ -187,8 +187,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     want = f"at least {least:.1f} GiB: the predicted peak, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
-        fix = f"one of these{listed}" + (f"\n          or --world {more}, more processes" if more else "")
+        fix = f"one of these{listed}" + (f"\n          or {more}, more processes" if more else "")
     else:
-        instead = f"--world {more}" if more else "a smaller model"
-        fix = f"{instead}: no other save-list, layout and batch would make it fit"
+        fix = f"{more or 'a smaller model'}: no other save-list, layout and batch would make it fit"
     raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))

@@ -97,7 +97,9 @@ def apply_float8(
     own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks
     for name, module in linears.items():
         weight = local_data(module.weight)
-        if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
+        if not type(module).forward.__module__.startswith("titanlite."):
+            skipped[name] = f"{type(module).__name__} has a forward of its own, which need not use the layer's matmul"
+        elif why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
             skipped[name] = why
         else:
             group = getattr(module, "group", None) if recipe.reduce_amax else None
@@ -141,8 +143,8 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
     if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in layers):
         return False  # left in high precision, or with collectives of its own
     group = getattr(module.w13, "group", None)
-    if any(layer.bias is not None or (group is None and type(layer) is not Linear) for layer in layers):
-        return False  # layers of a model file's own; tensor parallelism takes none that is derived from titanlite's
+    if any(layer.bias is not None for layer in layers):
+        return False  # of a model file's own
     if not joins_feed_forward(recipe, group is not None):
         return False
     module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the module, its name and parameters stay

@@ -137,7 +137,8 @@ def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> dict[
     with _looking(model, mesh) as looks:
         if not looks:
             return {}
-        model(tokens)
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # for what dropout draws in training
+            model(tokens)
     totals = torch.stack([look.sums for look in looks.values()])  # [layers, 8]
     dist.all_reduce(totals)
     found: dict[str, float] = {}

@@ -83,15 +83,16 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float) ->
     )
 
 
-def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> int | None:
-    """Double the processes until the run fits; None if a thousand times as many are not enough.
+def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> str | None:
+    """Double the processes until the run fits. Returns the flags, or None if a thousand times as many are not enough.
 
     Takes what `overrides_that_fit` takes.
     """
     for more in (model.world << n for n in range(1, 11)):
-        peak = _peak_if_possible(model, model.config, more, save_list)
+        change = _over_the_others(_Change(f"--world {more}", model.config))
+        peak = _peak_if_possible(model, change.config, more, save_list)
         if peak is not None and peak <= limit:
-            return more
+            return change.flag
     return None
 
 
@@ -164,10 +165,20 @@ def _layouts(config: Config, sequences: int | None) -> Iterator[_Change]:
             training = replace(config.training, global_batch_size=sequences)
             flag = f"{change.flag} --training.global_batch_size {sequences}"
             change = replace(change, flag=flag, config=replace(change.config, training=training))
-        yield change
+        yield _over_the_others(change)
     for degree in range(1, mesh.data_parallel_replicate_degree):
-        yield _changed(config, "parallelism", "data_parallel_replicate_degree", degree)
+        yield _over_the_others(_changed(config, "parallelism", "data_parallel_replicate_degree", degree))
     yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always")
+
+
+def _over_the_others(change: _Change) -> _Change:
+    """Shard weights over all ranks that other axes leave, as is the default, if a config gives their number."""
+    mesh = change.config.parallelism
+    if mesh.data_parallel_shard_degree == -1:
+        return change
+    mesh = replace(mesh, data_parallel_shard_degree=-1)
+    flag = f"{change.flag} --parallelism.data_parallel_shard_degree -1"
+    return replace(change, flag=flag, config=replace(change.config, parallelism=mesh))
 
 
 def _batches(config: Config) -> Iterator[_Change]:

@@ -76,11 +76,9 @@ def unrated(memory: MemoryModel) -> Problem | None:
     """Why the rates are not those of a run, or None.
 
     Args:
-        memory: of the run.
+        memory: of the run; its layout has a price.
     """
     config, sizes, layout = memory.config, memory.sizes, memory.layout
-    if layout.unpriced:
-        return layout.unpriced
     if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from titanlite.kernels.lowering import lowered
 from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rope import rope
 from titanlite.kernels.swiglu import swiglu
-from titanlite.models.layers import CausalAttention, Linear, add_bias
+from titanlite.models.layers import CausalAttention, Linear, RMSNorm, add_bias
 from titanlite.parallel.activation_bytes import Activation, Layout
 from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.operations import FUSED, GATHER, SCATTER
@@ -76,7 +77,13 @@ def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: t
 
     angles, facts = torch.randn(S, E // 2, device=device), layout.block
     stream, attended, fed = (random(M // t, sizes.dim) for _ in range(3))
-    part, (wqkv, _, w13, w2) = block.get_submodule, facts.layers
+    wqkv, _, w13, w2 = facts.layers
+    named, widths = dict(block.named_modules()), {"attention.q_norm": E, "attention.k_norm": E}
+    norms: dict[str, Any] = {}
+    for name in ("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm", *widths):
+        norms[name] = named.get(name)  # a model file's own block may call it otherwise
+        if norms[name] is None:
+            norms[name] = RMSNorm(widths.get(name, sizes.dim), sizes.norm_eps).to(device, dtype)
     # Backward of a joined feed-forward gates anew even if all is kept; eager mode does so once more.
     gated = [] if layout.compiled and layout.is_joined(w2) else [random(M, facts.gate_width * sizes.ffn_dim // t)]
     projected = random(M if facts.qk_norms else 0, (H + 2 * K) * E)
@@ -86,15 +93,14 @@ def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: t
     def elementwise() -> object:
         heads: Sequence[Tensor] = q, k
         if facts.qk_norms:
-            attention = part("attention")
-            scales = attention.q_norm.scale(), attention.k_norm.scale()  # type: ignore[operator,union-attr]
+            scales = norms["attention.q_norm"].scale(), norms["attention.k_norm"].scale()
             heads = norm_rope(projected, *scales, angles, angles, H // K, sizes.norm_eps)
         elif facts.is_rotary:
             heads = [rope(x.flatten(0, 1), angles, angles) for x in heads]
-        total = stream + (part("post_attention_norm")(attended) if facts.post_norms else attended)
-        normed = [part("attention_norm")(stream), total, part("ffn_norm")(total)]
+        total = stream + (norms["post_attention_norm"](attended) if facts.post_norms else attended)
+        normed = [norms["attention_norm"](stream), total, norms["ffn_norm"](total)]
         if facts.post_norms:
-            normed.append(part("post_ffn_norm")(fed))
+            normed.append(norms["post_ffn_norm"](fed))
         gates = [_GATES[facts.gate](add_bias(x, _linear(block, w13).bias)) for x in gated]
         return heads, [add_bias(x, bias) for x, bias in biased], normed, gates
 

@@ -266,8 +266,10 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", []
     if not fused and dtype == "float32":
         skipped = [Skipped("attention", "no fused kernel supports float32 with grouped-query heads or a window")]
+    if not backend:
+        skipped = [Skipped("attention", "it is no CausalAttention: its kernel is not known")]
     count = blocks if fused or skipped else 0
-    receipt.add("attention", "fused", backend, count=count, skipped=skipped, key="model.n_heads")
+    receipt.add("attention", "fused", backend or "not known", count=count, skipped=skipped, key="model.n_heads")
 
 
 def _attention_backend(run: Run) -> str:

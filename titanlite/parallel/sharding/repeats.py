@@ -126,12 +126,10 @@ class _Trace(TorchFunctionMode):
         super().__init__()
         self.calls: list[object] = []
         self._names: dict[int, list[str]] = defaultdict(list)
-        self._held: dict[int, Tensor] = {}
         self._kept: list[object] = []  # a tensor that is gone would leave its id to another
         for kind in (model.named_parameters, model.named_buffers):
             for name, tensor in kind(remove_duplicate=False):
                 self._names[id(tensor)].append(name)
-                self._held[id(tensor)] = tensor
         self._everywhere = {i: names for i, names in self._names.items() if not any(map(_BLOCK.match, names))}
         self._here: dict[int, object] = {}
         self._made = 0
