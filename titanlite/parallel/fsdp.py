@@ -81,7 +81,7 @@ def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
     reduce gradients with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none.
     They are in memory of the compute stream then, and come one by one, as activations are freed. Its gathered weights
     are plain tensors, of a tensor-parallel layer this rank's part: DTensors are unwrapped and wrapped at each call of a
-    compiled block, which takes its host a tenth of a step.
+    compiled block, which is time of the host (docs/performance.md).
 
     Args:
         model: from `apply_fsdp`; this is called once.
