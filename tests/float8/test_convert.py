@@ -1,6 +1,7 @@
 """Float8 on a model: which layers, what FSDP gathers, and the same training as in bfloat16 to float8's accuracy."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -92,26 +93,47 @@ class _Doubled(Linear):
         return 2 * super().forward(x)
 
 
+class _Wrapped(Linear):
+    @functools.wraps(Linear.forward)
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize("name", ["w13", "w2"])
-@pytest.mark.parametrize("change", ["a bias", "a class"])
-def test_a_feed_forward_with_layers_of_its_own_stays_as_it_is(name: str, change: str):
+@pytest.mark.parametrize("change", ["a bias", "a hook"])
+def test_a_feed_forward_is_not_joined_where_that_would_lose_something(name: str, change: str):
     model = Llama3(dataclasses.replace(SIZES, dim=128, vocab_size=128), 16)
     module = model.layers[0].feed_forward
     layer = getattr(module, name)
     if change == "a bias":
         layer.bias = nn.Parameter(torch.ones(len(layer.weight)))
     else:
-        layer.__class__ = _Doubled
+        layer.register_forward_hook(lambda layer, x, y: 2 * y)
     x = torch.randn(128, 128)
     with torch.no_grad():
         for other in (module.w13, module.w2):
             other.weight.normal_(std=0.1)
         exact = module(x)
     done = apply_float8(model, recipes.load("float8", "rowwise"), (), CPU, tokens=128, shards=1)
-    assert done.joined == ()
-    said = "_Doubled has a forward of its own, which need not use the layer's matmul"
-    assert done.skipped == ({f"layers.0.feed_forward.{name}": said} if change == "a class" else {})
+    assert (done.joined, done.skipped) == ((), {})
     assert (module(x) - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("kind", [_Doubled, _Wrapped, None], ids=str)
+def test_a_forward_of_ones_own_is_refused_unless_it_is_left_out(kind: type[Linear] | None):
+    model, recipe = Llama3(dataclasses.replace(SIZES, dim=128, vocab_size=128), 16), recipes.load("float8", "rowwise")
+    layer = model.layers[0].feed_forward.w2
+    if kind is None:
+        layer.forward = _Doubled.forward.__get__(layer)
+    else:
+        layer.__class__ = kind
+    with pytest.raises(
+        RecipeError, match=r"feed_forward\.w2 has a forward of (.|\n)*= \[\"output\", \"feed_forward\.w2\"\]"
+    ):
+        apply_float8(model, recipe, ("output",), CPU, tokens=128, shards=1)
+    done = apply_float8(model, recipe, ("output", "feed_forward.w2"), CPU, tokens=128, shards=1)
+    assert "layers.0.feed_forward.w13" in done.converted
+    assert done.joined == ()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
+from tests.training.short_run import assemble, checked
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.float8.weight import local_data
@@ -109,6 +110,32 @@ def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
         assert sharded_units() == freed
 
     run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.parametrize("tied", [[], ["--model.name", "gemma3", "--model.flavor", "debug"]], ids=["", "tied"])
+@pytest.mark.parametrize("float8", [[], ["--float8.recipe", "tensorwise"]], ids=["", "tensorwise"])
+def test_weights_that_a_rank_gathers_for_itself_are_plain(float8: list[str], tied: list[str], tmp_path):
+    flags = ["--training.mixed_precision_param", "bfloat16", "--training.seq_len", "128", *float8, *tied]
+    asked = checked(tmp_path, 2, ["--parallelism.tensor_parallel_degree", "2", *flags])
+
+    def body() -> None:
+        model, seen = assemble(asked).model, 0
+        for _ in range(2):  # gathered for the first time, and again
+            for unit in model.modules():
+                group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+                if group is not None:
+                    unit.unshard()  # type: ignore[operator]
+                    for param in group.fsdp_params:
+                        weight, at, seen = param.unsharded_param, param._module_info, seen + 1
+                        assert not isinstance(weight, DTensor)
+                        assert isinstance(param.sharded_param, DTensor)
+                        assert len(weight._post_accumulate_grad_hooks) == 1  # type: ignore[arg-type]
+                        for module in (at.module, *at.shared_modules):
+                            assert getattr(module, at.param_name) is weight
+                    unit.reshard()  # type: ignore[operator]
+        assert seen >= 2 * len(list(model.parameters()))
+
+    run_ranks(body, tmp_path, 2)
 
 
 @pytest.mark.parametrize("world", [2, 3])

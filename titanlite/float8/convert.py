@@ -6,6 +6,7 @@ the maximum of every operand of which a rank has a part. A fused projection is o
 its parts (`wq`, `wk`, `wv`) share a scale.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.config.build import show
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe
+from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul, Lowering
@@ -87,20 +90,21 @@ def apply_float8(
         What became of each linear layer.
 
     Raises:
-        RecipeError: a filter matches no layer, or FSDP is to gather float8 and a weight's rows cannot be split equally.
+        RecipeError: a filter matches no layer, a layer has a forward of its own, or FSDP is to gather float8 and a
+            weight's rows cannot be split equally.
     """
     matmul = Float8Matmul(recipe, device)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     require_matches(filter_fqns, list(linears))
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
-    converted, skipped, rows, tied = [], {}, dict[str, int](), []
+    converted, skipped, rows, tied, of_their_own = [], {}, dict[str, int](), [], []
     own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks
     for name, module in linears.items():
         weight = local_data(module.weight)
-        if not type(module).forward.__module__.startswith("titanlite."):
-            skipped[name] = f"{type(module).__name__} has a forward of its own, which need not use the layer's matmul"
-        elif why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
+        if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
             skipped[name] = why
+        elif _has_own_forward(module):
+            of_their_own.append(name)
         else:
             group = getattr(module, "group", None) if recipe.reduce_amax else None
             operands = getattr(module, "split_operands", ()) if group is not None else ()
@@ -114,10 +118,24 @@ def apply_float8(
                 continue
             rows[name] = len(weight)
             module.weight = _gathered_in_float8(module.weight, recipe, group)
+    if of_their_own:
+        left = [*filter_fqns, *dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in of_their_own)]
+        seen = (
+            f"{', '.join(of_their_own)} {'has' if len(of_their_own) == 1 else 'have'} a forward of a class of its own"
+        )
+        want = "titanlite's, which multiplies by the recipe: another need not"
+        problem = Problem("float8.recipe", seen, want, f"float8.filter_fqns = {show(left)}")
+        raise RecipeError(describe("config", [problem]))
     require_equal_shards(rows, shards)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
     maxima = tuple(m for name in converted for m in _maxima(name, linears[name], name in rows))
     return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether what a layer computes is written in a model file, and not in titanlite."""
+    owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    return "forward" in vars(module) or not owner.__module__.startswith("titanlite.")
 
 
 def _maxima(name: str, layer: Linear, is_gathered: bool) -> Iterator[Maximum]:
@@ -143,7 +161,7 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
     if any(layer.matmul is not matmul or getattr(layer, "fused", True) is None for layer in layers):
         return False  # left in high precision, or with collectives of its own
     group = getattr(module.w13, "group", None)
-    if any(layer.bias is not None for layer in layers):
+    if any(layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return False  # of a model file's own
     if not joins_feed_forward(recipe, group is not None):
         return False

@@ -112,7 +112,7 @@ class Layout:
     def is_joined(self, layer: str) -> bool:
         """Whether a layer is part of a feed-forward whose inside exists in float8 alone."""
         both = self.block.layers[2:]
-        if self.float8 is None or self.block.gate != "swiglu":
+        if self.float8 is None or self.block.gate != "swiglu" or self.block.biases:
             return False
         if layer not in both or not all(self.is_own(name) for name in both):
             return False

@@ -1,5 +1,7 @@
 """Tensor-parallel layers: parameters are DTensors, activations plain local tensors, collectives explicit.
 
+Gathered weights are plain tensors, too, where a rank has nobody to reduce gradients with (`fsdp.settle`).
+
 Tokens are split over the ranks between the matmuls (sequence parallelism) and heads or features within them:
 
     residual stream, norms        [M/tp, D]

@@ -500,7 +500,7 @@ def all_gather_matmul(
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
 class Plan:
-    """What depends on a call's shapes, dtypes and strides alone.
+    """What depends on a call's shapes, dtypes and strides, and on the rank.
 
     Attributes:
         at: where everything lies.

@@ -336,7 +336,7 @@ def matmul_reduce_scatter(
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
 class Plan:
-    """What depends on a call's shapes, dtypes and strides alone.
+    """What depends on a call's shapes, dtypes and strides, and on the rank.
 
     Attributes:
         pick: tiles.
