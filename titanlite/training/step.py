@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.errors import ConfigError, Problem, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.parallel.tensor import reduce_replicated_gradients
@@ -32,6 +33,9 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     Returns:
         [4] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
         before clipping, 1 if the update was left out, number of ranks that were asked to stop.
+
+    Raises:
+        ConfigError: the model's logits are not one for each token and number of the vocabulary.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
     targets = sum((b.targets != IGNORE_INDEX).sum() for b in batches) * torch.ones((), device=run.mesh.device)
@@ -41,6 +45,7 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     loss = torch.zeros((), device=run.mesh.device)
     for batch in batches:
         logits = run.model(batch.tokens)  # [M, V/tp]
+        _require_whole(logits, run, len(batch.targets))
         part = run.loss(logits, batch.targets) / targets
         del logits  # the largest tensor alive: backward frees it as soon as it can
         part.backward()
@@ -60,6 +65,14 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     run.model.zero_grad(set_to_none=True)
     precompute_scales(run.parameters, run.mesh.fsdp)
     return torch.stack((totals[0], norm, skip, totals[1]))
+
+
+def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:
+    """Refuse logits of a model file's own that lack some: the loss would take the targets beyond for other ranks'."""
+    want = [tokens, run.sizes.vocab_size]
+    if run.mesh.tp_size == 1 and list(logits.shape) != want:  # tensor parallelism has its own look at the head
+        problem = Problem("forward", f"logits of shape {list(logits.shape)}", f"{want}: [M, V]", "return all of them")
+        raise ConfigError(describe(run.config.model.file or run.config.model.name, [problem]))
 
 
 @torch.no_grad()
