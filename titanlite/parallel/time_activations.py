@@ -78,12 +78,12 @@ def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: t
     angles, facts = torch.randn(S, E // 2, device=device), layout.block
     stream, attended, fed = (random(M // t, sizes.dim) for _ in range(3))
     wqkv, _, w13, w2 = facts.layers
-    named, widths = dict(block.named_modules()), {"attention.q_norm": E, "attention.k_norm": E}
-    norms: dict[str, Any] = {}
-    for name in ("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm", *widths):
-        norms[name] = named.get(name)  # a model file's own block may call it otherwise
-        if norms[name] is None:
-            norms[name] = RMSNorm(widths.get(name, sizes.dim), sizes.norm_eps).to(device, dtype)
+    widths = dict.fromkeys(("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm"), sizes.dim)
+    widths |= {"attention.q_norm": E, "attention.k_norm": E}
+    named = dict(block.named_modules())
+    norms: dict[str, Any] = {  # a model file's own block may call one otherwise, and need not have all
+        name: named.get(name) or RMSNorm(width, sizes.norm_eps).to(device, dtype) for name, width in widths.items()
+    }
     # Backward of a joined feed-forward gates anew even if all is kept; eager mode does so once more.
     gated = [] if layout.compiled and layout.is_joined(w2) else [random(M, facts.gate_width * sizes.ffn_dim // t)]
     projected = random(M if facts.qk_norms else 0, (H + 2 * K) * E)

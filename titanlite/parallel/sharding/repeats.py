@@ -130,6 +130,7 @@ class _Trace(TorchFunctionMode):
         for kind in (model.named_parameters, model.named_buffers):
             for name, tensor in kind(remove_duplicate=False):
                 self._names[id(tensor)].append(name)
+                self._kept.append(tensor)
         self._everywhere = {i: names for i, names in self._names.items() if not any(map(_BLOCK.match, names))}
         self._here: dict[int, object] = {}
         self._made = 0
