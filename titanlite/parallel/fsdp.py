@@ -77,11 +77,11 @@ class _ReduceScatter(DefaultReduceScatter):
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
     """Make the units of a model ready for the first step, once its weights have memory.
 
-    Each is gathered and freed, when FSDP moves shards that need padding. A single data-parallel rank has nobody to
-    reduce gradients with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none.
-    They are in memory of the compute stream then, and come one by one, as activations are freed. Its gathered weights
-    are plain tensors, of a tensor-parallel layer this rank's part: DTensors are unwrapped and wrapped at each call of a
-    compiled block, which is time of the host (docs/performance.md).
+    Each is gathered and freed, when FSDP moves shards that need padding. Gathered weights are plain tensors from now
+    on, of a tensor-parallel layer this rank's part: DTensors are unwrapped and wrapped at each call of a compiled
+    block, which is time of the host (docs/performance.md). A single data-parallel rank has nobody to reduce gradients
+    with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none. They are in memory
+    of the compute stream then, and come one by one, as activations are freed.
 
     Args:
         model: from `apply_fsdp`; this is called once.
@@ -97,12 +97,14 @@ def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
             continue
         done.add(group)
         unit.unshard()
-        for param in group.fsdp_params if mesh.dp_size == 1 else ():
+        for param in group.fsdp_params:
             weight = param.unsharded_param
             if isinstance(weight, DTensor):
                 weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
                 param._setattr_on_modules(weight)
-            weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, param.sharded_param))
+                param.is_dtensor = False  # nor are its gradients
+            if mesh.dp_size == 1:
+                weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, param.sharded_param))
         unit.reshard()
 
 

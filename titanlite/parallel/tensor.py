@@ -1,6 +1,6 @@
 """Tensor-parallel layers: parameters are DTensors, activations plain local tensors, collectives explicit.
 
-Gathered weights are plain tensors, too, where a rank has nobody to reduce gradients with (`fsdp.settle`).
+Gathered weights are plain tensors, too (`fsdp.settle`).
 
 Tokens are split over the ranks between the matmuls (sequence parallelism) and heads or features within them:
 

@@ -1,8 +1,8 @@
 """Whether a user's own code computes with a weight outside of the layer that holds it, as `x * self.norm.weight`.
 
-On a tensor-parallel rank activations are plain tensors, and a weight is a DTensor or, where nobody else reduces its
-gradient (`parallel/fsdp.py`), the rank's part, which would be taken for the whole: only the methods of layers that
-`parallel/tensor.py` has of its own know that it is a part. A graph does not show who reads, for some of these
+On a tensor-parallel rank activations are plain tensors, and a gathered weight is the rank's part (`parallel/fsdp.py`),
+which would be taken for the whole: only the methods of layers that `parallel/tensor.py` has of its own know that it is
+a part. A graph does not show who reads, for some of these
 methods are no module calls. So it is seen where the model is run on the meta device anyway. What a weight is, as its
 dtype, may be read anywhere.
 """
