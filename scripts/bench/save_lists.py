@@ -20,6 +20,7 @@ def main() -> None:
     names = sorted(path.stem for path in (ROOT / "recipes" / "activation_checkpoint").glob("*.toml"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--alone", action="store_true", help="one rank of so many GPUs, on one: one_rank.py")
     parser.add_argument("--lists", nargs="*", default=names, metavar="LIST", help=f"of: {', '.join(names)}")
     parser.add_argument("--budgets", nargs="*", default=BUDGETS_GIB, type=float, metavar="GIB", help="of auto")
     parser.add_argument("--steps", type=int, default=SETTLE + 4)

@@ -55,6 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"of: {', '.join(LAYOUTS)}; or NAME=FLAGS")
     parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--alone", action="store_true", help="one rank of so many GPUs, on one: one_rank.py")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--timeout-s", type=float, default=400, help="of a run; 16 micro-steps take 350 s")
@@ -96,14 +97,15 @@ def run(name: str, flags: str, args: argparse.Namespace) -> dict[str, float] | N
     Args:
         name: of the run.
         flags: of train.py.
-        args: `gpus`, `steps`, `timeout_s` and `logs`.
+        args: `gpus`, `alone`, `steps`, `timeout_s` and `logs`.
 
     Returns:
         Medians of the metrics; None if the run failed, with the end of its log printed.
     """
     folder = args.logs / "runs"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus)]
-    command += ["train.py", *flags.split(), "--job.name", name, "--job.dump_folder", str(folder)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.gpus), "train.py"]
+    program = ["scripts/bench/one_rank.py", str(args.gpus)] if args.alone else torchrun
+    command = [sys.executable, *program, *flags.split(), "--job.name", name, "--job.dump_folder", str(folder)]
     command += ["--training.steps", str(args.steps), "--lr_scheduler.warmup_steps", "2", "--checkpoint.enable=false"]
     command += ["--validation.enable=false"]
     log = args.logs / f"{name}.log"
