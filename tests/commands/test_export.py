@@ -10,7 +10,7 @@ from torch import Tensor
 import titanlite.checkpoint.hugging_face
 import titanlite.checkpoint.publish
 import titanlite.commands.export
-from titanlite.checkpoint.resume import dimensions_of
+from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run
 from titanlite.config.recipe_schema import ModelRecipe
@@ -36,7 +36,7 @@ def make_run(
     for step in (5, 10):
         tensors = {name: weight * (step / 10) for name, weight in weights.items()}
         Checkpoints(made.checkpoints, keep=0).save(
-            step, tensors, {"tokenizer": fingerprint, "model": dimensions_of(SIZES)}
+            step, tensors, {"tokenizer": fingerprint} | identity_of(Config(), SIZES)
         )
     return made, weights
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 import titanlite
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
-from titanlite.checkpoint.resume import dimensions_of
+from titanlite.checkpoint.resume import identity_of
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
@@ -38,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     (folder.path / "lock").unlink()
     for step in (50, 100):
         tmp = begin(folder.checkpoints, step)
-        content = {"model": dimensions_of(load("model", "llama3-debug")), "sequences_per_step": 4}
+        content = identity_of(config, load("model", "llama3-debug")) | {"sequences_per_step": 4}
         (tmp / "state.json").write_text(json.dumps({"version": 1, "step": step, "state": content}))
         (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
         commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
@@ -134,6 +135,17 @@ def test_a_checkpoint_that_cannot_be_resumed_from(
     code, message = validate(capsys, *flags)
     assert code == 2
     assert said.replace("\n", "\n  ") in message
+
+
+def test_a_checkpoint_that_was_copied_alone_is_of_its_run(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder.checkpoints, folder.path.with_name("branch") / "checkpoints")
+    assert "resumes from step 100" in validate(capsys, "--job.name=branch")[1]
+    code, message = validate(capsys, "--job.name=branch", "--training.seq_len=128", "--training.seed=1")
+    assert code == 2
+    assert "step-00000100: 2 problems\n  training.seq_len = 128\n      want: 256\n" in message
+    assert "training.seed = 1\n      want: 0\n      fix:  the old value; or begin anew from its weights" in message
 
 
 def test_torch_is_not_imported(folder: RunFolder) -> None:

@@ -19,7 +19,7 @@ from tests.needs import slow
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.checkpoint.hugging_face import load
-from titanlite.checkpoint.resume import dimensions_of
+from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import ARCHITECTURES, n_parameters
@@ -102,9 +102,7 @@ def exported(case: str, model: nn.Module, folder: Path) -> Path:
     run.record(to_toml(config))
     weights = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     moments = {"optimizer/exp_avg/norm.weight": torch.zeros(sizes.dim)}
-    Checkpoints(run.checkpoints, keep=0).save(
-        7, weights | moments, {"tokenizer": "bytes", "model": dimensions_of(sizes)}
-    )
+    Checkpoints(run.checkpoints, keep=0).save(7, weights | moments, {"tokenizer": "bytes"} | identity_of(config, sizes))
     assert export_command([str(run.path), "--dtype", "float32", "--out", str(folder / "out")]) == 0
     return folder / "out"
 

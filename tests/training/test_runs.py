@@ -210,7 +210,18 @@ def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkey
     assert json.loads(state.read_text())["state"]["sequences_per_step"] == 8
 
 
-def test_a_checkpoint_that_does_not_say_its_batch_is_taken_up() -> None:
+def test_a_checkpoint_in_the_folder_of_another_job_is_still_of_its_run(desk: Desk) -> None:
+    run = desk.run("origin", 1, "--job.stop_after=2")
+    shutil.copytree(run.folder / "checkpoints", desk.folder / "runs" / "branch" / "checkpoints")
+    refused = desk.run("branch", 1, "--training.seed=7", "--training.seq_len=32", ends=2)
+    assert "training.seq_len = 32\n      want: 64\n" in refused.output
+    assert "training.seed = 7\n" in refused.output
+    assert not (refused.folder / "config.toml").exists()
+    branch = desk.run("branch", 1, "--job.stop_after=4")
+    assert branch.trained() == desk.run("origin", 1, "--job.stop_after=4").trained()[2:]
+
+
+def test_a_checkpoint_that_does_not_say_its_batch_or_order_is_taken_up() -> None:
     folder, sizes = Path("step-00000002"), load("model", "llama3-8B")
     check_state(folder, {}, Config(), sizes, 4)
     with pytest.raises(ConfigError, match=r"step-00000002: 1 problem\n  training\.global_batch_size = not given"):

@@ -108,17 +108,21 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     raise CheckpointError(describe(str(folder), [problem]))
 
 
-def dimensions_of(sizes: ModelRecipe) -> dict[str, Any]:
-    """What of a model decides its numbers, as JSON.
+def identity_of(config: Config, sizes: ModelRecipe) -> dict[str, Any]:
+    """What a checkpoint says of its run, for whichever folder it is resumed in, as JSON.
+
+    Texts and tokenizers have fingerprints there, and the optimizer its tensors.
 
     Args:
-        sizes: the model's.
+        config: of the run.
+        sizes: its model's dimensions.
     """
-    return {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
+    dimensions = {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
+    return {"model": dimensions, "training": {key: getattr(config.training, key) for key in ("seq_len", "seed")}}
 
 
 def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: ModelRecipe, per_step: int | None) -> None:
-    """Refuse a run that is another one than was saved, in what its folder's config does not show.
+    """Refuse a run that is another one than was saved, in what its folder's config does not show or has never said.
 
     Another batch that only follows from another layout is refused. One that is given may differ.
 
@@ -130,13 +134,18 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: Mode
         per_step: sequences that a step of this run takes; None if the number of ranks is not known.
 
     Raises:
-        CheckpointError: the recipe of the model has changed since.
+        CheckpointError: the recipe of the model has changed since, or the checkpoint is of another run.
         ConfigError: the batch differs, and `training.global_batch_size` is not given.
     """
-    saved = state.get("model", {})
+    fixes = {
+        "model": "the old value, or restore the recipe",
+        "training": "the old value; or begin anew from its weights: titanlite export, checkpoint.initial_load_path",
+    }
     problems = [
-        Problem(f"model.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), "restore the recipe")
-        for key, value in dimensions_of(sizes).items()
+        Problem(f"{section}.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), fixes[section])
+        for section, values in identity_of(config, sizes).items()
+        for saved in (state.get(section, {}),)  # none in a checkpoint of a former version
+        for key, value in values.items()
         if key in saved and saved[key] != value
     ]
     if problems:

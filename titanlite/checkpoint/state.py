@@ -134,7 +134,7 @@ class Checkpoints:
                 why = f"it does not have {', '.join(lost)}"
             notices.append(
                 f"{folder.name}: random number generators start fresh, since {why}. This affects only dropout and the "
-                "like; weights, optimizer state and data order are restored exactly"
+                "like; weights, optimizer state and the place in the data are restored exactly"
             )
         self._resumed_from = step
         return saved["state"], notices

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_rank_0
-from titanlite.checkpoint.resume import dimensions_of, nothing_to_do
+from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
@@ -151,7 +151,7 @@ class Loop:
         state = {"samples": self.batches.position, "validation_due": validation_due} | self.data
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         state["sequences_per_step"] = self.batches.global_batch_size
-        state["model"] = dimensions_of(self.run.sizes)
+        state |= identity_of(self.run.config, self.run.sizes)
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))
         else:
