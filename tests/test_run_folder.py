@@ -58,6 +58,20 @@ def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == toml(Config())
 
 
+def test_the_configs_and_receipts_of_earlier_starts_are_kept_under_one_number(tmp_path: Path) -> None:
+    configs = [change(Config(), "optimizer.lr", lr) for lr in (1e-3, 2e-3, 3e-3)]
+    claim(tmp_path, configs[0])
+    claim(tmp_path, configs[1])  # the first ended before its first step, and has no receipt
+    (tmp_path / "receipt.json").write_text("of the second")
+    claim(tmp_path, configs[2])
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*.earlier-*")}
+    assert kept == {
+        "config.earlier-1.toml": toml(configs[0]),
+        "config.earlier-2.toml": toml(configs[1]),
+        "receipt.earlier-2.json": "of the second",
+    }
+
+
 IDENTITY = [
     ("model.flavor", "1B", '"1B"', '"8B"'),
     ("model.n_layers", 3, "3", "32"),

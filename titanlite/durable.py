@@ -1,5 +1,6 @@
-"""Text files that a crash leaves as they were or as they are to be, never in between."""
+"""Text files that a crash leaves as they were or as they are to be, never in between; and names for what they were."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -17,3 +18,13 @@ def write_durably(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
+
+
+def earlier(*paths: Path) -> list[Path]:
+    """Name what files were before: `metrics.earlier-1.jsonl`, or `-2` and so on, the first number that is free for all.
+
+    Args:
+        paths: the files.
+    """
+    numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
+    return next(names for names in numbered if not any(map(os.path.lexists, names)))

@@ -24,7 +24,7 @@ from typing import Any, cast
 import tomli
 
 from titanlite.config.schema import Config, Model
-from titanlite.durable import write_durably
+from titanlite.durable import earlier, write_durably
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dimensions
 
@@ -113,9 +113,16 @@ class RunFolder:
     def record(self, config_toml: str) -> None:
         """Write `config.toml`; call once it is certain that the claimed run trains with it.
 
+        Where it was another one, that and its receipt are kept as `config.earlier-1.toml` and `receipt.earlier-1.json`.
+
         Args:
             config_toml: the resolved config as TOML text.
         """
+        if self.config.exists() and self.config.read_text(encoding="utf-8") != config_toml:
+            config, receipt = earlier(self.config, self.receipt)
+            shutil.copyfile(self.config, config)  # what stands there is compared at the next start, whatever ends this
+            if self.receipt.exists():
+                self.receipt.rename(receipt)
         write_durably(self.config, config_toml)
 
     def record_save_list(self, save_list_toml: str) -> None:

@@ -279,7 +279,7 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     for refused in (missing, behind, never):
         assert "Traceback" not in refused.output
     assert run.checkpoints() == [2, 4, 5]
-    config = (run.folder / "config.toml").read_text()
+    config, receipt = (run.folder / "config.toml").read_text(), run.receipt
     assert 'resume = "auto"' in config  # those that were refused left no trace
     nothing = desk.run("asked", 1, *flags, "--optimizer.lr=7e-4")
     assert "nothing to do: the run ends at step 5 (job.stop_after), and step 5 is already done" in nothing.output
@@ -287,6 +287,10 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     assert (run.folder / "config.toml").read_text() == config
     desk.run("asked", 1, "--job.stop_after=6", "--optimizer.lr=7e-4")
     assert "lr = 0.0007" in (run.folder / "config.toml").read_text()
+    assert (run.folder / "config.earlier-1.toml").read_text() == config
+    kept = json.loads((run.folder / "receipt.earlier-1.json").read_text())
+    assert {entry["feature"]: entry for entry in kept} == receipt
+    assert run.receipt.keys() == receipt.keys()
     (run.folder / "checkpoints").rename(run.folder / "elsewhere")
     (run.folder / "checkpoints").touch()
     unreadable = desk.run("asked", 1, *flags, ends=2)

@@ -15,7 +15,6 @@ and called before a checkpoint is published it guarantees the rows of every step
 after a power cut.
 """
 
-import itertools
 import json
 import math
 import os
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.durable import write_durably
+from titanlite.durable import earlier, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 
 
@@ -94,8 +93,7 @@ class MetricsFile:
         self.earlier: Path | None = None
         has_rows = path.exists() and path.stat().st_size > 0
         if has_rows and resume_step == 0:
-            names = (path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for n in itertools.count(1))
-            self.earlier = path.rename(next(name for name in names if not os.path.lexists(name)))
+            self.earlier = path.rename(*earlier(path))
         elif has_rows:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
