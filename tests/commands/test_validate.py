@@ -82,7 +82,7 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     folder.mkdir()
     layout, sizes = LAYOUTS["llama3"], load("model", "llama3-debug")
     sizes = replace(sizes, vocab_size=320)
-    (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 256, "float32", 0)))
+    (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 2048, "float32", 0)))
     (folder / "model.safetensors").touch()
     make_tokenizer(folder / "tokenizer.json")
     own = make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",))
@@ -103,6 +103,8 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
         assert len(hints()) == n
     (folder / "tokenizer.json").unlink()
     assert hints() == ()
+    (hint,) = hints("--training.seq_len", "2049")
+    assert hint.startswith("training.seq_len = 2049 is more than 2048, the max_position_embeddings of the weights of")
 
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):

@@ -61,6 +61,23 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
     return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
 
 
+def longer_than_trained(config: Config) -> tuple[str, ...]:
+    """Say so if sequences are longer than those that the weights were made for, where positions have no table.
+
+    Args:
+        config: of a run that starts from `checkpoint.initial_load_path`, whose config.json was found to be its model's.
+
+    Returns:
+        One hint, or none.
+    """
+    said = json.loads((Path(config.checkpoint.initial_load_path).expanduser() / "config.json").read_bytes())
+    longest, seq_len = said.get("max_position_embeddings"), config.training.seq_len
+    if not isinstance(longest, int) or seq_len <= longest:
+        return ()
+    what = f"{longest}, the max_position_embeddings of the weights of checkpoint.initial_load_path"
+    return (f"training.seq_len = {seq_len} is more than {what}: they have yet to learn what is that far apart",)
+
+
 def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
     """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes.
 

@@ -16,7 +16,7 @@ from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import check_quickly, nothing_to_do, step_to_resume
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
-from titanlite.commands.hints import other_tokenizer, trained_on, unaligned_vocabulary
+from titanlite.commands.hints import longer_than_trained, other_tokenizer, trained_on, unaligned_vocabulary
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
@@ -141,7 +141,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         raise problems.error(ConfigError)
     hints += unaligned_vocabulary(config, dimensions) + trained_on(config, sources) + unread_environment(config)
     if config.checkpoint.initial_load_path and not _resumes(config):
-        hints += other_tokenizer(config, sources)
+        hints += other_tokenizer(config, sources) + longer_than_trained(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, hints)
 
 
