@@ -169,7 +169,7 @@ def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
     run = desk.run("second", 1, plant=at_step(2, later), ends=128 + signal.SIGINT)
     assert run.checkpoints() == []
     status = run.status
-    assert (status["state"], status["by"], status["step"]) == ("stopped", "a second signal, SIGINT", 0)
+    assert (status["state"], status["by"], status["step"]) == ("stopped", "a second signal, SIGINT", 1)
     assert "stopped at once by a second signal, SIGINT, after step 1; there is no checkpoint\n" in run.output
 
 
@@ -269,7 +269,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk
     run = desk.run("native twice", 1, plant=plant, ends=128 + signal.SIGTERM)
     assert time.monotonic() - began < 25
     assert (run.status["state"], run.status["by"]) == ("stopped", "a second signal, SIGTERM")
-    assert run.status["step"] == before.checkpoints()[-1] == 2  # from which it goes on
+    assert run.status["step"] == before.checkpoints()[-1] == 2
     assert "after step 2; the newest checkpoint is of step 2\n" in run.output
 
 

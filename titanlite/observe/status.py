@@ -63,7 +63,7 @@ class Status:
         """Write that the run was asked to end early and did so cleanly.
 
         Args:
-            step: last step done, and saved if checkpoints are on.
+            step: last step done; if checkpoints are on, it is saved, unless a second signal ended the run at once.
             by: the cause, as "SIGTERM" or "job.stop_after".
         """
         self.step = step

@@ -84,7 +84,7 @@ def train(
                     console.notice("torchrun sends it, too, when another process has ended: its output says which")
                 return
             done, by, saved = status.step, f"a second signal, {by}", complete_steps(folder.checkpoints)
-            status.stopped([0, *saved][-1] if config.checkpoint.enable else done, by)
+            status.stopped(done, by)
             kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint"
             console.notice(f"stopped at once by {by}, after step {done}; {kept}")
 
