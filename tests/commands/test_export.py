@@ -9,6 +9,7 @@ from torch import Tensor
 
 import titanlite.checkpoint.hugging_face
 import titanlite.checkpoint.publish
+import titanlite.checkpoint.resume
 import titanlite.commands.export
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
@@ -190,6 +191,21 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: P
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _ = make_run(tmp_path)
+    shard = made.checkpoints / "step-00000010/__0_00.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    monkeypatch.setattr(titanlite.checkpoint.resume, "QUICKLY_HASHED", shard.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"data.tokenizer = 'none.json'"):
+        run([str(made.path), "--tokenizer", "none.json"])
+    with pytest.raises(CheckpointError, match=r"--out = .*Not a directory"):
+        run([str(made.path), "--out", str(made.config / "out")])
+    with pytest.raises(CheckpointError, match="another SHA-256"):
+        run([str(made.path)])
+
+
 def test_a_folder_of_the_name_that_is_written_first_stays(tmp_path: Path) -> None:
     made, _ = make_run(tmp_path)
     mine = tmp_path / "out.tmp"
@@ -229,7 +245,7 @@ def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.
 
     made, _ = make_run(tmp_path)
     monkeypatch.setattr(titanlite.checkpoint.publish, "_sha256", denied)
-    with pytest.raises(CheckpointError, match=r"(?s)Permission denied: .*step-00000010.*want: files that can be read"):
+    with pytest.raises(CheckpointError, match=r"(?s)step-00000010/.* = Permission denied\n.*files that can be read"):
         run([str(made.path)])
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.store import require_none
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json, weight_files
 from titanlite.config.recipe_schema import ModelRecipe
@@ -52,7 +53,7 @@ def export(
     """Write the folder.
 
     Args:
-        checkpoint: a verified one.
+        checkpoint: verified here, once it is certain that the folder can be written.
         out: the folder; there is none yet.
         config: of the run; its model is a shipped architecture.
         sizes: the model's dimensions.
@@ -61,8 +62,8 @@ def export(
         say: told what was written.
 
     Raises:
-        CheckpointError: the folder cannot be written, has too little room, or the checkpoint is of another model; or
-            transformers has no such model.
+        CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another
+            model; or transformers has no such model.
     """
     layout, seq_len = LAYOUTS[config.model.name], config.training.seq_len
     if sizes.n_kv_heads < sizes.n_heads and not layout.groups_heads:
@@ -83,6 +84,8 @@ def export(
             _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end))
             if tokenizer is not None:
                 _write_tokenizer(tmp, tokenizer, seq_len)
+            say(f"verifying {checkpoint}")
+            verify(checkpoint)
             _write_weights(tmp, checkpoint, config.model.name, model, getattr(torch, dtype), say)
             tmp.rename(out)
         except BaseException:

@@ -122,14 +122,18 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
         largest: size in bytes of the largest file to hash; larger ones are compared by size alone. None: all.
 
     Raises:
-        CheckpointError: names every file that is missing, altered or not a plain file of this checkpoint.
+        CheckpointError: names every file that is missing, altered or not a plain file of this checkpoint, or the first
+            that cannot be read.
     """
     entries = _manifest(folder)
-    _check_files(folder, entries)
     hashed = [name for name, entry in entries.items() if largest is None or entry.bytes <= largest]
     by_size = sorted(hashed, key=lambda name: (-entries[name].bytes, name))
     own = by_size[share::shares]
-    sums = zip(own, _sha256s([folder / name for name in own]), strict=True)
+    try:
+        _check_files(folder, entries)
+        sums = zip(own, _sha256s([folder / name for name in own]), strict=True)
+    except OSError as e:
+        raise _unreadable(str(folder), e) from e
     altered = [name for name, sha256 in sums if sha256 != entries[name].sha256]
     if altered:
         wrong = [Problem(n, "another SHA-256", f"the content that {MANIFEST} was written for", _ASIDE) for n in altered]
@@ -145,9 +149,7 @@ def complete_steps(root: Path) -> list[int]:
     try:
         steps = {int(p.name.removeprefix("step-")) for p in _named_as_steps(root) if _has_manifest(p)}
     except OSError as e:
-        want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
-        problem = Problem(e.filename, e.strerror or str(e), want, fix)
-        raise CheckpointError(describe("checkpoints", [problem])) from None
+        raise _unreadable("checkpoints", e) from None
     return sorted(step for step in steps if step_folder(root, step).is_dir())
 
 
@@ -252,6 +254,11 @@ def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
             problems.append(Problem(name, f"{found[name]} bytes", f"{entry.bytes} bytes", _ASIDE))
     if problems:
         raise CheckpointError(describe(str(folder), problems))
+
+
+def _unreadable(where: str, e: OSError) -> CheckpointError:
+    want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
+    return CheckpointError(describe(where, [Problem(e.filename or "a file", e.strerror or str(e), want, fix)]))
 
 
 def _exists(final: Path) -> CheckpointError:

@@ -24,7 +24,7 @@ from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 
 STATE = "state.json"
 VERSION = 1
-_QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
+QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
 def nothing_to_do(config: Config, done: int) -> str | None:
@@ -90,7 +90,7 @@ def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per
         ConfigError: as `check_state` says.
     """
     folder = publish.step_folder(root, step)
-    publish.verify(folder, largest=_QUICKLY_HASHED)
+    publish.verify(folder, largest=QUICKLY_HASHED)
     check_state(folder, read_state(folder, step)["state"], config, sizes, per_step)
 
 

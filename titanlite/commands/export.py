@@ -58,10 +58,9 @@ def run(argv: Sequence[str]) -> int:
     _check(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export
-    from titanlite.checkpoint.resume import read_state
+    from titanlite.checkpoint.resume import QUICKLY_HASHED, read_state
 
-    _say(f"verifying {checkpoint}")
-    _verify(checkpoint)
+    publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
     sizes = _sizes(checkpoint, state["model"])
     tokenizer = _tokenizer(given.get("--tokenizer", config.data.tokenizer), state["tokenizer"])
@@ -101,14 +100,6 @@ def _step(root: Path, asked: str | None) -> int:
     want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
     fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
     raise CheckpointError(describe("titanlite export", [Problem("--step", asked or "", want, fix)]))
-
-
-def _verify(checkpoint: Path) -> None:
-    try:
-        publish.verify(checkpoint)
-    except OSError as error:
-        want, fix = "files that can be read", "export as the user who trained, or name another checkpoint with --step"
-        raise CheckpointError(describe(str(checkpoint), [Problem("a file", str(error), want, fix)])) from error
 
 
 def _check(config: Config, out: Path, dtype: str) -> None:
