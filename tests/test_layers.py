@@ -18,7 +18,7 @@ ROWS = (
     {"models"},
     {"data"},
     {"kernels"},
-    {"recipes", "run_folder", "exit_code", "launcher", "redact", "durable"},
+    {"recipes", "run_folder", "exit_code", "launcher", "redact", "durable", "byte_size"},
     {"config"},
     {"errors"},
 )

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import tomli
 
+from titanlite.byte_size import byte_size
 from titanlite.config.schema import Config, Model
 from titanlite.durable import earlier, write_durably
 from titanlite.errors import ConfigError, Problem, describe
@@ -147,10 +148,10 @@ class RunFolder:
             # An open file has no name any more when a write to it fails.
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
-            free = shutil.disk_usage(self.path).free / 2**30
+            free = byte_size(shutil.disk_usage(self.path).free)
             problem = Problem(
                 "a file",
-                f"{e}; {free:.3g} GiB are free in this folder",
+                f"{e}; {free} are free in this folder",
                 "a folder that takes the run's log, metrics and status, on a disk and in a quota with room for them",
                 "make room, or clear the file's place, and start again: the run goes on from its last checkpoint",
             )

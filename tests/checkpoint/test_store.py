@@ -204,8 +204,8 @@ def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path: Path, monk
         more = state | {"t": torch.ones(2**17)}
         with pytest.raises(CheckpointError) as e:
             store.write(tmp, more)
-        assert "needs 0.00913 GiB" in str(e.value)  # 1.1 * 8.5 MiB
-        assert f"0.00879 GiB free at {tmp}" in str(e.value)
+        assert "needs 9.4 MiB" in str(e.value)  # 1.1 * 8.5 MiB
+        assert f"9.0 MiB free at {tmp}" in str(e.value)
 
     run_ranks(body, tmp_path)
 

@@ -271,6 +271,6 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     made, _ = make_run(tmp_path)
     usage = titanlite.checkpoint.hugging_face.shutil._ntuple_diskusage(100, 100, 0)  # type: ignore[attr-defined]
     monkeypatch.setattr(titanlite.checkpoint.hugging_face.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs .* GiB, 0 GiB are free"):
+    with pytest.raises(CheckpointError, match=r"needs .* MiB, 0.0 MiB are free"):
         run([str(made.path), "--out", str(tmp_path / "out")])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

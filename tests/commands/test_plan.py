@@ -256,10 +256,10 @@ def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     file = tmp_path / "plan.json"
     assert main(["plan", LARGE, "--world", "4", "--json", str(file)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["activations", "42.1"] in rows
-    assert ["logits", "3.9"] in rows
-    total = rows.index(["total", "72.8"])
-    assert " ".join(rows[total + 1]) == "fits NVIDIA H200: 72.8 of 139.8 GiB"
+    assert ["activations", "42.1", "GiB"] in rows
+    assert ["logits", "3.9", "GiB"] in rows
+    total = rows.index(["total", "72.8", "GiB"])
+    assert " ".join(rows[total + 1]) == "fits NVIDIA H200: 72.8 GiB of 139.8 GiB"
     said = json.loads(file.read_text())
     assert said["memory_bytes"]["activations"] == 32 * (130 + 1088 + 128) * 2**20
     assert sum(said["memory_bytes"].values()) == 2 * said["memory_bytes"]["total"]
@@ -289,8 +289,15 @@ def test_logits_that_are_not_at_the_peak(capsys: pytest.CaptureFixture[str]) -> 
         == 0
     )
     out = capsys.readouterr().out
-    assert ["logits", "0.0"] in [line.split() for line in out.splitlines()]
-    assert "the logits (0.2 GiB) are not part of the peak: it is later in backward, after they are freed" in out
+    assert ["logits", "0.0", "GiB"] in [line.split() for line in out.splitlines()]
+    assert "the logits (256.0 MiB) are not part of the peak: it is later in backward, after they are freed" in out
+
+
+def test_memory_of_a_small_model_is_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", DEBUG, "--world", "2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["parameters", "3.3", "MiB"] in rows  # 1,705,216 in float32, on two ranks
+    assert ["fits", "NVIDIA", "H200:", "460.2", "MiB", "of", "139.8", "GiB"] in rows
 
 
 def test_memory_and_time_need_no_torch() -> None:
@@ -303,11 +310,11 @@ def test_memory_and_time_need_no_torch() -> None:
 
 def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "74"]) == 0
-    assert "\nfits the device: 72.8 of 74 GiB\n" in capsys.readouterr().out
+    assert "\nfits the device: 72.8 GiB of 74 GiB\n" in capsys.readouterr().out
     assert main(["plan", LARGE, "--world", "4", "--device-gib", "73"]) == 2
     out, err = capsys.readouterr()
     assert "fits" not in out
-    assert ["total", "72.8"] in [line.split() for line in out.splitlines()]
+    assert ["total", "72.8", "GiB"] in [line.split() for line in out.splitlines()]
     assert "--device-gib = 73\n      want: at least 73.9 GiB" in err
     first = err.partition("one of these\n")[2].split()[:4]
     assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "71.9"]
@@ -426,11 +433,11 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", LARGE, "--world", "4", "--diff", "--activation_checkpoint.recipe", "none"]) == 0
     table, *notes = capsys.readouterr().out.split("\n\n")
     assert notes == [
-        "0.0 of 7.5 GiB of gradients exist at the peak; the rest are made later, in memory that activations leave\n"
+        "of 7.5 GiB of gradients 0.0 GiB exist at the peak; the rest are made later, in memory that activations leave\n"
     ]
     rows = [line.rsplit(maxsplit=2) for line in table.splitlines()]
     assert rows[0] == ["before", "after"]
-    assert [row[0].strip() for row in rows[1:2]] == ["memory, GiB: activations"]
+    assert table.splitlines()[1].split() == ["memory:", "activations", "42.1", "GiB", "73.1", "GiB"]
     assert not any("matmul" in row[0] or "parameters" in row[0] for row in rows)
     assert main(["plan", DEBUG, *TWO, "--diff", LARGE, *TWO[:2]]) == 0
     out = capsys.readouterr().out
@@ -506,10 +513,10 @@ def test_help_beside_diff(argv: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        (["--activation_checkpoint.recipe", "full"], "10.1 of 12.0 GiB of gradients exist at the peak"),
-        (["--activation_checkpoint.recipe", "attention"], "0.0 of 12.0 GiB of gradients exist at the peak"),
+        (["--activation_checkpoint.recipe", "full"], "of 12.0 GiB of gradients 10.1 GiB exist at the peak"),
+        (["--activation_checkpoint.recipe", "attention"], "of 12.0 GiB of gradients 0.0 GiB exist at the peak"),
         (["--training.global_batch_size", "8"], None),
-        (["--world", "2"], "0.0 of 6.0 GiB of gradients exist at the peak"),
+        (["--world", "2"], "of 6.0 GiB of gradients 0.0 GiB exist at the peak"),
         (["--world", "2", "--training.mixed_precision_reduce", "bfloat16"], None),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_disk_without_room_for_checkpoints_is_told_before_the_first_step(desk:
     output = desk.run("no room", 1, "--job.stop_after=1", plant=plant, ends=2).output
     before, _, after = output.partition("step  1/20")
     assert "the disk has no room for the checkpoints: 1 more of " in before
-    assert "free space = 0.000977 GiB free" in after
+    assert "free space = 1.0 MiB free" in after
 
 
 def test_one_job_in_a_folder(desk: Desk) -> None:

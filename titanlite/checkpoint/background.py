@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.byte_size import byte_size
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import ConfigError, Problem, describe
@@ -63,8 +64,8 @@ class Background:
             for name, part in local.items():
                 self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
         except RuntimeError as e:
-            gib = sum(part.nbytes for part in local.values()) / 2**30
-            want = f"{gib:.1f} GiB of the host's memory for this rank's copies of weights and moments"
+            size = byte_size(sum(part.nbytes for part in local.values()))
+            want = f"{size} of the host's memory for this rank's copies of weights and moments"
             fix = 'more hosts, or checkpoint.async_mode = "disabled"'
             saw = f'"async", and there is too little memory ({str(e).splitlines()[0]})'
             raise ConfigError(describe(f"rank {rank()}", [Problem("checkpoint.async_mode", saw, want, fix)])) from e

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from titanlite.byte_size import byte_size
 from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
@@ -80,7 +81,7 @@ def export(
             n_bytes = sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
             free = shutil.disk_usage(tmp).free
             if free < 1.01 * n_bytes:
-                raise OSError(f"needs {n_bytes / 2**30:.3g} GiB, {free / 2**30:.3g} GiB are free")
+                raise OSError(f"needs {byte_size(n_bytes)}, {byte_size(free)} are free")
             _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end))
             if tokenizer is not None:
                 _write_tokenizer(tmp, tokenizer, seq_len)
@@ -201,7 +202,7 @@ def _write_weights(
         save_file(theirs, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # else nobody else may read it
         where |= dict.fromkeys(theirs, file)
-        say(f"{file}  {(folder / file).stat().st_size / 1e9:.3f} GB")
+        say(f"{file}  {byte_size((folder / file).stat().st_size)}")
     if len(files) > 1:
         total = sum(shape.numel() for shape in shapes.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": where}

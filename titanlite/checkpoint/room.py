@@ -8,6 +8,7 @@ import math
 import shutil
 from pathlib import Path
 
+from titanlite.byte_size import byte_size
 from titanlite.checkpoint.publish import complete_steps, stale_bytes
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.check import last_step
@@ -45,9 +46,5 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
         return None
     others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"
     kept = f"checkpoint.keep_latest_k = {keep}{others}"
-    need = f"{more} more of {_size(each)} are to come ({kept})"
-    return f"the disk has no room for the checkpoints: {need}, and {_size(free)} are free at {folder}"
-
-
-def _size(n_bytes: float) -> str:
-    return f"{n_bytes / 2**30:,.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:,.0f} MiB"
+    need = f"{more} more of {byte_size(each)} are to come ({kept})"
+    return f"the disk has no room for the checkpoints: {need}, and {byte_size(free)} are free at {folder}"

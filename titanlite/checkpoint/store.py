@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.metadata import read_metadata
@@ -164,7 +165,7 @@ class _Writer(dcp.FileSystemWriter):
                 cause = cause.__context__
             if cause is None:
                 raise
-            free = _gib(shutil.disk_usage(self.folder).free)
+            free = byte_size(shutil.disk_usage(self.folder).free)
             problem = Problem(
                 f"rank {rank()}",
                 f"cannot write: {cause}",
@@ -227,8 +228,8 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
     if free < SPARE * total:
         problem = Problem(
             "free space",
-            f"{_gib(free)} free at {folder}",
-            f"needs {_gib(SPARE * total)} ({SPARE} times the tensors)",
+            f"{byte_size(free)} free at {folder}",
+            f"needs {byte_size(SPARE * total)} ({SPARE} times the tensors)",
             "make room, lower checkpoint.keep_latest_k, or set job.dump_folder to another disk",
         )
         raise CheckpointError(describe(str(folder), [problem]))
@@ -302,7 +303,3 @@ def few_names(names: list[str]) -> str:
     """Write a few of many names."""
     more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(sorted(names)[:_SHOWN]) + more
-
-
-def _gib(n: float) -> str:
-    return f"{n / 2**30:.3g} GiB"

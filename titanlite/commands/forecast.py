@@ -5,6 +5,7 @@ The formulas are those of `titanlite/parallel/memory.py` and `step_time.py`. Wha
 
 from dataclasses import dataclass
 
+from titanlite.byte_size import byte_size
 from titanlite.commands.columns import columns
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
@@ -86,14 +87,14 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     blocks = block_prices(memory.layout, save_list)
     peak = memory.peak(blocks)
     if peak.gradients < peak.parameters:
-        made, all_of_them = peak.gradients / GIB, peak.parameters / GIB
+        made, all_of_them = byte_size(peak.gradients, beside=peak.parameters), byte_size(peak.parameters)
         notes.append(
-            f"{made:,.1f} of {all_of_them:,.1f} GiB of gradients exist at the peak; the rest are made later, in memory"
+            f"of {all_of_them} of gradients {made} exist at the peak; the rest are made later, in memory"
             " that activations leave"
         )
     if not peak.logits and memory.logits >= GIB / 10:
-        gib = f"{memory.logits / GIB:,.1f} GiB"
-        notes.append(f"the logits ({gib}) are not part of the peak: it is later in backward, after they are freed")
+        size = byte_size(memory.logits)
+        notes.append(f"the logits ({size}) are not part of the peak: it is later in backward, after they are freed")
     if time is None:
         return Forecast(rates, save_list, peak, notes=tuple(notes))
     step = time.step(blocks)
@@ -121,11 +122,11 @@ def in_a_line(problem: Problem) -> str:
 
 
 def memory_rows(predicted: Forecast) -> list[list[str]]:
-    """GiB by category, and their sum."""
+    """Size by category, and their sum; each with the sum's unit."""
     if predicted.memory is None:
         return []
-    rows = [[name, f"{n / GIB:,.1f}"] for name, n in predicted.memory.categories().items()]
-    return [*rows, ["total", f"{predicted.memory.total / GIB:,.1f}"]]
+    sizes = predicted.memory.categories() | {"total": predicted.memory.total}
+    return [[name, byte_size(n, beside=sizes["total"])] for name, n in sizes.items()]
 
 
 def time_rows(predicted: Forecast) -> list[list[str]]:
@@ -146,10 +147,10 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     """
     text, (gib, device) = "", _device(predicted, device_gib)
     if predicted.memory is not None:
-        title = "peak memory of a rank, GiB (CUDA's context and NCCL's buffers come on top)"
+        title = "peak memory of a rank (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
         if predicted.memory.total <= usable(gib):
-            text += f"fits {device}: {predicted.memory.total / GIB:,.1f} of {gib:g} GiB\n"
+            text += f"fits {device}: {byte_size(predicted.memory.total)} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
         text += f"\npredicted step time, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)

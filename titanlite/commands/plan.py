@@ -210,7 +210,7 @@ def _facts(planned: PlannedRun) -> dict[str, str]:
         for operand, direction, name, times in _maxima_rows(planned):
             facts[f"all_reduce {direction} {name}, maximum of {operand}"] = times
     if planned.predicted is not None:
-        facts |= {f"memory, GiB: {name}": value for name, value in memory_rows(planned.predicted)}
+        facts |= {f"memory: {name}": value for name, value in memory_rows(planned.predicted)}
         facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}
     return facts
 
