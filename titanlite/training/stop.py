@@ -102,9 +102,10 @@ class StopSignals:
             if not self.is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
+                said = f"{self._does} at most two steps after the one at hand"
                 again = "a second signal ends the run at once, without saving"
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
-                    os.write(2, f"{self.received}: {self._does} within two more steps; {again}\n".encode())
+                    os.write(2, f"{self.received}: {said}; {again}\n".encode())
 
     def _watch(self) -> None:
         """Read the numbers of signals, which come here whatever the main thread does, and end what does not stop."""
