@@ -1,5 +1,9 @@
-"""Text files that a crash leaves as they were or as they are to be, never in between; and names for what they were."""
+"""Text files that a crash leaves as they were or as they are to be, never in between.
 
+And names for what they were, and whether one can be made.
+"""
+
+import errno
 import itertools
 import os
 from pathlib import Path
@@ -28,3 +32,22 @@ def earlier(*paths: Path) -> list[Path]:
     """
     numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
+
+
+def require_writable(folder: Path) -> None:
+    """Raise what making a file in a folder would raise, or the folder itself where it is not there; touch nothing.
+
+    Args:
+        folder: there or not.
+
+    Raises:
+        OSError: what is there is no folder, or nothing can be made in it: permissions, or a read-only mount.
+    """
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    number = 0
+    if not there.is_dir():
+        number = errno.ENOTDIR
+    elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+    if number:
+        raise OSError(number, os.strerror(number), str(folder))

@@ -25,7 +25,7 @@ import tomli
 
 from titanlite.byte_size import byte_size
 from titanlite.config.schema import Config, Model
-from titanlite.durable import earlier, write_durably
+from titanlite.durable import earlier, require_writable, write_durably
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dimensions
 
@@ -101,14 +101,7 @@ class RunFolder:
             ConfigError: as `claim` says.
         """
         with self._access_explained(config):
-            there = next(path for path in (self.path, *self.path.absolute().parents) if os.path.lexists(path))
-            number = 0
-            if not there.is_dir():
-                number = errno.ENOTDIR
-            elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
-                number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
-            if number:
-                raise OSError(number, os.strerror(number), str(self.path))
+            require_writable(self.path)
             return self._check(config) + self._at_work()
 
     def record(self, config_toml: str) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -451,6 +452,67 @@ def test_check_inputs_holds_what_is_small_against_a_step(tmp_path: Path) -> None
     write_texts(tmp_path / "held_out", "")
     with pytest.raises(DataError, match=r"validation.source = .*, which holds no text"):
         check_inputs(run, 256)
+
+
+def test_check_inputs_holds_what_is_prepared_against_a_step(tmp_path: Path) -> None:
+    source, held_out = (
+        write_texts(tmp_path / "in", "x" * 1_100_000),
+        write_texts(tmp_path / "held_out", "y" * 1_100_000),
+    )
+    run = config(source, held_out=held_out)
+    run = replace(run, data=replace(run.data, cache_dir=str(tmp_path / "cache")), training=Training(seq_len=1000))
+    found = check_inputs(run, 256, sequences=1101)
+    assert (found.tokens, found.shards) == ({}, {})  # it is too large to be counted
+    shards = prepare(source, run.data, 256, progress=False)
+    found = check_inputs(run, 256, sequences=1100)
+    assert found.tokens == {"data.source": 1_100_001}
+    assert found.shards["data.source"].fingerprint == shards.fingerprint
+    with pytest.raises(
+        DataError, match=r"data.source = .*, which has 1,100,001 tokens\n.*want: at least 1,101,001 tok"
+    ):
+        check_inputs(run, 256, sequences=1101)
+    check_inputs(replace(run, data=replace(run.data, text_key="another")), 256, sequences=1101)
+    prepare(held_out, run.data, 256, progress=False)
+    with pytest.raises(
+        DataError, match=r"validation.source = .*, which has 1,100,001 tokens\n.*: 1 sample of training"
+    ):
+        check_inputs(replace(run, training=Training(seq_len=1_100_001)), 256, sequences=1)
+    (shards.folder / "shard-00000.bin").write_bytes(b"cut")
+    with pytest.raises(DataError, match=r"shard-00000\.bin has 3 bytes"):
+        check_inputs(run, 256)
+
+
+def test_check_inputs_counts_prepared_token_files_and_checks_their_ids(tmp_path: Path) -> None:
+    np.full(1_000_000, 300, "<u2").tofile(tmp_path / "large.bin")
+    run = config(f"{tmp_path}/large.bin")
+    run = replace(run, data=replace(run.data, cache_dir=str(tmp_path / "cache")))
+    prepare(run.data.source, run.data, 512, progress=False)
+    assert check_inputs(run, 512).tokens == {"data.source": 1_000_000}
+    with pytest.raises(DataError, match=r"id 300 at token 0 of .*large\.bin"):
+        check_inputs(run, 256)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_found_before_it_is_needed(bound_by_permissions: None) -> None:
+    with tempfile.TemporaryDirectory() as own:  # nobody's, and so is the way to it
+        source, above = write_texts(Path(own) / "in", "one"), Path(own) / "above"
+        above.mkdir()
+        data = Data(source, cache_dir=str(above / "cache"))
+        run = Config(data=data, validation=Validation(enable=False))
+        above.chmod(0o500)
+        for check in (lambda: check_inputs(run, 256), lambda: prepare(source, data, 256, progress=False)):
+            with pytest.raises(
+                DataError, match=r"data.cache_dir = .*cache': .*Permission denied(.|\n)*fix:  make room"
+            ):
+                check()
+        above.chmod(0o700)
+        prepare(source, data, 256, progress=False)
+        (above / "cache").chmod(0o500)
+        check_inputs(run, 256)  # nothing is to be written
+        held_out = Validation(enable=True, source=write_texts(Path(own) / "held_out", "two"))
+        with pytest.raises(DataError, match="Permission denied") as e:
+            check_inputs(replace(run, validation=held_out), 256)
+        assert str(e.value).count("Permission denied") == 1
+        (above / "cache").chmod(0o700)
 
 
 def test_check_inputs_leaves_for_later_what_takes_long(tmp_path: Path) -> None:

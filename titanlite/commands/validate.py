@@ -28,7 +28,7 @@ from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, Sav
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
-from titanlite.data.prepare import check_inputs, whole_from_hub
+from titanlite.data.prepare import Inputs, check_inputs, whole_from_hub
 from titanlite.data.sources import resolve
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
@@ -61,6 +61,7 @@ class CheckedRun:
     save_list: SaveList | None
     float8: Float8Recipe | None
     origin: Origin
+    inputs: Inputs
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
 
 
@@ -118,7 +119,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     attempt(lambda: check(config, dimensions, world_size, origin, unread))
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
-    sources = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
+    inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
     if dimensions is not None:
         block, shapes = block_of(config.model, dimensions), ("model", "parallelism", *_OF_SHAPES)
         if not config.model.file:
@@ -137,12 +138,12 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         if save_list:
             needs = ("activation_checkpoint", "float8.recipe", *shapes)
             attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
-    if problems or dimensions is None or sources is None:
+    if problems or dimensions is None or inputs is None:
         raise problems.error(ConfigError)
-    hints += unaligned_vocabulary(config, dimensions) + trained_on(config, sources) + unread_environment(config)
+    hints += unaligned_vocabulary(config, dimensions) + trained_on(config, inputs.sources) + unread_environment(config)
     if config.checkpoint.initial_load_path and not _resumes(config):
-        hints += other_tokenizer(config, sources) + longer_than_trained(config)
-    return CheckedRun(config, dimensions, save_list, float8, origin, hints)
+        hints += other_tokenizer(config, inputs.sources) + longer_than_trained(config)
+    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints)
 
 
 def _resumes(config: Config) -> bool:

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,19 @@ from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sampl
 from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
+from titanlite.durable import require_writable
 from titanlite.errors import DataError, Problem, describe
 
 _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is to read, each by its key, and what can be said of it without preparing it."""
+
+    sources: dict[str, Source]
+    tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
+    shards: dict[str, TokenShards]  # of those that are prepared already
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenShards:
@@ -51,21 +62,13 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     found = resolve(source, key)
     _check_cache_is_outside(found, data)
     max_tokens, tokenizer = _max_tokens(found, data), None
-    if found.kind == "tokens":
-        dtype = token_dtype(found, vocab_size)
-        identity = name = dtype
-    else:
+    if found.kind != "tokens":
         tokenizer = load(data.tokenizer)
         _check_vocabulary(tokenizer, vocab_size)
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
+    dtype = _dtype(found, tokenizer, vocab_size)
     try:
         stamps, total = found.stamps(), None if max_tokens else found.n_bytes()
-        decisive = f"{VERSION} {found.kind} {source} {identity} {stamps}" + (
-            f" {max_tokens} by pieces" if max_tokens else ""
-        )
-        inputs = hashlib.blake2b(decisive.encode(), digest_size=8)
-        folder = Path(data.cache_dir).expanduser() / f"{_slug(source)}-{_slug(name)}-{inputs.hexdigest()}"
+        folder = _folder(found, data, tokenizer, dtype, stamps)
 
         def make(unfinished: Path, report: Callable[[int], None]) -> None:
             if tokenizer is None:
@@ -84,21 +87,19 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
         title = f"preparing {source}" + (f", its first {max_tokens:,} tokens" if max_tokens else "")
         make_once(folder, make, terms, Progress(title, progress, whole_from_hub(found, data)), total)
     except OSError as e:
-        want = "a folder for token shards, on a file system with locks and enough room"
-        saw = f"{data.cache_dir!r}: {e}"
-        problem = Problem("data.cache_dir", saw, want, "make room, or set data.cache_dir to a folder on a local disk")
-        raise DataError(describe("data", [problem])) from e
+        raise _unusable_cache(data, e) from e
     shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "")
     _check_meta(shards.meta, data, vocab_size, key)
     return shards
 
 
-def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> dict[str, Source]:
+def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> Inputs:
     """Check in a fraction of a second that there is something to train on, without preparing it.
 
-    Every source must match something, the tokenizer must load and fit the model; a source of less than a mebibyte is
-    read, so that a text file that is not UTF-8 is reported now, and one that is too short for a single step. Of larger
-    ones the first records are looked at, for `data.text_key`.
+    Every source must match something, the tokenizer must load and fit the model. What a source holds is known where its
+    shards are there. One of less than a mebibyte is read, so that a text file that is not UTF-8 is reported now, and
+    one that is too short for a single step. Of larger ones the first records are looked at, for `data.text_key`. What
+    is still to be prepared needs a cache folder that can be written.
 
     Args:
         config: the run.
@@ -106,7 +107,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         sequences: that one step of training takes, if they are to be held against the length of the sources.
 
     Returns:
-        The sources by their keys.
+        The sources, and what is known of them.
 
     Raises:
         DataError: with all problems found.
@@ -116,7 +117,8 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     if config.validation.enable:
         sources["validation.source"] = config.validation.source, sequences and 1
     found: dict[str, Source] = {}
-    tokenizer = None
+    shards, tokens = dict[str, TokenShards](), dict[str, int]()
+    tokenizer, is_prepared = None, True
 
     def attempt(check: Callable[[], object]) -> None:
         try:
@@ -131,22 +133,54 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
             _check_vocabulary(tokenizer, vocab_size)
 
     def check_source(key: str, at_least: int | None) -> None:
-        counted = _count_if_small(found[key], config.data, tokenizer, vocab_size)
-        if counted is not None and at_least is not None:
-            tokens, max_tokens = counted
-            sample_count(found[key].name, tokens, config.training.seq_len, at_least, key, max_tokens)
+        nonlocal is_prepared
+        source, counted = found[key], None
+        if vocab_size is not None and (tokenizer is not None or source.kind == "tokens"):  # else it is reported
+            used = None if source.kind == "tokens" else tokenizer
+            folder = _folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
+            if folder.is_dir():
+                shards[key] = TokenShards(folder, used.fingerprint if used else "")
+                _check_meta(shards[key].meta, config.data, vocab_size, key)
+                counted = shards[key].tokens, shards[key].meta.max_tokens
+            is_prepared = is_prepared and key in shards
+        if counted is None:
+            counted = _count_if_small(source, config.data, tokenizer, vocab_size)
+        if counted is not None:
+            tokens[key], max_tokens = counted
+            if at_least is not None:
+                sample_count(source.name, tokens[key], config.training.seq_len, at_least, key, max_tokens)
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
     if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
-    attempt(lambda: _check_cache_is_folder(config.data))
     for key in found:
         attempt(lambda key=key: _check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
+    attempt(lambda: _check_cache(config.data, is_written=not is_prepared))
     if problems:
         raise DataError(*problems)
-    return found
+    return Inputs(found, tokens, shards)
+
+
+def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
+    """Of the ids in its shards; token files have no tokenizer."""
+    if tokenizer is None:
+        return token_dtype(source, vocab_size)
+    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def _folder(
+    source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: list[tuple[str, int, int]]
+) -> Path:
+    """The place of a source's shards, there or not."""
+    identity = name = dtype
+    if tokenizer is not None:
+        identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
+    max_tokens = _max_tokens(source, data)
+    cut = f" {max_tokens} by pieces" if max_tokens else ""
+    inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source.name} {identity} {stamps}{cut}".encode(), digest_size=8)
+    return Path(data.cache_dir).expanduser() / f"{_slug(source.name)}-{_slug(name)}-{inputs.hexdigest()}"
 
 
 def _count_if_small(
@@ -200,14 +234,25 @@ def _max_tokens(source: Source, data: Data) -> int:
     return data.max_tokens
 
 
-def _check_cache_is_folder(data: Data) -> None:
-    """Or can become one."""
+def _check_cache(data: Data, is_written: bool) -> None:
+    """It is a folder or can become one and, if something is still to be prepared, can be written."""
     folder = Path(data.cache_dir).expanduser()
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not path.is_dir():
             saw = f"{data.cache_dir!r}: {path} is no folder"
             problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
             raise DataError(describe("data", [problem]))
+    try:
+        if is_written:
+            require_writable(folder)
+    except OSError as e:
+        raise _unusable_cache(data, e) from e
+
+
+def _unusable_cache(data: Data, e: OSError) -> DataError:
+    want, fix = "a folder for token shards, on a file system with locks and enough room", "make room, or set"
+    fix = f"{fix} data.cache_dir to a folder on a local disk"
+    return DataError(describe("data", [Problem("data.cache_dir", f"{data.cache_dir!r}: {e}", want, fix)]))
 
 
 def _check_cache_is_outside(source: Source, data: Data) -> None:
