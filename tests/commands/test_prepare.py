@@ -36,16 +36,30 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out.splitlines()
     data = Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache")
     shards = prepare(data.source, data, 256, progress=False)
-    assert out[:6] == [
+    assert out[:7] == [
         f"{tmp_path}/in",
         "  documents    2",
         "  tokens       8 as uint16, by bytes",
+        "  trained on   5,000 epochs in 10,000 steps for each data-parallel rank",
         f"  bytes        {(tmp_path / 'in' / 'a.jsonl').stat().st_size} read",
         "  bad records  1",
         f"    {tmp_path}/in/a.jsonl:2: not JSON: Expecting value: line 1 column 1 (char 0)",
     ]
-    assert out[6] == f"  folder       {shards.folder}"
-    assert out[7:10] == [f"{tmp_path}/held_out.txt", "  documents    1", "  tokens       6 as uint16, by bytes"]
+    assert out[7] == f"  folder       {shards.folder}"
+    assert out[8:11] == [f"{tmp_path}/held_out.txt", "  documents    1", "  tokens       6 as uint16, by bytes"]
+    assert len([line for line in out if "epoch" in line]) == 1  # held-out text is not trained on
+    assert run([*argv, "--training.global_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]) == 0
+    assert "  trained on   3 epochs in 3 steps\n" in capsys.readouterr().out
+
+
+def test_too_little_for_a_step_is_said_once_it_is_known(tmp_path: Path) -> None:
+    """A large source is not counted beforehand."""
+    argv = write_run(tmp_path)
+    (tmp_path / "in" / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n" + json.dumps({"text": "x" * 2_000_000}))
+    argv += ["--validation.enable=false", "--training.seq_len=3_000_000"]
+    with pytest.raises(TitanliteError, match=r"which has 2,000,005 tokens\n.*want: at least 3,000,001 tokens"):
+        run(argv)
+    assert (tmp_path / "cache").exists()
 
 
 def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

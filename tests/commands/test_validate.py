@@ -134,6 +134,29 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ": 2 processes" in capsys.readouterr().out
 
 
+def test_summary_has_the_epochs_of_what_is_small_or_prepared(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def data(*flags: str) -> str:
+        capsys.readouterr()
+        assert main(["validate", file, "--training.seq_len=100", f"--data.cache_dir={tmp_path}/cache", *flags]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  data "))
+
+    (tmp_path / "small.txt").write_text("x" * 10_000)
+    small = f"--data.source={tmp_path}/small.txt"
+    assert data(small).endswith("bytes; 10,001 tokens, 1 epoch in 100 steps for each data-parallel rank")
+    assert data(small, "--world=4").endswith("bytes; 10,001 tokens, 4 epochs in 100 steps")
+    assert data(small, "--parallelism.data_parallel_shard_degree=2").endswith(", 2 epochs in 100 steps")
+    assert data(small, "--training.global_batch_size=64").endswith(", 64 epochs in 100 steps")
+    (tmp_path / "large.txt").write_text("x" * 2_000_000)
+    large = [f"--data.source={tmp_path}/large.txt", "--world=4"]
+    assert data(*large).endswith("tokenizer bytes")
+    assert main(["prepare", "--config", file, f"--data.cache_dir={tmp_path}/cache", *large[:1]]) == 0
+    assert data(*large).endswith("bytes; 2,000,001 tokens, 0.02 epochs in 100 steps")
+    assert main(["validate", file, f"--data.cache_dir={tmp_path}/cache", *large, "--training.seq_len=1_000_000"]) == 2
+    assert "which has 2,000,001 tokens\n" in capsys.readouterr().err
+
+
 def test_what_wandb_would_read_from_the_environment(
     file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from titanlite.data.order import samples_at
+from titanlite.data.order import epochs, samples_at
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 1000, 4096, 99_991])
@@ -72,3 +72,18 @@ def test_the_order_never_changes() -> None:
         433137,
         88032,
     ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "n_samples", "said"),
+    [
+        (1, 300, "0.00333 epochs"),
+        (300, 300, "1 epoch"),
+        (301, 300, "1 epoch"),
+        (4027, 100, "40.3 epochs"),
+        (123_456, 100, "1,235 epochs"),
+        (0, 7, "0 epochs"),
+    ],
+)
+def test_epochs_in_words(samples: int, n_samples: int, said: str) -> None:
+    assert epochs(samples, n_samples) == said

@@ -20,6 +20,7 @@ ROW = StepRow(
     grad_norm=0.5129,
     lr=3e-4,
     tokens=7_864_320,
+    epoch=0.5,
     tokens_per_second_per_gpu=9912.4,
     tflops_per_gpu=510.0,
     mfu=0.5812,

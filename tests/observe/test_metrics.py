@@ -15,6 +15,7 @@ ROW = StepRow(
     grad_norm=0.5,
     lr=3e-4,
     tokens=1000,
+    epoch=0.5,
     tokens_per_second_per_gpu=100.0,
     tflops_per_gpu=0.1,
     mfu=0.5,
@@ -36,8 +37,8 @@ def test_a_row_has_the_fields_of_the_contract(tmp_path):
     write_steps(tmp_path / "run/metrics.jsonl", [1], 0)
     (row,) = read_metrics(tmp_path / "run/metrics.jsonl")
     assert row == asdict(ROW)
-    fields = """step loss grad_norm lr tokens tokens_per_second_per_gpu tflops_per_gpu mfu memory_gib
-        memory_allocated_gib seconds data_wait_seconds"""
+    fields = """step loss grad_norm lr tokens epoch tokens_per_second_per_gpu tflops_per_gpu mfu
+        memory_gib memory_allocated_gib seconds data_wait_seconds"""
     assert list(row) == fields.split()
 
 

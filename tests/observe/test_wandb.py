@@ -32,7 +32,7 @@ def write(row):
     metrics.write(row)
     run.row_written()
 for step in range(first, last + 1):
-    write(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
+    write(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
 write(ValidationRow(last, 1000 * last, 2.25))
 assert "wandb" not in sys.modules
 """
@@ -152,7 +152,7 @@ core = core_of(run._process.pid)
 os.kill(core, signal.SIGSTOP)
 begin = time.monotonic()
 for step in range(5000):
-    write(StepRow(10 + step, 2.0, 0.5, 1e-3, 1000 * step, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.0))
+    write(StepRow(10 + step, 2.0, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.0))
 wrote = time.monotonic() - begin
 module._END_S["offline"] = 2.0
 run.finish(1)

@@ -22,7 +22,7 @@ from titanlite.observe.status import Status
 from titanlite.training.report import InFlight, Moment, Outcome, Report
 
 SIZES = recipes.load("model", "llama3-debug")
-CPU, S, BATCH, WORLD = torch.device("cpu"), 64, 8, 2
+CPU, S, BATCH, WORLD, EPOCH = torch.device("cpu"), 64, 8, 2, 44
 with torch.device("meta"):
     FLOPS = flops_per_token(Llama3(SIZES, S), SIZES, S)
 
@@ -44,7 +44,7 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
     status = Status(folder / "status.json")
     with closing(console), closing(metrics):
-        yield Report(config, FLOPS, CPU, WORLD, samples_before, start, console, metrics, status, None, BATCH)
+        yield Report(config, FLOPS, CPU, WORLD, samples_before, start, console, metrics, status, None, BATCH, EPOCH)
 
 
 def outcome(step: int, seconds: float, wait: float) -> Outcome:
@@ -63,6 +63,7 @@ def test_a_row_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
     assert [row["seconds"] for row in (first, second)] == [3.0, 0.5]
     assert [row["data_wait_seconds"] for row in (first, second)] == [0.375, 0.125]
     assert [row["tokens"] for row in (first, second)] == [(50 + 2 * BATCH) * S, (50 + 4 * BATCH) * S]
+    assert [row["epoch"] for row in (first, second)] == [1.5, (50 + 4 * BATCH) / EPOCH]
     rate = BATCH * S / 0.5 / WORLD
     assert second["tokens_per_second_per_gpu"] == rate
     assert second["tflops_per_gpu"] == pytest.approx(rate * FLOPS / 1e12)

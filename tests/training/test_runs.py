@@ -371,6 +371,18 @@ def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
     )
 
 
+def test_a_run_says_its_epochs(desk: Desk) -> None:
+    """All those of the run, also where it goes on with another batch; the rows of its metrics say how far it is."""
+    (desk.folder / "epochs.txt").write_text("x" * 10_000)
+    flags = (f"--data.source={desk.folder}/epochs.txt", "--training.seq_len=100", "--training.steps=5")
+    flags += ("--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--training.local_batch_size=1")
+    first = desk.run("epochs", 1, *flags, "--training.global_batch_size=50", "--job.stop_after=3")
+    assert "\ndata.source: 10,001 tokens, 2.5 epochs in 5 steps\n" in first.output
+    second = desk.run("epochs", 1, *flags, "--training.global_batch_size=25")
+    assert "\ndata.source: 10,001 tokens, 2 epochs in 5 steps\n" in second.output
+    assert [row["epoch"] for row in second.rows if "epoch" in row] == [0.5, 1.0, 1.5, 1.75, 2.0]
+
+
 def test_another_tokenizer_in_the_same_file_is_not_taken_for_another_text(desk: Desk) -> None:
     tokenizer = make_tokenizer(desk.folder / "tokenizer.json")
     flags = (f"--data.tokenizer={tokenizer}", "--model.vocab_size=512")

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from titanlite.commands.arguments import Command
-from titanlite.commands.validate import checked_run
+from titanlite.commands.validate import checked_run, epochs_of
+from titanlite.config.check import sequences_per_step
+from titanlite.config.schema import Config
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import TokenShards
+from titanlite.data.shards import Meta, TokenShards, sample_count
 
 _COMMAND = Command("prepare", __doc__ or "", {})
 
@@ -26,19 +28,27 @@ def run(argv: Sequence[str]) -> int:
         The exit code, 0.
 
     Raises:
-        TitanliteError: config, source or tokenizer cannot be used; what can be said before reading is said at once.
+        TitanliteError: config, source or tokenizer cannot be used; what can be said before reading is said at
+            once. Or what was read is too short for a step of the run.
     """
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run([*_COMMAND.read(argv).flags, "--checkpoint.initial_load_path", ""])
     config, vocab_size = checked.config, checked.dimensions.vocab_size
     sources = [config.data.source] + [config.validation.source] * config.validation.enable
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for source in sources:
-        console.print(_summary(prepare(source, config.data, vocab_size, progress=True)))
+    for i, source in enumerate(sources):
+        shards = prepare(source, config.data, vocab_size, progress=True)
+        console.print(_summary(shards, "" if i else _epochs(config, shards.meta)))
     return 0
 
 
-def _summary(shards: TokenShards) -> str:
+def _epochs(config: Config, meta: Meta) -> str:
+    least = sequences_per_step(config, None) or 1
+    n_samples = sample_count(meta.source, meta.tokens, config.training.seq_len, least, max_tokens=meta.max_tokens)
+    return epochs_of(config, n_samples, None)
+
+
+def _summary(shards: TokenShards, epochs: str) -> str:
     meta = shards.meta
     lines = [
         meta.source,
@@ -46,6 +56,7 @@ def _summary(shards: TokenShards) -> str:
         f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'another program'}",
         *[f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"]
         * bool(meta.max_tokens),
+        *[f"  trained on   {epochs}"] * bool(epochs),
         *[f"  unknown      {meta.n_unknown:,} of the tokens stand for text that the tokenizer does not know"]
         * bool(meta.n_unknown),
         f"  bytes        {meta.input_bytes:,} read",

@@ -28,7 +28,9 @@ from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, Sav
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
+from titanlite.data.order import epochs
 from titanlite.data.prepare import Inputs, check_inputs, whole_from_hub
+from titanlite.data.shards import sample_count
 from titanlite.data.sources import resolve
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
@@ -250,13 +252,17 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     limit = f", its first {config.data.max_tokens:,} tokens" if config.data.max_tokens else ""
+    n_tokens, length = checked.inputs.tokens.get("data.source"), ""
+    if n_tokens is not None:
+        n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
+        length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world)}"
     shards = "(all remaining)" if shard == -1 else shard
     rows = {
         "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
-        "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}",
+        "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}{length}",
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
     sources = {"data.source": config.data.source}
@@ -266,6 +272,22 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
     long = (whole_from_hub(source, config.data) for source in from_hub)  # which a run says when it does it
     hints = "".join(f"  {hint}\n" for hint in (*checked.hints, *long) if hint)
     return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
+
+
+def epochs_of(config: Config, n_samples: int, world: int | None) -> str:
+    """Say how often a run goes through its text.
+
+    Args:
+        config: of the run, checked.
+        n_samples: of `data.source`.
+        world: number of processes, if it is known. Where the batch follows from it and it is not, what is said is of
+            each data-parallel rank.
+    """
+    batch, each = config.training, ""
+    sequences = sequences_per_step(config, world) or 1
+    if world is None and batch.global_batch_size is None and config.parallelism.data_parallel_shard_degree == -1:
+        sequences, each = batch.local_batch_size, " for each data-parallel rank"
+    return f"{epochs(batch.steps * sequences, n_samples)} in {batch.steps:,} steps{each}"
 
 
 def _save_list(checked: CheckedRun) -> str:

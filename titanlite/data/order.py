@@ -38,6 +38,18 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
     return samples.astype(np.int64)
 
 
+def epochs(samples: int, n_samples: int) -> str:
+    """Say how often the source is gone through: `0.22 epochs`, `1 epoch`, `1,200 epochs`.
+
+    Args:
+        samples: positions of training.
+        n_samples: samples of the source, at least 1.
+    """
+    count = samples / n_samples
+    text = f"{count:{',.0f' if count >= 100 else '.3g'}}"
+    return f"{text} epoch{'s' * (text != '1')}"
+
+
 def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
     """A permutation of 0 … 2^bits - 1 for each key: halves are changed in turn, each by a function of the other."""
     low_bits = np.uint64(bits // 2)

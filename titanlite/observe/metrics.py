@@ -43,6 +43,7 @@ class StepRow:
     grad_norm: float  # global L2 norm before clipping
     lr: float
     tokens: int  # trained on since step 1, all ranks
+    epoch: float  # how often the source has been gone through: 1.5 in the middle of the second time
     tokens_per_second_per_gpu: float
     tflops_per_gpu: float  # model FLOPs, without recomputation
     mfu: float  # share of the device's dense bf16 peak, or of the measured one where that is not known, 0 to 1

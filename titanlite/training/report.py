@@ -102,6 +102,8 @@ class Report:
         console: of this rank.
         metrics: on rank 0, else None.
         wandb: where it is on, else None.
+        global_batch_size: sequences of a step.
+        n_samples: sequences of the source, an epoch.
     """
 
     def __init__(
@@ -117,10 +119,12 @@ class Report:
         status: Status,
         wandb: WandbRun | None,
         global_batch_size: int,
+        n_samples: int,
     ) -> None:
         self.config, self.device, self.world = config, device, world
         self.console, self.metrics, self.status, self.wandb = console, metrics, status, wandb
         self._samples_before, self._start, self._batch = samples_before, start, global_batch_size
+        self._n_samples = n_samples
         self._flops = flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
@@ -138,7 +142,10 @@ class Report:
 
     def tokens(self, step: int) -> int:
         """Tokens trained on up to a step, over all ranks."""
-        return (self._samples_before + (step - self._start) * self._batch) * self.config.training.seq_len
+        return self._samples(step) * self.config.training.seq_len
+
+    def _samples(self, step: int) -> int:
+        return self._samples_before + (step - self._start) * self._batch
 
     def step(self, outcome: Outcome) -> None:
         """Check one step and, if it is due, log it.
@@ -161,6 +168,7 @@ class Report:
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
             tokens=self.tokens(outcome.step),
+            epoch=self._samples(outcome.step) / self._n_samples,
             tokens_per_second_per_gpu=rate,
             tflops_per_gpu=rate * self._flops / 1e12,
             mfu=rate * self._flops / self._peak,
@@ -203,7 +211,7 @@ class Report:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        first = self._samples_before + (outcome.step - self._start - 1) * self._batch
+        first = self._samples(outcome.step - 1)
         seen = (
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
             f"{first + self._batch - 1} of the data order"

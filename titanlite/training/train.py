@@ -16,6 +16,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
 from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.order import epochs
 from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, Problem, describe
 from titanlite.kernels.lowering import peer_failure
@@ -169,6 +170,9 @@ def _train(
     seq_len, seed = config.training.seq_len, config.training.seed
     batches = TrainBatches(shards, seq_len=seq_len, seed=seed, position=samples, **placed)
     cleanup.callback(batches.close)
+    all_samples = samples + (config.training.steps - start) * per_step
+    length = f"{shards.tokens:,} tokens, {epochs(all_samples, batches.n_samples)} in {config.training.steps:,} steps"
+    console.notice(f"data.source: {length}")
     validation = None
     if held_out is not None:
         validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
@@ -185,7 +189,18 @@ def _train(
     cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
     flops = flops_per_token(run.model, sizes, seq_len)
     report = Report(
-        config, flops, device, dist.get_world_size(), samples, start, console, metrics, status, wandb, per_step
+        config,
+        flops,
+        device,
+        dist.get_world_size(),
+        samples,
+        start,
+        console,
+        metrics,
+        status,
+        wandb,
+        per_step,
+        batches.n_samples,
     )
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
