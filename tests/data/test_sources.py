@@ -320,6 +320,35 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     assert resolve(f"hf:{folder}").stamps() != before
 
 
+def test_a_dataset_of_several_types_is_refused_by_their_counts(tmp_path: Path) -> None:
+    """The library would read the most frequent one, and leave the others out."""
+    pytest.importorskip("datasets")
+    folder = tmp_path / "books"
+    (folder / "more").mkdir(parents=True)
+    for name in ("a.jsonl", "more/b.jsonl", "c.json"):
+        (folder / name).write_text('{"text": "one"}\n')
+    for name in ("config.json", "dataset_info.json", "more/pipeline.py", ".hidden.txt"):  # which are none
+        (folder / name).write_text("{}")
+    assert read(f"hf:{folder}")[0] == ["one"] * 3
+    for name in ("a.parquet", "more/b.parquet", "c.parquet"):
+        write_parquet(folder / name, text=["two"])
+    with pytest.raises(
+        DataError, match=r"data.source = 'hf:.*books', a folder of 3 \.parquet, 2 \.jsonl, 1 \.json fi"
+    ) as e:
+        resolve(f"hf:{folder}")
+    assert str(e.value).endswith("fix:  move those of other types to folders of their own")
+    (folder / "c.json").rename(folder / "c.jsonl.gz")
+    with pytest.raises(DataError, match=r"validation.source = .* 2 \.jsonl, 1 \.jsonl\.gz files") as e:
+        resolve(f"hf:{folder}", "validation.source")
+    assert f"'{folder}' for all of them or '{folder}/**/*.parquet' for one type" in str(e.value)
+    for readme in ("---\nlicense: mit\n---\nconfigs:\n", "configs are below"):
+        (folder / "README.md").write_text(readme)
+        with pytest.raises(DataError, match=r"3 \.parquet, 2 \.jsonl"):
+            resolve(f"hf:{folder}")
+    (folder / "README.md").write_text("---\nlicense: mit\nconfigs:\n- config_name: a\n  data_files: '*.parquet'\n---\n")
+    assert read(f"hf:{folder}")[0] == ["two"] * 2
+
+
 @pytest.mark.parametrize(
     ("source", "parts"),
     [
