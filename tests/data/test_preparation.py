@@ -477,6 +477,9 @@ def test_check_inputs_holds_what_is_prepared_against_a_step(tmp_path: Path) -> N
         DataError, match=r"validation.source = .*, which has 1,100,001 tokens\n.*: 1 sample of training"
     ):
         check_inputs(replace(run, training=Training(seq_len=1_100_001)), 256, sequences=1)
+    with pytest.raises(DataError) as e:
+        check_inputs(run, 100)
+    assert str(e.value).count("model.vocab_size = 100") == 1  # and nothing of the ids of "x" and "y"
     (shards.folder / "shard-00000.bin").write_bytes(b"cut")
     with pytest.raises(DataError, match=r"shard-00000\.bin has 3 bytes"):
         check_inputs(run, 256)

@@ -135,8 +135,9 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     def check_source(key: str, at_least: int | None) -> None:
         nonlocal is_prepared
         source, counted = found[key], None
-        if vocab_size is not None and (tokenizer is not None or source.kind == "tokens"):  # else it is reported
-            used = None if source.kind == "tokens" else tokenizer
+        used = None if source.kind == "tokens" else tokenizer
+        # Else that is reported, and nothing that follows from it.
+        if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
             folder = _folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
             if folder.is_dir():
                 shards[key] = TokenShards(folder, used.fingerprint if used else "")
