@@ -75,7 +75,7 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
     return resume
 
 
-def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per_step: int | None) -> None:
+def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per_step: int | None) -> dict[str, Any]:
     """Refuse a checkpoint that a start would refuse, except for damage inside large files and for tensors.
 
     Args:
@@ -85,13 +85,34 @@ def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per
         sizes: its model's dimensions.
         per_step: as in `check_state`.
 
+    Returns:
+        What it says beside the tensors.
+
     Raises:
         CheckpointError: files are missing, of another size or altered, or it is of another model.
         ConfigError: as `check_state` says.
     """
     folder = publish.step_folder(root, step)
     publish.verify(folder, largest=QUICKLY_HASHED)
-    check_state(folder, read_state(folder, step)["state"], config, sizes, per_step)
+    state = read_state(folder, step)["state"]
+    check_state(folder, state, config, sizes, per_step)
+    return state
+
+
+def other_text(state: dict[str, Any], corpus: str, tokenizer: str) -> str | None:
+    """Say so where a run goes on with other text than it was saved with, or with the same in other ids.
+
+    Args:
+        state: of the checkpoint, beside the tensors.
+        corpus: fingerprint of the tokens of `data.source`.
+        tokenizer: fingerprint of what made them; "" if that is not known.
+    """
+    if state.get("corpus", corpus) == corpus:
+        return None
+    if state.get("tokenizer", tokenizer) == tokenizer:
+        return "data.source holds different text than before: this epoch's samples are shuffled anew"
+    what = "data.tokenizer is a different file than before, so data.source has different ids"
+    return f"{what}, which the weights do not know; restore the old file, or use another job.name"
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:

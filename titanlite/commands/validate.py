@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
-from titanlite.checkpoint.resume import check_quickly, nothing_to_do, step_to_resume
+from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import longer_than_trained, other_tokenizer, trained_on, unaligned_vocabulary
@@ -210,7 +210,9 @@ def run(argv: list[str]) -> int:
         told += [lack] if lack else []
     if step is not None:
         sequences = sequences_per_step(config, given.world) if given.world else None
-        check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
+        state = check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
+        if shards := checked.inputs.shards.get("data.source"):
+            told += [text] if (text := other_text(state, shards.fingerprint, shards.tokenizer)) else []
         told += [idle] if (idle := nothing_to_do(config, step)) else []
     sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *told)), given.file, given.world, step))
     return 0

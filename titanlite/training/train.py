@@ -10,6 +10,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.publish import complete_steps
+from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
@@ -158,12 +159,8 @@ def _train(
     start, state = restore(run, checkpoints, console, per_step)
     samples = int(state["samples"])
     data = {"corpus": shards.fingerprint, "tokenizer": shards.tokenizer}
-    if state.get("corpus", data["corpus"]) != data["corpus"]:
-        if state.get("tokenizer", data["tokenizer"]) == data["tokenizer"]:
-            console.warning("data.source holds different text than before: this epoch's samples are shuffled anew")
-        else:
-            what = "data.tokenizer is a different file than before, so data.source has different ids"
-            console.warning(f"{what}, which the weights do not know; restore the old file, or use another job.name")
+    if text := other_text(state, **data):
+        console.warning(text)
 
     placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
     placed |= {"local_batch_size": config.training.local_batch_size, "global_batch_size": per_step}
