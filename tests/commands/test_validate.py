@@ -189,6 +189,20 @@ def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture
     assert "\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out
 
 
+def test_summary_of_what_was_prepared_from_the_hub(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "x" * 5000}])
+    flags = [f"--data.cache_dir={tmp_path}/cache", "--data.source=hf:allenai/c4:en", "--training.global_batch_size=2"]
+    assert main(["prepare", "--config", file, *flags]) == 0
+    capsys.readouterr()
+    assert main(["validate", file, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "is on the hub" not in out
+    assert "hf:allenai/c4:en, tokenizer bytes; 5,001 tokens, " in out
+
+
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [

@@ -31,7 +31,6 @@ from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.order import epochs
 from titanlite.data.prepare import Inputs, check_inputs, whole_from_hub
 from titanlite.data.shards import sample_count
-from titanlite.data.sources import resolve
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
@@ -227,7 +226,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
         world: number of processes, if it is known.
         step: the one that it would resume from.
     """
-    config = checked.config
+    config, inputs = checked.config, checked.inputs
     mesh, batch = config.parallelism, config.training
     replicate, shard, tensor = (
         mesh.data_parallel_replicate_degree,
@@ -254,7 +253,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     limit = f", its first {config.data.max_tokens:,} tokens" if config.data.max_tokens else ""
-    n_tokens, length = checked.inputs.tokens.get("data.source"), ""
+    n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world)}"
@@ -267,11 +266,8 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
         "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}{length}",
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
-    sources = {"data.source": config.data.source}
-    if config.validation.enable:
-        sources["validation.source"] = config.validation.source
-    from_hub = [resolve(source, key) for key, source in sources.items() if source.startswith("hf:")]
-    long = (whole_from_hub(source, config.data) for source in from_hub)  # which a run says when it does it
+    ahead = (source for key, source in inputs.sources.items() if key not in inputs.shards)
+    long = (whole_from_hub(source, config.data) for source in ahead)  # which a run says when it does it
     hints = "".join(f"  {hint}\n" for hint in (*checked.hints, *long) if hint)
     return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
 
