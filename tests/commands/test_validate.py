@@ -157,6 +157,15 @@ def test_summary_has_the_epochs_of_what_is_small_or_prepared(
     assert "which has 2,000,001 tokens\n" in capsys.readouterr().err
 
 
+def test_a_cache_folder_that_cannot_be_written(
+    file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("closed").mkdir()
+    Path("closed").chmod(0o500)
+    assert main(["validate", "run.toml", "--data.cache_dir=closed/cache", "--data.source=hf:a/b"]) == 2
+    assert "data.cache_dir = 'closed/cache': [Errno 13] Permission denied" in capsys.readouterr().err
+
+
 def test_what_wandb_would_read_from_the_environment(
     file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

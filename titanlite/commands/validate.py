@@ -29,7 +29,7 @@ from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.order import epochs
-from titanlite.data.prepare import Inputs, check_inputs, whole_from_hub
+from titanlite.data.prepare import Inputs, check_cache, check_inputs, whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
@@ -202,6 +202,7 @@ def run(argv: list[str]) -> int:
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
     config, folder = checked.config, RunFolder.of(checked.config)
+    check_cache(checked.inputs, config.data)
     told, step = folder.foresee(config), None
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)

@@ -98,8 +98,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
 
     Every source must match something, the tokenizer must load and fit the model. What a source holds is known where its
     shards are there. One of less than a mebibyte is read, so that a text file that is not UTF-8 is reported now, and
-    one that is too short for a single step. Of larger ones the first records are looked at, for `data.text_key`. What
-    is still to be prepared needs a cache folder that can be written.
+    one that is too short for a single step. Of larger ones the first records are looked at, for `data.text_key`.
 
     Args:
         config: the run.
@@ -118,7 +117,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         sources["validation.source"] = config.validation.source, sequences and 1
     found: dict[str, Source] = {}
     shards, tokens = dict[str, TokenShards](), dict[str, int]()
-    tokenizer, is_prepared = None, True
+    tokenizer = None
 
     def attempt(check: Callable[[], object]) -> None:
         try:
@@ -133,7 +132,6 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
             _check_vocabulary(tokenizer, vocab_size)
 
     def check_source(key: str, at_least: int | None) -> None:
-        nonlocal is_prepared
         source, counted = found[key], None
         used = None if source.kind == "tokens" else tokenizer
         # Else that is reported, and nothing that follows from it.
@@ -143,7 +141,6 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
                 shards[key] = TokenShards(folder, used.fingerprint if used else "")
                 _check_meta(shards[key].meta, config.data, vocab_size, key)
                 counted = shards[key].tokens, shards[key].meta.max_tokens
-            is_prepared = is_prepared and key in shards
         if counted is None:
             counted = _count_if_small(source, config.data, tokenizer, vocab_size)
         if counted is not None:
@@ -155,13 +152,30 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
     if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
+    attempt(lambda: _check_cache_is_folder(config.data))
     for key in found:
         attempt(lambda key=key: _check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
-    attempt(lambda: _check_cache(config.data, is_written=not is_prepared))
     if problems:
         raise DataError(*problems)
     return Inputs(found, tokens, shards)
+
+
+def check_cache(inputs: Inputs, data: Data) -> None:
+    """Check that shards can be written where some are still to be made: on the host that is to make them.
+
+    Args:
+        inputs: of the run.
+        data: of its config.
+
+    Raises:
+        DataError: they cannot.
+    """
+    if len(inputs.shards) < len(inputs.sources):
+        try:
+            require_writable(Path(data.cache_dir).expanduser())
+        except OSError as e:
+            raise _unusable_cache(data, e) from e
 
 
 def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
@@ -235,19 +249,14 @@ def _max_tokens(source: Source, data: Data) -> int:
     return data.max_tokens
 
 
-def _check_cache(data: Data, is_written: bool) -> None:
-    """It is a folder or can become one and, if something is still to be prepared, can be written."""
+def _check_cache_is_folder(data: Data) -> None:
+    """Or can become one."""
     folder = Path(data.cache_dir).expanduser()
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not path.is_dir():
             saw = f"{data.cache_dir!r}: {path} is no folder"
             problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
             raise DataError(describe("data", [problem]))
-    try:
-        if is_written:
-            require_writable(folder)
-    except OSError as e:
-        raise _unusable_cache(data, e) from e
 
 
 def _unusable_cache(data: Data, e: OSError) -> DataError:
