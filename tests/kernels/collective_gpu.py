@@ -270,6 +270,46 @@ def counted_far(device: str, group: Ranks) -> list[str]:
     return problems
 
 
+def shards(device: str, group: Ranks) -> list[str]:
+    """FSDP's collectives, each on a stream of its own and ordered as FSDP does, on ranks that are late in turn."""
+    from titanlite.kernels.device.shard_exchange import AllGather, ReduceScatter
+
+    process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type]
+    gather, reduce = AllGather(process_group), ReduceScatter(process_group)
+    ranks, me, compute = len(group.ranks), group.me, torch.cuda.current_stream()
+    gathering, reducing = (torch.cuda.Stream(priority=-1) for _ in range(2))
+    found: list[tuple[str, Tensor, Tensor]] = []
+    copied: list[torch.cuda.Event] = []
+    kept: list[Tensor] = []  # FSDP, too, keeps what another stream reads
+    for r, size in enumerate((1 << 20, 1000, 1 << 18, 8, 1 << 20, 3000, 1 << 19, 24)):
+        rng, dtype = torch.Generator().manual_seed(r), (BF16, torch.float32)[r // 2 % 2]
+        every = [torch.randn(ranks * size, generator=rng).to(device, dtype) for _ in range(ranks)]
+        parts = torch.stack([x.chunk(ranks)[me] for x in every]).float()
+        wanted = parts[0].clone()
+        for part in parts[1:]:
+            wanted += part
+        torch.cuda.synchronize()
+        delay(device, group, r)
+        with torch.cuda.stream(gathering):
+            if r > 1:
+                gathering.wait_event(copied[-2])
+            whole = gather.buffer(ranks * size, dtype)
+            own = whole.chunk(ranks)[me]
+            own.copy_(every[me][:size])
+            gather(own)
+        reducing.wait_stream(compute)
+        with torch.cuda.stream(reducing):
+            out = torch.empty(size, device=device)
+            reduce(every[me], out)
+        compute.wait_stream(gathering)
+        found.append((f"round {r}, gathered", whole.clone(), torch.cat([x[:size] for x in every])))
+        copied.append(compute.record_event())
+        found.append((f"round {r}, reduced", out, wanted))
+        kept += every
+    torch.cuda.synchronize()
+    return [text for name, got, wanted in found for text in differences(name, [got], [wanted])]
+
+
 LAYERS, MICRO_BATCHES = 3, 2
 
 
@@ -357,6 +397,7 @@ EXTRA = {
     "CUDA graph": captured,
     "others get through": others_get_through,
     "counted far": counted_far,
+    "shards": shards,
     "network of spoilt buffers": network_of_spoilt_buffers,
     "network out of step": network_out_of_step,
 }
@@ -364,7 +405,7 @@ EXTRA = {
 
 def names(world: int, device: str) -> list[str]:
     """All checks, in the order in which they run."""
-    left_out = [] if device == "cuda" else ["CUDA graph", "others get through", "counted far"]
+    left_out = [] if device == "cuda" else ["CUDA graph", "others get through", "counted far", "shards"]
     extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
     return [*extra, "groups take turns", "some have met before", *cases]

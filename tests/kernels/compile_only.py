@@ -51,6 +51,8 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
         peer_slots=torch.zeros(ranks, dtype=torch.int64),
         peers=[slots] * ranks,
         capacity=capacity,
+        operator=0,
+        n_slots=2,
         begin=lambda n_bytes: capacity,
         blocks={},
     )

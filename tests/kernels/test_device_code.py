@@ -23,7 +23,7 @@ if sys.platform != "linux" or platform.machine() != "x86_64":
 
 import triton
 
-from tests.kernels.compile_only import compiling
+from tests.kernels.compile_only import compiling, fake_channel
 from tests.kernels.ptx import (
     JOIN,
     After,
@@ -42,6 +42,7 @@ from tests.kernels.ptx import (
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_stem
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
+from titanlite.kernels.device import shard_exchange
 from titanlite.kernels.device.tiles import Tiles, _table
 
 RANKS = 4
@@ -524,3 +525,17 @@ def test_scales_are_with_the_peers_before_the_ranks_meet() -> None:
     assert problems(without_before(ptx, BARRIER, SIGNAL), rules)
     assert problems(without(ptx, FENCE_SYS), rules)
     assert problems(replaced(ptx, r"ld\.global\.v4", "ld.global.nc.v4", -1), RULES["meet"])
+
+
+def test_shards_that_were_pushed_are_there_when_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_exchange, "open_channel", lambda *use, n_slots: fake_channel(1, RANKS))
+    with compiling(RANKS) as compiled:
+        shard_exchange.ReduceScatter(None)(torch.empty(RANKS * 4096, dtype=BF16), torch.empty(4096))  # type: ignore[arg-type]
+    assert set(compiled) == {"_meet", "_sum"}
+    rules = {"": (*_TOLD, *_awaited(SEE_SYS, BARRIER), Never(NON_COHERENT))}
+    ptx = compiled["_meet"].asm["ptx"]
+    assert not problems(ptx, rules)
+    for instruction in (FENCE_SYS, SIGNAL, SEE_SYS, BARRIER):
+        assert problems(without(ptx, instruction), rules), instruction
+    assert not problems(compiled["_sum"].asm["ptx"], {"": (Never(NON_COHERENT),)})  # peers wrote what it reads
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled["_sum"].asm["ptx"])) == RANKS

@@ -331,6 +331,13 @@ def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
     assert entry["skipped"] == [LOOKED_UP]
 
 
+def test_copy_engines_that_are_not_there_end_the_run(desk: Desk) -> None:
+    run = desk.run("no copy engines", 2, "--parallelism.fsdp_copy_engines=true", ends=2)
+    assert "parallelism.fsdp_copy_engines = true" in run.output
+    assert "blocks: there are none without GPUs" in run.output
+    assert run.receipt["fsdp_copy_engines"]["applied"] == {"blocks": 0}
+
+
 def test_float8_layers_are_fused(desk: Desk) -> None:
     entry = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2").receipt
     assert entry["async_tensor_parallel"]["applied"]["layers"] == 9

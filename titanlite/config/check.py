@@ -16,6 +16,8 @@ from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 
+_MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
+
 
 def check(
     config: Config,
@@ -56,6 +58,8 @@ def check(
     if is_in_range and are_read("training", "parallelism"):
         _check_mesh(config, model, world_size, problems)
         _check_batch(config, world_size, problems)
+        if config.parallelism.fsdp_copy_engines:
+            _check_copy_engines(config, world_size, problems)
     if are_read("training", "lr_scheduler", "job", "profiling"):
         _check_steps(config, problems)
     if are_read("job", "model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
@@ -250,6 +254,19 @@ def _check_features(config: Config, model: ModelRecipe | None, problems: Problem
         want = 'a float8 recipe, but float8.recipe = "none": there is nothing to measure'
         given = str(config.metrics.float8_numerics_freq)
         problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
+
+
+def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
+    """There is something to gather, among ranks that have peers' memory, and sums are in the dtype that they have."""
+    p, shards = config.parallelism, config.parallelism.data_parallel_shard_degree
+    if shards == -1 and world is not None:
+        shards = world // (p.data_parallel_replicate_degree * p.tensor_parallel_degree)
+    if shards != -1 and not 2 <= shards <= _MOST_PEERS:
+        want = f"false unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}"
+        problems.add("parallelism.fsdp_copy_engines", "true", want, "fsdp_copy_engines = false")
+    if config.training.mixed_precision_reduce != "float32":
+        saw, want = show(config.training.mixed_precision_reduce), '"float32", in which fsdp_copy_engines adds gradients'
+        problems.add("training.mixed_precision_reduce", saw, want, 'mixed_precision_reduce = "float32"')
 
 
 def _divisors(n: int) -> list[int]:

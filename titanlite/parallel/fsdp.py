@@ -8,27 +8,35 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
 from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
+from titanlite.kernels.lowering import no_peer_access
 from titanlite.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from titanlite.kernels.device import shard_exchange
 
 
 def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = False) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
 
+    With `parallelism.fsdp_copy_engines`, blocks are gathered and reduced by copy engines, if they can be.
+
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
-        config: `training.mixed_precision_*` and `parallelism.fsdp_reshard_after_forward`.
+        config: `training.mixed_precision_*`, `parallelism.fsdp_reshard_after_forward` and `fsdp_copy_engines`.
         mesh: the mesh.
         follow: whether gradients are to take what activations leave: `MemoryModel.gradients_follow`. Not where more
             than one micro-step adds to them, nor where they are reduced in another dtype than that of the masters.
@@ -42,8 +50,12 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
     # Parameters that are not sharded need not be freed: gathering them is a copy.
     blocks = reshard == "always" or (reshard == "default" and mesh.fsdp.size(-1) > 1)
     options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
+    by_copy_engines = config.parallelism.fsdp_copy_engines and no_copy_engines(mesh) is None
+    of_blocks = dict(options)
+    if by_copy_engines:  # gradients travel as they are; the sum is in float32 all the same
+        of_blocks["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
     for block in model.layers:  # type: ignore[union-attr]
-        fully_shard(block, reshard_after_forward=blocks, **options)
+        fully_shard(block, reshard_after_forward=blocks, **of_blocks)
     if model.output.weight is not model.tok_embeddings.weight:  # type: ignore[union-attr]
         fully_shard(model.tok_embeddings, reshard_after_forward=blocks, **options)  # type: ignore[arg-type]
         fully_shard([model.norm, model.output], reshard_after_forward=reshard == "always", **options)  # type: ignore[list-item]
@@ -55,6 +67,21 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
             module.set_gradient_divide_factor(1.0)
             if follow and mesh.dp_size > 1:
                 module.set_custom_reduce_scatter(_ReduceScatter())
+    if by_copy_engines:
+        from titanlite.kernels.device import shard_exchange
+
+        group = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
+        gather, reduce = shard_exchange.AllGather(group), shard_exchange.ReduceScatter(group)
+        for block in model.layers:  # type: ignore[union-attr]
+            block.set_custom_all_gather(PushedAllGather(gather))
+            block.set_custom_reduce_scatter(PushedReduceScatter(reduce, _ReduceScatter if follow else None))
+
+
+def no_copy_engines(mesh: Mesh) -> str | None:
+    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective at its first call."""
+    if mesh.device.type != "cuda":
+        return "there are none without GPUs"
+    return no_peer_access(mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name)
 
 
 class _ReduceScatter(DefaultReduceScatter):
@@ -72,6 +99,57 @@ class _ReduceScatter(DefaultReduceScatter):
             # Not `torch.empty`: with deterministic kernels that fills it, on this stream, while FSDP's writes the sum.
             memory = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
         return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
+
+
+class PushedAllGather(AllGather):
+    """FSDP's, by copy engines.
+
+    Args:
+        exchange: of all units.
+    """
+
+    def __init__(self, exchange: "shard_exchange.AllGather") -> None:
+        self._exchange = exchange
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the output, of which the input is this rank's place."""
+        return self._exchange.buffer(math.prod(size), dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill the other ranks' places."""
+        self._exchange(input_tensor)
+
+
+class PushedReduceScatter(DefaultReduceScatter):
+    """FSDP's, by copy engines, with sums in float32 whatever dtype gradients travel in.
+
+    Args:
+        exchange: of all units.
+        memory: where the sum lies; None: where FSDP puts it.
+    """
+
+    def __init__(self, exchange: "shard_exchange.ReduceScatter", memory: type[DefaultReduceScatter] | None) -> None:
+        self._exchange = exchange
+        self._memory = memory() if memory else DefaultReduceScatter()
+        self._is_sum = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input and for the sum, in turn."""
+        self._is_sum = not self._is_sum
+        return self._memory.allocate(size, dtype=torch.float32 if self._is_sum else dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum up."""
+        self._exchange(input_tensor, output_tensor)
 
 
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
@@ -117,6 +195,8 @@ def dtype_of_reduction(unit: FSDPModule) -> str:
     else:
         group = unit._get_fsdp_state()._fsdp_param_group
         assert group is not None  # noqa: S101
+        if isinstance(group._reduce_scatter_comm, PushedReduceScatter):
+            return "float32"
         # FSDP keeps no dtype of the reduction where it is that of the gradients.
         dtypes = {group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype}
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

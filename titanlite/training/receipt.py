@@ -21,7 +21,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
-from titanlite.parallel.fsdp import dtype_of_reduction
+from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction, no_copy_engines
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
@@ -97,6 +97,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
     if config.parallelism.async_tensor_parallel:
         _add_async_tensor_parallel(run, receipt)
+    if config.parallelism.fsdp_copy_engines:
+        _add_copy_engines(run, blocks, receipt)
     _add_dtypes(run, blocks[0], receipt)
     _add_attention(run, len(blocks), receipt)
     _add_compile(config.compile.enable, blocks, receipt)
@@ -209,6 +211,15 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
         + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],
         key="parallelism.async_tensor_parallel",
     )
+
+
+def _add_copy_engines(run: Run, blocks: list[nn.Module], receipt: Receipt) -> None:
+    """Blocks whose weights are gathered by them; gradients are then reduced by them, too."""
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks if isinstance(block, FSDPModule)]
+    count = sum(group is not None and isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
+    missed = [Skipped("blocks", no_copy_engines(run.mesh) or "not applied")] if count < len(blocks) else []
+    key = "parallelism.fsdp_copy_engines"
+    receipt.add("fsdp_copy_engines", True, {"blocks": count}, count=count, missed=missed, key=key)
 
 
 def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:

@@ -13,4 +13,7 @@ then the two stems. The rules that keep a step of theirs from hanging:
 4. What an operator allocates is allocated before its first launch, and its kernels are loaded (`launch.ready`), so that
    nothing blocks between them: both may wait for all that this GPU runs.
 5. Every wait has a deadline, after which the kernel says who did not come and stops.
+
+`shard_exchange` moves FSDP's shards over the same memory by copies. Its only kernels that wait are single thread
+blocks, on FSDP's own streams; who fills a GPU meanwhile has met its ranks (1), so it ends and leaves them room.
 """

@@ -1,10 +1,10 @@
-"""The memory that the ranks of a group share for their collective matmuls.
+"""The memory that the ranks of a group share for their collective matmuls, or for one of FSDP's collectives.
 
-One channel for each group: flags, two slots of data, and counters. The slots grow when an operator needs more, which is
-a collective like the operator itself, and not possible while a CUDA graph is captured. The operators of a process run
-in the order in which they are issued, whatever group and stream they are issued on: two that filled a GPU in turn, and
-another GPU the other way round, would wait for each other. A graph does not come by here: its capture is to be on one
-stream, and its replays in order with the process's other operators.
+One channel for each group and use: flags, slots of data, counters. The slots grow when an operator needs more, which
+is a collective like the operator itself, and not possible while a CUDA graph is captured. The collective matmuls of a
+process run in the order in which they are issued, whatever group and stream they are issued on: two that filled a GPU
+in turn, and another GPU the other way round, would wait for each other. A graph does not come by here: its capture is
+to be on one stream, and its replays in order with the process's other operators.
 """
 
 import os
@@ -27,14 +27,16 @@ first kernel that have ended, copies drawn, copies of the own shard drawn; the l
 COUNTERS = HEADER + 8192
 """After them, one for each block of rows that arrives."""
 
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "FSDP's all-gather", "FSDP's reduce-scatter")
 """By the number under which a kernel reports a failure."""
+
+FSDP_GATHER, FSDP_REDUCE = 2, 3
 
 _DEADLINE_S = 600.0
 
 
 class PeerError(RuntimeError):
-    """A rank waited for another in a collective matmul until the deadline."""
+    """A rank waited for another in a kernel until the deadline."""
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Channel:
         process_group: itself.
         rank: this process's, in the group.
         ranks: their number, 2 to 8.
+        operator: of FSDP's, its place in `OPERATORS`.
+        n_slots: how often `slots` holds an operator's data.
         number: of all channels of this process.
         flags: [ranks · (1 + PIECES)] int32, written by peers: one for each, then each one's pieces.
         peer_flags: [ranks] int64, addresses of all ranks' flags.
@@ -60,6 +64,8 @@ class Channel:
     rank: int
     ranks: int
     device: torch.device
+    operator: int = 0
+    n_slots: int = 2
     number: int = field(init=False)
     flags: Tensor = field(init=False)
     peer_flags: Tensor = field(init=False)
@@ -67,7 +73,7 @@ class Channel:
     epoch: Tensor = field(init=False)
     deadline: Tensor = field(init=False)
     failure: Tensor = field(init=False)
-    slots: Tensor | None = None  # [2 · capacity] bytes, symmetric
+    slots: Tensor | None = None  # [n_slots · capacity] bytes, symmetric
     peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
     capacity: int = 0
@@ -81,7 +87,7 @@ class Channel:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
         self.number = next(_numbers)
         self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
-        self._rendezvous = Rendezvous(self.process_group)
+        self._rendezvous = Rendezvous(self.process_group, self.name)
         handle = self._rendezvous(self.flags)
         self.flags.zero_()
         self.peer_flags = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
@@ -118,18 +124,23 @@ class Channel:
                 current.wait_stream(_stream)
             _stream = current
         if n_bytes > self.capacity:
-            self._grow(n_bytes)
+            self.grow(n_bytes)
         return self.capacity
 
-    def _grow(self, n_bytes: int) -> None:
+    def grow(self, n_bytes: int) -> None:
+        """Make room, when all that the GPU runs has ended; a collective.
+
+        Args:
+            n_bytes: per slot, equal on all ranks.
+        """
         torch.cuda.synchronize(self.device)  # nobody may still write into the slots that go
         dist.barrier(self.process_group)
         self.peers, self.peer_slots, self.slots = [], None, None
         self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
-        self.slots = symmetric_memory.empty(2 * self.capacity, dtype=torch.uint8, device=self.device)
+        self.slots = symmetric_memory.empty(self.n_slots * self.capacity, dtype=torch.uint8, device=self.device)
         handle = self._rendezvous(self.slots)
-        self.peers = [handle.get_buffer(r, (2 * self.capacity,), torch.uint8) for r in range(self.ranks)]
+        self.peers = [handle.get_buffer(r, (self.n_slots * self.capacity,), torch.uint8) for r in range(self.ranks)]
         self.peer_slots = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
         torch.cuda.synchronize(self.device)
         dist.barrier(self.process_group)
@@ -142,13 +153,29 @@ _stream: torch.cuda.Stream | None = None
 
 
 def channel(group: str) -> Channel:
-    """The channel of a process group, made at its first use by all its ranks together."""
+    """The channel of a group's collective matmuls, made at its first use by all its ranks together."""
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     found = _channels.get(group)
     if found is None or found.process_group is not process_group:  # names are used again after a group's end
-        device = torch.device("cuda", torch.cuda.current_device())
-        found = _channels[group] = Channel(group, process_group, process_group.rank(), process_group.size(), device)
+        found = _open(group, process_group)
     return found
+
+
+def open_channel(process_group: dist.ProcessGroup, operator: int, n_slots: int) -> Channel:
+    """Make a channel of a group's own for one of FSDP's collectives; all its ranks together.
+
+    Args:
+        process_group: the ranks.
+        operator: FSDP_GATHER or FSDP_REDUCE.
+        n_slots: how many calls' data there is room for.
+    """
+    return _open(f"{process_group.group_name}, {OPERATORS[operator]}", process_group, operator, n_slots)
+
+
+def _open(name: str, process_group: dist.ProcessGroup, *use: int) -> Channel:
+    device = torch.device("cuda", torch.cuda.current_device())
+    made = _channels[name] = Channel(name, process_group, process_group.rank(), process_group.size(), device, *use)
+    return made
 
 
 def set_deadline(seconds: float) -> None:

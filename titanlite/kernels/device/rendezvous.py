@@ -40,13 +40,18 @@ class _GroupStore(dist.Store):
 
 
 class Rendezvous:
-    """Where the ranks of a process group let each other see their memory."""
+    """Where the ranks of a process group let each other see their memory.
+
+    Args:
+        process_group: the ranks.
+        use: what for, where they have several.
+    """
 
     _numbers = count()
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, use: str) -> None:
         store = dist.distributed_c10d._get_process_group_store(process_group)
-        self._store = _GroupStore(dist.PrefixStore("titanlite-rendezvous", store))
+        self._store = _GroupStore(dist.PrefixStore(f"titanlite-rendezvous-{use}", store))
         rank, ranks = process_group.rank(), process_group.size()
         self._name = f"titanlite-rendezvous-{next(self._numbers)}"
         self._group = dist.ProcessGroup(self._store, rank, ranks)

@@ -1,0 +1,144 @@
+"""FSDP by copy engines, over gloo: files that the ranks map stand for symmetric memory, a barrier for a meeting.
+
+Where copies go, in which dtype and when; that they arrive in time is `tests/kernels/collective_gpu.py`'s to show.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.training.short_run import assemble, checked, take_steps, whole
+from titanlite.config.check import _MOST_PEERS
+from titanlite.kernels.products import MAX_RANKS
+from titanlite.parallel import fsdp
+from titanlite.training.build import Run
+
+device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
+
+
+def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let exchanges have files, of which nothing old can be read: each buffer is NaN when it is given."""
+
+    def open_channel(group: dist.ProcessGroup, operator: int, n_slots: int) -> SimpleNamespace:
+        names = [f"{group.group_name}-{operator}-{r}" for r in range(group.size())]
+        channel = SimpleNamespace(rank=group.rank(), ranks=group.size(), n_slots=n_slots, capacity=0, group=group)
+        channel.number = channel.operator = operator
+        channel.flags = channel.peer_flags = channel.epoch = channel.deadline = channel.failure = channel
+
+        def grow(n_bytes: int) -> None:
+            channel.capacity, size = n_bytes, n_slots * n_bytes
+            mine = folder / f"{names[channel.rank]}-{n_bytes}"
+            mine.write_bytes(b"\xff" * size)
+            dist.barrier(group)
+            paths = [str(folder / f"{name}-{n_bytes}") for name in names]
+            channel.peers = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+            channel.slots = channel.peers[channel.rank]
+
+        channel.grow = grow
+        return channel
+
+    def ready(kernel, key, blocks, tensors, arguments, **options):
+        passed = arguments()
+        if kernel is device._meet:
+            return lambda: dist.barrier(passed[0].group)
+
+        def add() -> None:
+            arrived, own, out, size, rank, ranks, _ = passed
+            parts = [own if r == rank else arrived[r * size : (r + 1) * size] for r in range(ranks)]
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            out.copy_(total)
+
+        return add
+
+    buffer = device._Exchange.buffer
+
+    def spoilt(self, size: int, dtype: torch.dtype) -> Tensor:
+        given = buffer(self, size, dtype)
+        given.view(torch.uint8).fill_(0xFF)
+        return given
+
+    monkeypatch.setattr(device, "open_channel", open_channel)
+    monkeypatch.setattr(device, "ready", ready)
+    monkeypatch.setattr(device._Exchange, "buffer", spoilt)
+    monkeypatch.setattr(fsdp, "no_copy_engines", lambda mesh: None)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchanges(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that grow and shrink: what is gathered, and the sum in float32 of the ranks in their order."""
+    in_files(tmp_path, monkeypatch)
+
+    def body() -> None:
+        group = dist.distributed_c10d._get_default_group()
+        gather, reduce, me = device.AllGather(group), device.ReduceScatter(group), dist.get_rank()
+        for seed, (size, dtype) in enumerate([(5, torch.bfloat16), (64, torch.float32), (3, torch.bfloat16)]):
+            rng = torch.Generator().manual_seed(seed)
+            every = [torch.randn(world * size, generator=rng).to(dtype) for _ in range(world)]
+            whole = gather.buffer(world * size, dtype)
+            own = whole.chunk(world)[me]
+            own.copy_(every[me][:size])
+            gather(own)
+            assert torch.equal(whole, torch.cat([x[:size] for x in every]))
+            wanted, out = torch.zeros(size), torch.full((size,), torch.nan)
+            for x in every:
+                wanted = wanted + x.chunk(world)[me].float()
+            reduce(every[me], out)
+            assert torch.equal(out, wanted)
+
+    run_ranks(body, tmp_path, world)
+
+
+LAYOUTS = {
+    "FSDP 2": (2, []),
+    "two micro-steps": (2, ["--training.global_batch_size", "4"]),
+    "float32": (2, ["--training.mixed_precision_param", "float32"]),
+    "rowwise": (2, ["--float8.recipe", "rowwise", "--training.seq_len", "128"]),
+    "HSDP": (4, ["--parallelism.data_parallel_replicate_degree", "2"]),
+    "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
+    "never freed": (2, ["--parallelism.fsdp_reshard_after_forward", "never"]),
+    "tied": (2, ["--model.name", "gemma3", "--model.flavor", "debug"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have one order to add in: every loss, norm and weight of three steps is the same."""
+    world, flags = LAYOUTS[layout]
+    in_files(tmp_path, monkeypatch)
+    flags = ["--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", str(world), *flags]
+    if layout == "FSDP 2 x TP 2":
+        flags += ["--training.global_batch_size", "2"]
+    asked = [checked(tmp_path, world, [*flags, f"--parallelism.fsdp_copy_engines={on}"]) for on in ("false", "true")]
+
+    def body() -> None:
+        found = []
+        for each in asked:
+            run = assemble(each)
+            assert by_copy_engines(run) == (len(list(run.model.layers)) if each is asked[1] else 0)  # type: ignore[arg-type]
+            results = take_steps(run, 3)
+            found.append((results[:, :2], {name: whole(p) for name, p in run.model.named_parameters()}))
+        (theirs, their_weights), (ours, our_weights) = found
+        assert torch.isfinite(ours).all()
+        assert torch.equal(theirs, ours)
+        assert all(torch.equal(their_weights[name], weight) for name, weight in our_weights.items())
+
+    run_ranks(body, tmp_path, world)
+
+
+def by_copy_engines(run: Run) -> int:
+    """Units whose gradients are reduced by them; that says float32, too, which the receipt reads."""
+    blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
+    comms = [block._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for block in blocks]  # type: ignore[operator, union-attr]
+    assert {fsdp.dtype_of_reduction(block) for block in blocks} == {"float32"}  # type: ignore[arg-type]
+    return sum(isinstance(comm, fsdp.PushedReduceScatter) for comm in comms)
+
+
+def test_as_many_ranks_as_kernels_take() -> None:
+    assert _MOST_PEERS == MAX_RANKS

@@ -1,0 +1,142 @@
+"""FSDP's collectives without multiprocessors: copy engines push what a rank has into its peers' memory.
+
+A matmul that shares its multiprocessors with NCCL's kernels loses much of the time that they take; beside copies it
+loses less (docs/performance.md, "FSDP by copy engines"). Both collectives are two meetings of the ranks, a thread block
+each, with copies between them:
+
+    all-gather       meet: all buffers may be written; push the own shard to each rank; meet: all have arrived
+    reduce-scatter   meet; push to each rank its part of the own gradient; meet; add the parts, rank 0's first
+
+A gradient travels in the dtype that autograd made it in and is added up in float32: the sum is that of float32
+gradients, for half the bytes where it is bfloat16. Two runs give the same bits.
+
+An exchange is used on one stream, and a rank comes to a meeting when all that it has issued there before is done:
+
+    a peer's buffer is free        it has come to this call's first meeting; its stream then waits for whoever read the
+                                   buffer last: FSDP has it wait for the copy out of the gather before the last, and the
+                                   sum is on the stream itself
+    what peers pushed is there     they have come to the second meeting, behind their copies
+"""
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.channel import FSDP_GATHER, FSDP_REDUCE, Channel, open_channel
+from titanlite.kernels.device.launch import cdiv, ready
+from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
+from titanlite.kernels.products import MAX_RANKS
+
+BLOCK = 1024
+"""Elements of a thread block of the sum."""
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _meet(
+    flags, peer_flags, epoch_word, deadline, failure, rank,
+    RANKS: tl.constexpr, LANES: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """Wait until every rank has come here: one thread block."""
+    epoch = tl.load(epoch_word)
+    signal_peers(peer_flags, epoch, rank, RANKS, LANES)
+    wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, OP)
+    tl.store(epoch_word, epoch + 1)
+
+
+@triton.jit
+def _sum(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the ranks' parts in their order. `arrived`: [RANKS, size], but for this rank's part, which is `own`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load((own if RANK == 0 else arrived) + at, mask=at < size, other=0.0).to(tl.float32)
+    for r in tl.static_range(1, RANKS):
+        source = own if r == RANK else arrived + r * size.to(tl.int64)
+        total += tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, total, mask=at < size)
+
+
+class _Exchange:
+    """Memory that the ranks of a group push into, in as many slots as the channel has, taken in turn."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.turn = 0
+
+    def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the next slot.
+
+        Args:
+            size: elements, equal on all ranks. More than ever before is a collective that waits for the GPU.
+            dtype: of the elements.
+        """
+        to, n_bytes = self.channel, size * dtype.itemsize
+        if n_bytes > to.capacity:
+            to.grow(n_bytes)
+        self.turn = (self.turn + 1) % to.n_slots
+        assert to.slots is not None  # noqa: S101
+        first = self.turn * to.capacity
+        return to.slots[first : first + n_bytes].view(dtype)
+
+    def push(self, parts: tuple[Tensor, ...]) -> None:
+        """Put this rank's part into the buffer of every other rank.
+
+        Args:
+            parts: for each rank, of equal sizes.
+        """
+        to = self.channel
+        n_bytes = parts[0].nbytes
+        first = self.turn * to.capacity + to.rank * n_bytes
+        met = to.rank, to.ranks, MAX_RANKS, to.operator
+        meet = ready(
+            _meet, to.number, 1, (),
+            lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, *met),
+        )  # fmt: skip
+        meet()
+        for i in range(1, to.ranks):  # every rank begins with another peer
+            peer = (to.rank + i) % to.ranks
+            to.peers[peer][first : first + n_bytes].copy_(parts[peer].view(torch.uint8))
+        meet()
+
+
+class AllGather(_Exchange):
+    """FSDP's all-gather.
+
+    Args:
+        group: the ranks that share parameters, 2 to `MAX_RANKS` of one host. Making it is a collective.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(open_channel(group, FSDP_GATHER, n_slots=2))
+
+    def __call__(self, shard: Tensor) -> None:
+        """Push a shard to every rank.
+
+        Args:
+            shard: this rank's place in what `buffer` gave last: [size / ranks].
+        """
+        self.push((shard,) * self.channel.ranks)
+
+
+class ReduceScatter(_Exchange):
+    """FSDP's reduce-scatter, with sums in float32. Arguments as of `AllGather`."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(open_channel(group, FSDP_REDUCE, n_slots=1))
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Sum over the ranks, and keep this rank's part.
+
+        Args:
+            x: [ranks · part], floating.
+            out: [part], float32, contiguous.
+        """
+        to, size = self.channel, out.numel()
+        arrived, parts = self.buffer(x.numel(), x.dtype), x.chunk(to.ranks)
+        own = parts[to.rank]
+        add = ready(
+            _sum, (size, x.dtype, to.rank, to.ranks), cdiv(size, BLOCK), (arrived, own, out),
+            lambda: (arrived, own, out, size, to.rank, to.ranks, BLOCK),
+        )  # fmt: skip
+        self.push(parts)
+        add()
