@@ -531,11 +531,11 @@ def test_shards_that_were_pushed_are_there_when_the_ranks_have_met(monkeypatch: 
     monkeypatch.setattr(shard_exchange, "open_channel", lambda *use, n_slots: fake_channel(1, RANKS))
     with compiling(RANKS) as compiled:
         shard_exchange.ReduceScatter(None)(torch.empty(RANKS * 4096, dtype=BF16), torch.empty(4096))  # type: ignore[arg-type]
-    assert set(compiled) == {"_meet", "_sum"}
+    assert set(compiled) == {"_meet", "_add_shards"}
     rules = {"": (*_TOLD, *_awaited(SEE_SYS, BARRIER), Never(NON_COHERENT))}
     ptx = compiled["_meet"].asm["ptx"]
     assert not problems(ptx, rules)
     for instruction in (FENCE_SYS, SIGNAL, SEE_SYS, BARRIER):
         assert problems(without(ptx, instruction), rules), instruction
-    assert not problems(compiled["_sum"].asm["ptx"], {"": (Never(NON_COHERENT),)})  # peers wrote what it reads
-    assert len(re.findall(r"ld\.global\.v4\.b32", compiled["_sum"].asm["ptx"])) == RANKS
+    assert not problems(compiled["_add_shards"].asm["ptx"], {"": (Never(NON_COHERENT),)})  # peers wrote what it reads
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled["_add_shards"].asm["ptx"])) == RANKS

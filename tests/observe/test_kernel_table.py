@@ -69,6 +69,18 @@ def test_operators_of_a_cpu_count_their_self_time():
     assert ms(table, "  idle") == 0.0
 
 
+def test_an_operator_does_not_hide_the_communication_that_it_calls():
+    events = [
+        kernel("step", 0, 1000, cat="cpu_op"),
+        kernel("c10d::allreduce_", 100, 500, cat="cpu_op"),
+        kernel("aten::mm", 300, 400, stream=8, cat="cpu_op"),  # in another thread
+    ]
+    table = kernel_table({"traceEvents": events}, steps=1)
+    assert ms(table, "that nothing hides") == 0.3
+    assert ms(table, "  step") == 0.6
+    assert ms(table, "  idle") == 0.0
+
+
 def test_forty_rows_and_names_that_fit():
     events = [kernel(f"k{i}" + "<float>" * 100, i, i + 1) for i in range(60)]
     table = kernel_table({"traceEvents": events}, steps=1)
@@ -108,6 +120,9 @@ def test_an_empty_trace_says_so():
         ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)", "attention"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
         ("gloo:all_gather", "communication"),
+        ("meet", "communication"),
+        ("_meet", "communication"),
+        ("_add_shards", "communication"),
         ("Memcpy PtoP (Device -> Device)", "communication"),
         ("all_gather_matmul_kernel", "matmul"),
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),

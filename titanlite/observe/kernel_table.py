@@ -2,12 +2,13 @@
 
 Reads the events of a Chrome trace as torch.profiler writes it, and nothing else, so it also works on a trace from
 another machine. On a GPU the rows are kernels and copies as the device ran them. Without a GPU they are the operators
-of the CPU with their self time, which is what their callees do not account for.
+of the CPU, without the time that their callees account for.
 
 Three numbers matter before any row does: how long the device was idle, how much of the communication was not hidden
 behind other work, and which class of kernels has the rest.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -26,7 +27,8 @@ _CLASSES = (
     ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
-    ("communication", r"nccl|c10d|gloo|all_?gather|reduce_?scatter|all_?reduce|all_?to_?all|symm_mem|memcpy ptop"),
+    ("communication", r"^_?meet$|^_add_shards$|memcpy ptop|nccl|c10d|gloo|symm_mem"),
+    ("communication", r"all_?gather|reduce_?scatter|all_?reduce|all_?to_?all"),
     ("optimizer", r"adam|multi_tensor|_foreach_|foreach_norm"),
     ("triton", r"^triton_|^_?[a-z0-9_]+_kernel$"),
 )
@@ -34,12 +36,15 @@ _CLASSES = (
 
 @dataclass(frozen=True)
 class Work:
-    """One kernel, copy or operator. Times in microseconds."""
+    """One kernel, copy or operator. Times in microseconds; of an operator, without those of its callees."""
 
     name: str
-    start: float
-    end: float
-    self_us: float
+    times: list[tuple[float, float]]  # from, to; in order
+
+    @property
+    def us(self) -> float:
+        """How long it took."""
+        return _length(self.times)
 
     @property
     def kind(self) -> str:
@@ -65,16 +70,15 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
     work = _device_work(trace) or _cpu_work(trace)
     if not work:
         return "The trace holds no kernels and no operators.\n"
-    span = max(w.end for w in work) - min(w.start for w in work)
-    busy = _merge((w.start, w.end) for w in work)
-    busy_us = _length(busy)
-    not_comm_us = _length(_merge((w.start, w.end) for w in work if w.kind != "communication"))
+    busy = _merge(time for w in work for time in w.times)
+    span, busy_us = busy[-1][1] - busy[0][0], _length(busy)
+    not_comm_us = _length(_merge(time for w in work if w.kind != "communication" for time in w.times))
 
     by_class: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for w in work:
         for total in (by_class[w.kind], by_name[w.name]):
-            total[0] += w.self_us
+            total[0] += w.us
             total[1] += 1
 
     def row(us: float, calls: float | None, name: str) -> str:
@@ -94,8 +98,8 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
     gaps = [(start - end, end, start) for (_, end), (start, _) in pairwise(busy)]
     if gaps:
         lines += ["", f"{'us':>10}  the longest gaps"]
-        before = {w.end: w.name for w in work}
-        after = {w.start: w.name for w in work}
+        before = {end: w.name for w in work for _, end in w.times}
+        after = {start: w.name for w in work for start, _ in w.times}
         lines += [
             f"{us:10.1f}  {_short(before[end], 60)} -> {_short(after[start], 60)}"
             for us, end, start in sorted(gaps, reverse=True)[:_GAPS]
@@ -110,30 +114,37 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
 def _device_work(trace: dict[str, Any]) -> list[Work]:
     """Kernels, copies and fills of the GPU, each with its whole duration."""
     return [
-        Work(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"])
+        Work(e["name"], [(e["ts"], _end(e))])
         for e in trace["traceEvents"]
         if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
 
 
 def _cpu_work(trace: dict[str, Any]) -> list[Work]:
-    """Operators of the CPU. They nest within a thread; each keeps the time that its children do not account for."""
+    """Operators of the CPU. They nest within a thread; each has the times at which none of its callees ran."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
     work = []
     for events in threads.values():
-        events.sort(key=lambda e: (e["ts"], -e["dur"]))
-        self_us = [e["dur"] for e in events]
-        open_events: list[int] = []
-        for i, event in enumerate(events):
-            while open_events and _end(events[open_events[-1]]) <= event["ts"]:
-                open_events.pop()
-            if open_events:
-                self_us[open_events[-1]] -= event["dur"]
-            open_events.append(i)
-        work += [Work(e["name"], e["ts"], _end(e), us) for e, us in zip(events, self_us, strict=True)]
+        running: list[tuple[float, Work]] = []  # until when; each is called by the one before
+
+        def end_before(ts: float, running: list[tuple[float, Work]] = running) -> None:
+            while running and running[-1][0] <= ts:
+                end, ended = running.pop()
+                ended.times[-1] = (ended.times[-1][0], end)
+                if running:
+                    running[-1][1].times.append((end, end))
+
+        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+            end_before(event["ts"])
+            if running:
+                caller = running[-1][1]
+                caller.times[-1] = (caller.times[-1][0], event["ts"])
+            work.append(Work(event["name"], [(event["ts"], event["ts"])]))
+            running.append((_end(event), work[-1]))
+        end_before(math.inf)
     return work
 
 

@@ -46,7 +46,7 @@ def _meet(
 
 
 @triton.jit
-def _sum(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the ranks' parts in their order. `arrived`: [RANKS, size], but for this rank's part, which is `own`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load((own if RANK == 0 else arrived) + at, mask=at < size, other=0.0).to(tl.float32)
@@ -135,7 +135,7 @@ class ReduceScatter(_Exchange):
         arrived, parts = self.buffer(x.numel(), x.dtype), x.chunk(to.ranks)
         own = parts[to.rank]
         add = ready(
-            _sum, (size, x.dtype, to.rank, to.ranks), cdiv(size, BLOCK), (arrived, own, out),
+            _add_shards, (size, x.dtype, to.rank, to.ranks), cdiv(size, BLOCK), (arrived, own, out),
             lambda: (arrived, own, out, size, to.rank, to.ranks, BLOCK),
         )  # fmt: skip
         self.push(parts)
