@@ -43,8 +43,8 @@ def test_one_run(tmp_path, capsys):
     assert run([folder]) == 0
     out = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert out == [
-        "run    steps  final loss  best validation  tok/s/GPU    MFU  memory GiB",
-        "debug      3      3.0000           3.2500        100  50.0%         1.5",
+        "  run    steps  final loss  best validation  tok/s/GPU    MFU  memory GiB",
+        "  debug      3      3.0000           3.2500        100  50.0%         1.5",
         str(tmp_path / "debug/loss.png"),
     ]
     assert has_colour(tmp_path / "debug/loss.png", BLUE)

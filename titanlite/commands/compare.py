@@ -7,6 +7,7 @@ copied from elsewhere or were made by another version.
 import json
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import tomli
 
 from titanlite.commands.arguments import Command
+from titanlite.commands.columns import columns
 from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError, read_metrics
@@ -67,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
         saw, want = f"{out} ({error.strerror or error})", "a file that can be written"
         problem = Problem("--out", saw, want, "--out with a path in a folder of yours")
         raise RunError(describe("titanlite compare", [problem])) from None
-    _print(records, out)
+    sys.stdout.write(_tables(records, out))
     return 0
 
 
@@ -163,37 +165,15 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def _print(records: Sequence[RunRecord], out: Path) -> None:
-    """Print the tables and the path of the picture: with lines on a terminal, plain columns in a pipe."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=1000)  # a pipe has no width: cut and wrap nothing
-    style = box.SIMPLE if console.is_terminal else None
-
-    results = Table(box=style, pad_edge=False)
-    columns = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
-    for column in columns:
-        results.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
-    for record in records:
-        results.add_row(*map(Text, _results(record)))
-    console.print(results)
-
-    rows = difference(records)
-    if rows:
-        configs = Table(box=style, pad_edge=False)
-        for column in ("config", *(record.name for record in records)):
-            configs.add_column(Text(column), overflow="fold")
-        for key, values in rows:
-            configs.add_row(*map(Text, (key, *values)))
-        console.print(configs)
+def _tables(records: Sequence[RunRecord], out: Path) -> str:
+    """The tables and the path of the picture."""
+    headings = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
+    text = columns(headings, *map(_results, records))
+    if rows := difference(records):
+        text += columns(("config", *(record.name for record in records)), *((key, *values) for key, values in rows))
     elif len(records) > 1:
-        console.print("the configs are the same")
-    console.print(str(out), soft_wrap=True, markup=False, highlight=False)
+        text += "the configs are the same\n"
+    return f"{text}{out}\n"
 
 
 def _results(record: RunRecord) -> list[str]:
