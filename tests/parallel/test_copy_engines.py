@@ -21,8 +21,13 @@ from titanlite.training.build import Run
 device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
 
 
-def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let exchanges have files, of which nothing old can be read: each buffer is NaN when it is given."""
+def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """Let exchanges have files, of which nothing old can be read: each buffer is NaN when it is given.
+
+    Returns:
+        The dtypes of gradients that they will have moved.
+    """
+    moved: set[torch.dtype] = set()
 
     def open_channel(group: dist.ProcessGroup, operator: int, n_slots: int) -> SimpleNamespace:
         names = [f"{group.group_name}-{operator}-{r}" for r in range(group.size())]
@@ -62,12 +67,15 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(self, size: int, dtype: torch.dtype) -> Tensor:
         given = buffer(self, size, dtype)
         given.view(torch.uint8).fill_(0xFF)
+        if isinstance(self, device.ReduceScatter):
+            moved.add(dtype)
         return given
 
     monkeypatch.setattr(device, "open_channel", open_channel)
     monkeypatch.setattr(device, "ready", ready)
     monkeypatch.setattr(device._Exchange, "buffer", spoilt)
     monkeypatch.setattr(fsdp, "no_copy_engines", lambda mesh: None)
+    return moved
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -111,7 +119,7 @@ LAYOUTS = {
 def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have one order to add in: every loss, norm and weight of three steps is the same."""
     world, flags = LAYOUTS[layout]
-    in_files(tmp_path, monkeypatch)
+    moved = in_files(tmp_path, monkeypatch)
     flags = ["--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", str(world), *flags]
     if layout == "FSDP 2 x TP 2":
         flags += ["--training.global_batch_size", "2"]
@@ -125,6 +133,7 @@ def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monke
             results = take_steps(run, 3)
             found.append((results[:, :2], {name: whole(p) for name, p in run.model.named_parameters()}))
         (theirs, their_weights), (ours, our_weights) = found
+        assert moved == {torch.float32 if layout == "float32" else torch.bfloat16}
         assert torch.isfinite(ours).all()
         assert torch.equal(theirs, ours)
         assert all(torch.equal(their_weights[name], weight) for name, weight in our_weights.items())
