@@ -28,7 +28,7 @@ def init_process_group(_backend: str, **_options: object) -> None:
     _init_process_group("fake", store=dist.HashStore(), rank=0, world_size=int(os.environ["WORLD_SIZE"]))
 
 
-# torch's backend gathers copies, but leaves what it has scattered as it was.
+# The backend of torch 2.11 gathers copies, but leaves what it has scattered as it was.
 def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, *_: object, **_options: object) -> None:
     """In the place of torch's: the first rank's part of this rank's summand."""
     output.copy_(input.view(-1)[: output.numel()].view_as(output))

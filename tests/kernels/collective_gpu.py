@@ -274,8 +274,7 @@ def shards(device: str, group: Ranks) -> list[str]:
     """FSDP's collectives, each on a stream of its own and ordered as FSDP does, on ranks that are late in turn."""
     from titanlite.kernels.device.shard_exchange import AllGather, ReduceScatter
 
-    process_group = dist.distributed_c10d._resolve_process_group(group.name)  # type: ignore[arg-type]
-    gather, reduce = AllGather(process_group), ReduceScatter(process_group)
+    gather, reduce = AllGather(group.name), ReduceScatter(group.name)
     ranks, me, compute = len(group.ranks), group.me, torch.cuda.current_stream()
     gathering, reducing = (torch.cuda.Stream(priority=-1) for _ in range(2))
     found: list[tuple[str, Tensor, Tensor]] = []

@@ -29,9 +29,11 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     """
     moved: set[torch.dtype] = set()
 
-    def open_channel(group: dist.ProcessGroup, operator: int, n_slots: int) -> SimpleNamespace:
-        names = [f"{group.group_name}-{operator}-{r}" for r in range(group.size())]
+    def channel_of(name: str, operator: int, n_slots: int) -> SimpleNamespace:
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        names = [f"{name}-{operator}-{r}" for r in range(group.size())]
         channel = SimpleNamespace(rank=group.rank(), ranks=group.size(), n_slots=n_slots, capacity=0, group=group)
+        channel.device = torch.device("cpu")
         channel.number = channel.operator = operator
         channel.flags = channel.peer_flags = channel.epoch = channel.deadline = channel.failure = channel
 
@@ -71,7 +73,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
             moved.add(dtype)
         return given
 
-    monkeypatch.setattr(device, "open_channel", open_channel)
+    monkeypatch.setattr(device, "channel", channel_of)
     monkeypatch.setattr(device, "ready", ready)
     monkeypatch.setattr(device._Exchange, "buffer", spoilt)
     monkeypatch.setattr(fsdp, "no_copy_engines", lambda mesh: None)
@@ -84,7 +86,7 @@ def test_exchanges(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     in_files(tmp_path, monkeypatch)
 
     def body() -> None:
-        group = dist.distributed_c10d._get_default_group()
+        group = dist.distributed_c10d._get_default_group().group_name
         gather, reduce, me = device.AllGather(group), device.ReduceScatter(group), dist.get_rank()
         for seed, (size, dtype) in enumerate([(5, torch.bfloat16), (64, torch.float32), (3, torch.bfloat16)]):
             rng = torch.Generator().manual_seed(seed)

@@ -259,8 +259,9 @@ def _check_features(config: Config, model: ModelRecipe | None, problems: Problem
 def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
     """There is something to gather, among ranks that have peers' memory, and sums are in the dtype that they have."""
     p, shards = config.parallelism, config.parallelism.data_parallel_shard_degree
-    if shards == -1 and world is not None:
-        shards = world // (p.data_parallel_replicate_degree * p.tensor_parallel_degree)
+    others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+    if shards == -1 and world is not None and world % others == 0:  # else `_check_mesh` has said so
+        shards = world // others
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f"false unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}"
         problems.add("parallelism.fsdp_copy_engines", "true", want, "fsdp_copy_engines = false")

@@ -148,7 +148,7 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward. `default`: in every block but not in the head, which backward needs first."""
     fsdp_copy_engines: bool = False
-    """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. On 2 to 8 ranks of one host."""
+    """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. On 2 to 8 GPUs of one host, of compute capability 9.0."""
 
 
 @dataclass(frozen=True)

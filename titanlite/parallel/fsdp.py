@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
@@ -70,18 +70,22 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
     if by_copy_engines:
         from titanlite.kernels.device import shard_exchange
 
-        group = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
-        gather, reduce = shard_exchange.AllGather(group), shard_exchange.ReduceScatter(group)
+        group = mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
+        gather = PushedAllGather(shard_exchange.AllGather(group))
+        memory = _ReduceScatter() if follow else DefaultReduceScatter()
+        reduce = PushedReduceScatter(shard_exchange.ReduceScatter(group), memory)
         for block in model.layers:  # type: ignore[union-attr]
-            block.set_custom_all_gather(PushedAllGather(gather))
-            block.set_custom_reduce_scatter(PushedReduceScatter(reduce, _ReduceScatter if follow else None))
+            block.set_custom_all_gather(gather)
+            block.set_custom_reduce_scatter(reduce)
 
 
 def no_copy_engines(mesh: Mesh) -> str | None:
-    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective at its first call."""
+    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks."""
     if mesh.device.type != "cuda":
         return "there are none without GPUs"
-    return no_peer_access(mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name)
+    said: list[str | None] = [None] * dist.get_world_size()  # replicas may lie otherwise
+    dist.all_gather_object(said, no_peer_access(mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name))
+    return next(filter(None, said), None)
 
 
 class _ReduceScatter(DefaultReduceScatter):
@@ -105,7 +109,7 @@ class PushedAllGather(AllGather):
     """FSDP's, by copy engines.
 
     Args:
-        exchange: of all units.
+        exchange: of the ranks.
     """
 
     def __init__(self, exchange: "shard_exchange.AllGather") -> None:
@@ -122,17 +126,17 @@ class PushedAllGather(AllGather):
         self._exchange(input_tensor)
 
 
-class PushedReduceScatter(DefaultReduceScatter):
+class PushedReduceScatter(ReduceScatter):
     """FSDP's, by copy engines, with sums in float32 whatever dtype gradients travel in.
 
     Args:
-        exchange: of all units.
-        memory: where the sum lies; None: where FSDP puts it.
+        exchange: of the ranks.
+        memory: where inputs and sums lie.
     """
 
-    def __init__(self, exchange: "shard_exchange.ReduceScatter", memory: type[DefaultReduceScatter] | None) -> None:
-        self._exchange = exchange
-        self._memory = memory() if memory else DefaultReduceScatter()
+    def __init__(self, exchange: "shard_exchange.ReduceScatter", memory: DefaultReduceScatter) -> None:
+        self.exchange = exchange
+        self._memory = memory
         self._is_sum = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -149,7 +153,7 @@ class PushedReduceScatter(DefaultReduceScatter):
         async_op: bool = False,
     ) -> None:
         """Sum up."""
-        self._exchange(input_tensor, output_tensor)
+        self.exchange(input_tensor, output_tensor)
 
 
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
@@ -159,7 +163,8 @@ def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
     on, of a tensor-parallel layer this rank's part: DTensors are unwrapped and wrapped at each call of a compiled
     block, which is time of the host (docs/performance.md). A single data-parallel rank has nobody to reduce gradients
     with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none. They are in memory
-    of the compute stream then, and come one by one, as activations are freed.
+    of the compute stream then, and come one by one, as activations are freed. What copy engines reduce has its memory
+    and its kernels from now on.
 
     Args:
         model: from `apply_fsdp`; this is called once.
@@ -184,6 +189,11 @@ def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
             if mesh.dp_size == 1:
                 weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, param.sharded_param))
         unit.reshard()
+        if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
+            elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
+            reduce.exchange.prepare(
+                elements * mesh.fsdp.size(-1), getattr(torch, config.training.mixed_precision_param)
+            )
 
 
 def dtype_of_reduction(unit: FSDPModule) -> str:

@@ -215,9 +215,10 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
 
 def _add_copy_engines(run: Run, blocks: list[nn.Module], receipt: Receipt) -> None:
     """Blocks whose weights are gathered by them; gradients are then reduced by them, too."""
-    groups = [block._get_fsdp_state()._fsdp_param_group for block in blocks if isinstance(block, FSDPModule)]
-    count = sum(group is not None and isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
-    missed = [Skipped("blocks", no_copy_engines(run.mesh) or "not applied")] if count < len(blocks) else []
+    units = [block._get_fsdp_state()._fsdp_param_group for block in blocks if isinstance(block, FSDPModule)]
+    groups = [group for group in units if group is not None]  # else it has no weights
+    count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
+    missed = [Skipped("blocks", no_copy_engines(run.mesh) or "not applied")] if count < len(groups) else []
     key = "parallelism.fsdp_copy_engines"
     receipt.add("fsdp_copy_engines", True, {"blocks": count}, count=count, missed=missed, key=key)
 

@@ -48,7 +48,7 @@ class Channel:
         process_group: itself.
         rank: this process's, in the group.
         ranks: their number, 2 to 8.
-        operator: of FSDP's, its place in `OPERATORS`.
+        operator: FSDP_GATHER or FSDP_REDUCE; None: collective matmuls.
         n_slots: how often `slots` holds an operator's data.
         number: of all channels of this process.
         flags: [ranks · (1 + PIECES)] int32, written by peers: one for each, then each one's pieces.
@@ -64,7 +64,7 @@ class Channel:
     rank: int
     ranks: int
     device: torch.device
-    operator: int = 0
+    operator: int | None = None
     n_slots: int = 2
     number: int = field(init=False)
     flags: Tensor = field(init=False)
@@ -87,7 +87,7 @@ class Channel:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
         self.number = next(_numbers)
         self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
-        self._rendezvous = Rendezvous(self.process_group, self.name)
+        self._rendezvous = Rendezvous(self.process_group, f"{self.operator}")
         handle = self._rendezvous(self.flags)
         self.flags.zero_()
         self.peer_flags = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=self.device)
@@ -138,6 +138,7 @@ class Channel:
         self.peers, self.peer_slots, self.slots = [], None, None
         self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
+        torch.cuda.empty_cache()  # symmetric memory is not the allocator's, which may keep what it does not use
         self.slots = symmetric_memory.empty(self.n_slots * self.capacity, dtype=torch.uint8, device=self.device)
         handle = self._rendezvous(self.slots)
         self.peers = [handle.get_buffer(r, (self.n_slots * self.capacity,), torch.uint8) for r in range(self.ranks)]
@@ -146,36 +147,27 @@ class Channel:
         dist.barrier(self.process_group)
 
 
-_channels: dict[str, Channel] = {}
+_channels: dict[tuple[str, int | None], Channel] = {}
 _numbers = count()
 _stream: torch.cuda.Stream | None = None
 """Of the last operator of this process."""
 
 
-def channel(group: str) -> Channel:
-    """The channel of a group's collective matmuls, made at its first use by all its ranks together."""
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    found = _channels.get(group)
-    if found is None or found.process_group is not process_group:  # names are used again after a group's end
-        found = _open(group, process_group)
-    return found
-
-
-def open_channel(process_group: dist.ProcessGroup, operator: int, n_slots: int) -> Channel:
-    """Make a channel of a group's own for one of FSDP's collectives; all its ranks together.
+def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channel:
+    """The channel of a process group and a use, made at its first use by all its ranks together.
 
     Args:
-        process_group: the ranks.
-        operator: FSDP_GATHER or FSDP_REDUCE.
+        group: its name.
+        operator: FSDP_GATHER or FSDP_REDUCE; None: collective matmuls.
         n_slots: how many calls' data there is room for.
     """
-    return _open(f"{process_group.group_name}, {OPERATORS[operator]}", process_group, operator, n_slots)
-
-
-def _open(name: str, process_group: dist.ProcessGroup, *use: int) -> Channel:
-    device = torch.device("cuda", torch.cuda.current_device())
-    made = _channels[name] = Channel(name, process_group, process_group.rank(), process_group.size(), device, *use)
-    return made
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    found = _channels.get((group, operator))
+    if found is None or found.process_group is not process_group:  # names are used again after a group's end
+        device, ranks = torch.device("cuda", torch.cuda.current_device()), (process_group.rank(), process_group.size())
+        found = Channel(group, process_group, *ranks, device, operator, n_slots)
+        _channels[group, operator] = found
+    return found
 
 
 def set_deadline(seconds: float) -> None:
@@ -196,8 +188,9 @@ def peer_failure() -> PeerError | None:
         number, peer, waited, op = found.failure.tolist()
         if number:
             whom = f"rank {peer}" if peer >= 0 else "its own copies"
+            call = number if found.operator is None else (number + 1) // 2  # FSDP's ranks meet twice a call
             return PeerError(
-                f"{OPERATORS[op]}, call {number} of group {found.name}: rank {found.rank} of {found.ranks} waited "
+                f"{OPERATORS[op]}, call {call} of group {found.name}: rank {found.rank} of {found.ranks} waited "
                 f"{waited / 1e9:.1f} s for {whom}, then gave up\n"
                 "  want: all ranks of the group there within comm.train_timeout_seconds\n"
                 "  fix:  the log of the rank it waited for says why that one stopped or stalled"

@@ -10,21 +10,23 @@ each, with copies between them:
 A gradient travels in the dtype that autograd made it in and is added up in float32: the sum is that of float32
 gradients, for half the bytes where it is bfloat16. Two runs give the same bits.
 
-An exchange is used on one stream, and a rank comes to a meeting when all that it has issued there before is done:
+A rank comes to a meeting when the stream of the call has come there:
 
-    a peer's buffer is free        it has come to this call's first meeting; its stream then waits for whoever read the
-                                   buffer last: FSDP has it wait for the copy out of the gather before the last, and the
-                                   sum is on the stream itself
+    a peer's buffer is free        it has come to the first meeting, on a stream that waits for whoever read the buffer
+                                   last: FSDP has it wait for the copy out of the gather before the last, hence two
+                                   slots (`tests/parallel/test_copy_engines.py`); the sum is on the stream itself
     what peers pushed is there     they have come to the second meeting, behind their copies
+
+Two slots are enough as long as no more than one gather is ahead of the one in use: FSDP does no more by itself, and
+`set_modules_to_forward_prefetch` or `…_backward_prefetch` with several units, which nothing here calls, would.
 """
 
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.channel import FSDP_GATHER, FSDP_REDUCE, Channel, open_channel
+from titanlite.kernels.device.channel import FSDP_GATHER, FSDP_REDUCE, Channel, channel
 from titanlite.kernels.device.launch import cdiv, ready
 from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
 from titanlite.kernels.products import MAX_RANKS
@@ -51,7 +53,7 @@ def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load((own if RANK == 0 else arrived) + at, mask=at < size, other=0.0).to(tl.float32)
     for r in tl.static_range(1, RANKS):
-        source = own if r == RANK else arrived + r * size.to(tl.int64)
+        source = own if r == RANK else arrived + r * tl.cast(size, tl.int64)
         total += tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(out + at, total, mask=at < size)
 
@@ -69,6 +71,9 @@ class _Exchange:
         Args:
             size: elements, equal on all ranks. More than ever before is a collective that waits for the GPU.
             dtype: of the elements.
+
+        Returns:
+            [size]: this call's until the same slot is given again.
         """
         to, n_bytes = self.channel, size * dtype.itemsize
         if n_bytes > to.capacity:
@@ -90,8 +95,8 @@ class _Exchange:
         met = to.rank, to.ranks, MAX_RANKS, to.operator
         meet = ready(
             _meet, to.number, 1, (),
-            lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, *met),
-        )  # fmt: skip
+            lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, *met), num_warps=1,
+        )  # fmt: skip  # one warp: a second that gave up first would take down what the first has to say
         meet()
         for i in range(1, to.ranks):  # every rank begins with another peer
             peer = (to.rank + i) % to.ranks
@@ -103,11 +108,11 @@ class AllGather(_Exchange):
     """FSDP's all-gather.
 
     Args:
-        group: the ranks that share parameters, 2 to `MAX_RANKS` of one host. Making it is a collective.
+        group: name of that of the ranks that share parameters, 2 to `MAX_RANKS` of one host. Making it is a collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(open_channel(group, FSDP_GATHER, n_slots=2))
+    def __init__(self, group: str) -> None:
+        super().__init__(channel(group, FSDP_GATHER, n_slots=2))
 
     def __call__(self, shard: Tensor) -> None:
         """Push a shard to every rank.
@@ -121,8 +126,17 @@ class AllGather(_Exchange):
 class ReduceScatter(_Exchange):
     """FSDP's reduce-scatter, with sums in float32. Arguments as of `AllGather`."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(open_channel(group, FSDP_REDUCE, n_slots=1))
+    def __init__(self, group: str) -> None:
+        super().__init__(channel(group, FSDP_REDUCE, n_slots=1))
+
+    def prepare(self, size: int, dtype: torch.dtype) -> None:
+        """Make room, and load kernels, before memory is full of activations. A collective.
+
+        Args:
+            size, dtype: of `x`.
+        """
+        x = torch.zeros(size, dtype=dtype, device=self.channel.device)
+        self(x, torch.empty(size // self.channel.ranks, device=x.device))
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Sum over the ranks, and keep this rank's part.

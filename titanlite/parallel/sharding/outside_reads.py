@@ -2,9 +2,8 @@
 
 On a tensor-parallel rank activations are plain tensors, and a gathered weight is the rank's part (`parallel/fsdp.py`),
 which would be taken for the whole: only the methods of layers that `parallel/tensor.py` has of its own know that it is
-a part. A graph does not show who reads, for some of these
-methods are no module calls. So it is seen where the model is run on the meta device anyway. What a weight is, as its
-dtype, may be read anywhere.
+a part. A graph does not show who reads, for some of these methods are no module calls. So it is seen where the model is
+run on the meta device anyway. What a weight is, as its dtype, may be read anywhere.
 """
 
 import contextlib
