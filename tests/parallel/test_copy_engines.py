@@ -3,6 +3,8 @@
 Where copies go, in which dtype and when; that they arrive in time is `tests/kernels/collective_gpu.py`'s to show.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, whole
@@ -141,6 +144,92 @@ def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monke
         assert all(torch.equal(their_weights[name], weight) for name, weight in our_weights.items())
 
     run_ranks(body, tmp_path, world)
+
+
+class Stream:
+    """What FSDP orders on CPUs, too, where nothing comes of it: how many copies out of a gather this one is behind."""
+
+    current: "Stream"
+
+    def __init__(self, priority: int = 0) -> None:
+        self.behind = 0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.behind = max(self.behind, other.behind)
+
+    def wait_event(self, event: "Event") -> None:
+        self.behind = max(self.behind, event.behind)
+
+    def record_event(self) -> "Event":
+        return Event().record()
+
+    @staticmethod
+    @contextmanager
+    def as_current(stream: "Stream") -> Iterator[None]:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+
+class Event:
+    """Of the current stream."""
+
+    def record(self, stream: Stream | None = None) -> "Event":
+        self.behind = (stream or Stream.current).behind
+        return self
+
+
+@pytest.mark.parametrize("flags", [[], ["--training.global_batch_size", "4"], ["--activation_checkpoint.recipe=full"]])
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
+    reshard: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP orders its streams, for as many slots as there are; some gathers overlap, or one would do."""
+    in_files(tmp_path, monkeypatch)
+    compute = Stream.current = Stream()
+    for name, mock in (("Stream", Stream), ("Event", Event), ("stream", Stream.as_current)):
+        monkeypatch.setattr(torch.cpu, name, mock)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: Stream.current)
+    in_slots: dict[int, int] = {}  # by address, the last gather
+    copied: dict[int, int] = {}  # by gather, which copy out that was
+    overlaps: list[bool] = []  # of each gather, whether it did not wait for the one before
+    allocate, push = fsdp.PushedAllGather.allocate, fsdp.PushedAllGather.__call__
+    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+
+    def is_behind(number: int) -> bool:
+        return number < 0 or copied.get(number, 10**9) <= Stream.current.behind
+
+    def note_allocate(self, *args, **options) -> Tensor:
+        number = len(overlaps)
+        assert is_behind(number - self._exchange.channel.n_slots)
+        overlaps.append(not is_behind(number - 1))
+        buffer = allocate(self, *args, **options)
+        in_slots[buffer.data_ptr()] = number
+        return buffer
+
+    def note_push(self, *args, **options) -> None:
+        assert is_behind(len(overlaps) - 1 - self._exchange.channel.n_slots)
+        push(self, *args, **options)
+
+    def note_copy_out(result, *args) -> None:
+        copy_out(result, *args)
+        compute.behind += 1
+        if result.all_gather_output.data_ptr() in in_slots:
+            copied[in_slots[result.all_gather_output.data_ptr()]] = compute.behind
+
+    monkeypatch.setattr(fsdp.PushedAllGather, "allocate", note_allocate)
+    monkeypatch.setattr(fsdp.PushedAllGather, "__call__", note_push)
+    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", note_copy_out)
+    flags = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2", *flags]
+    flags += ["--model.n_layers=5", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
+    asked = checked(tmp_path, 2, [*flags, "--parallelism.fsdp_copy_engines=true"])
+
+    def body() -> None:
+        take_steps(assemble(asked), 2)
+        assert len(overlaps) >= 15
+        assert any(overlaps)
+
+    run_ranks(body, tmp_path, 2)
 
 
 def by_copy_engines(run: Run) -> int:
