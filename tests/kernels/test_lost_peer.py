@@ -16,9 +16,10 @@ from tests.kernels.shared_gpus import take_gpu
 DEADLINE_S = 4.0
 
 
-def rank_of_many(rank: int, world: int, folder: Path, end: str) -> None:
+def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None:
     from titanlite.kernels.all_gather_matmul import all_gather_matmul
     from titanlite.kernels.device.channel import set_deadline
+    from titanlite.kernels.device.shard_exchange import AllGather, ReduceScatter
     from titanlite.kernels.lowering import peer_failure
     from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -33,10 +34,18 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str) -> None:
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
 
-    def step() -> None:
+    def shards() -> None:
+        whole = gather.buffer(world * x.numel(), x.dtype)
+        gather(whole.chunk(world)[rank].copy_(x.view(-1)))
+        reduce(whole, torch.empty(x.numel(), device="cuda"))
+
+    def matmuls() -> None:
         _, y = all_gather_matmul(x, [w], 0, 256 * world, group)
         matmul_reduce_scatter([y], [w], 0, group)
 
+    step = matmuls
+    if of == "FSDP":
+        gather, reduce, step = AllGather(group), ReduceScatter(group), shards
     step()
     set_deadline(DEADLINE_S)
     torch.cuda.synchronize()
@@ -62,12 +71,13 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("end", ["dies", "stalls"])
-def test_lost_peer(end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", ["matmuls", "FSDP"])
+def test_lost_peer(of: str, end: str, tmp_path: Path) -> None:
     world = min(torch.cuda.device_count(), 8)
     if world < 2:
         pytest.skip("needs two CUDA devices")
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=rank_of_many, args=(rank, world, tmp_path, end)) for rank in range(world)]
+    ranks = [context.Process(target=rank_of_many, args=(rank, world, tmp_path, end, of)) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -78,6 +88,7 @@ def test_lost_peer(end: str, tmp_path: Path) -> None:
         seconds, *message = (tmp_path / f"rank{rank}").read_text().splitlines()
         print(f"rank {rank}: {seconds} s, {message[0]}")
         assert float(seconds) < DEADLINE_S + 3
-        assert "all_gather_matmul" in message[0] or "matmul_reduce_scatter" in message[0]
+        calls = {"matmuls": ("all_gather_matmul", "matmul_reduce_scatter"), "FSDP": ("FSDP's all-gather", "FSDP's red")}
+        assert message[0].startswith(calls[of])
         assert f"rank {rank} of {world} waited" in message[0]
         assert " for rank " in message[0]

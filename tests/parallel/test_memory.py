@@ -24,6 +24,7 @@ from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.memory import EAGER_LOSS_TOKENS, GIB, HOLES, HOLES_AT_THE_END, SLACK, Memory, MemoryModel
 from titanlite.parallel.sharding.layers import plan_layers
 
+COPIES = "--parallelism.fsdp_copy_engines=true"
 TP, REPLICAS = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_replicate_degree"
 # docs/performance.md: reserved GiB on H200 and H100, sequence 8,192, local batch 2, torch 2.11.
 MEASURED = {
@@ -44,6 +45,8 @@ MEASURED = {
     ("8b", 2, "none", "--float8.recipe", "rowwise"): 110.7,
     ("8b", 2, "none", "--model.n_layers", "12"): 56.6,
     ("8b", 2, "none", "--float8.recipe", "rowwise", "--model.n_layers", "12"): 50.4,
+    ("8b", 2, "none", COPIES, "--model.n_layers", "12"): 56.0,
+    ("8b", 2, "none", COPIES, "--float8.recipe", "rowwise", "--model.n_layers", "12"): 50.1,
     ("8b", 2, "attention", "--model.n_layers", "12"): 35.4,
     ("8b", 2, "full", "--model.n_layers", "12"): 34.9,
     ("8b", 2, "none", "--model.n_layers", "4", "--training.local_batch_size", "1"): 22.8,

@@ -114,7 +114,7 @@ class MemoryModel:
             there already in the next micro-step, nor where their sum is widened on the stream that makes it.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
-        reduced: bytes of an element of a gradient on its way; `moment`, of an element of a moment.
+        reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's; `moment`, of a moment's.
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
@@ -137,6 +137,7 @@ class MemoryModel:
 
         D, V, block = sizes.dim, sizes.vocab_size, self.layout.block
         e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(sizes, t).items()}
+        self.reduced_block = e if mesh.fsdp_copy_engines else self.reduced
         self.block = block.n_parameters(sizes, t)
         self.embedding, self.head = V * D // t + sizes.max_seq_len * D, V * D // t + block.norm(sizes)
         if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
@@ -185,13 +186,13 @@ class MemoryModel:
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
         rows, left = self._in_block(), held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
-        reduced = 0 if self.alone else self.reduced
-        before = 0 if tied else self.head  # of the unit before, what is reduced is there until that of the next is
+        reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
+        before = 0 if tied else reduced * self.head  # of the unit before, it is there until that of the next is
         for done, priced in enumerate(reversed(blocks)):
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
             again = max(0, self._whole_block - priced.held)
-            moments.append((weights, of_ends + reduced * before, *gradients(done), left, 0, again + rows))
-            left, before = left - priced.held, self.block
+            moments.append((weights, of_ends + before, *gradients(done), left, 0, again + rows))
+            left, before = left - priced.held, of_block
         if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced
             own = e * self.head + e * self.layout.tokens * self.sizes.dim
             moments.append((stays + embedding + head, reduced * self.head, *gradients(0), held, 0, own))
@@ -216,6 +217,8 @@ class MemoryModel:
         if self.shards == 1:
             return 0
         e, block = self.layout.itemsize, self.gathered_block
+        if self.config.parallelism.fsdp_copy_engines:  # blocks' are in symmetric memory
+            block = 0
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.sizes.tied_embeddings else [(block, head)]
