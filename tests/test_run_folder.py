@@ -64,6 +64,8 @@ def test_the_configs_and_receipts_of_earlier_starts_are_kept_under_one_number(tm
     claim(tmp_path, configs[1])  # the first ended before its first step, and has no receipt
     (tmp_path / "receipt.json").write_text("of the second")
     claim(tmp_path, configs[2])
+    for key, value in (("job.stop_after", 5), ("checkpoint.resume", 5)):  # no other config
+        claim(tmp_path, change(configs[2], key, value))
     kept = {path.name: path.read_text() for path in tmp_path.glob("*.earlier-*")}
     assert kept == {
         "config.earlier-1.toml": toml(configs[0]),

@@ -107,12 +107,13 @@ class RunFolder:
     def record(self, config_toml: str) -> None:
         """Write `config.toml`; call once it is certain that the claimed run trains with it.
 
-        Where it was another one, that and its receipt are kept as `config.earlier-1.toml` and `receipt.earlier-1.json`.
+        Where it was another one, that and its receipt are kept as `config.earlier-1.toml` and `receipt.earlier-1.json`;
+        how far a start is to go, and from where, makes no other.
 
         Args:
             config_toml: the resolved config as TOML text.
         """
-        if self.config.exists() and self.config.read_text(encoding="utf-8") != config_toml:
+        if self.config.exists() and _trained(self.config.read_text(encoding="utf-8")) != _trained(config_toml):
             config, receipt = earlier(self.config, self.receipt)
             shutil.copyfile(self.config, config)  # what stands there is compared at the next start, whatever ends this
             if self.receipt.exists():
@@ -282,6 +283,12 @@ def _has_content(path: Path) -> bool:
     if path.is_dir():
         return any(path.iterdir())
     return path.exists() and path.stat().st_size > 0
+
+
+def _trained(config_toml: str) -> dict[str, Any]:
+    """What of a config all starts of a run have, if nothing was changed."""
+    keys = dotted(tomli.loads(config_toml))
+    return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

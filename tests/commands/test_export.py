@@ -188,7 +188,10 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: P
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path), "--out", str(tmp_path / "out")])
+    with pytest.raises(CheckpointError, match="another SHA-256"):
+        run([str(made.path)])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert not (made.path / "hugging_face").exists()
 
 
 def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(

@@ -214,10 +214,20 @@ def test_all_that_has_no_price_is_said_at_once() -> None:
 def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     """Measured on four H200: 80.6 and 111.6 GiB, 7.5 of them gradients apart and 0.4 in the last norm."""
     lines = said(capsys, "--world", "4").splitlines()
-    assert lines[-8].endswith("peak of the run, GiB")
-    peaks = {line.split()[0]: line.split()[-1] for line in lines[-7:]}
+    assert lines[-8].endswith("peak of the run")
+    assert all(line.endswith(" GiB") for line in lines[-7:])
+    peaks = {line.split()[0]: line.split()[-2] for line in lines[-7:]}
     assert list(peaks) == ["balanced", *(name for name in LISTS if name != "balanced")]
     assert (peaks["balanced"], peaks["none"]) == ("72.8", "103.8")
+
+
+def test_what_a_small_model_keeps_is_said_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    small = str(shipped_folder("configs") / "debug.toml")
+    assert main(["plan", small, "--activation-checkpoint", "--world", "2"]) == 0
+    heading, *lists = capsys.readouterr().out.splitlines()[-8:]
+    assert heading.endswith("  MiB  TFLOP  MiB moved  peak of the run")
+    held = {line.split()[0]: line.split()[1] for line in lists}
+    assert held["full"] == "1.00"  # the input of two blocks: 512 tokens of 256 in float32 each
 
 
 def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def export(
         raise CheckpointError(describe("titanlite export", [problem]))
     model = build_model(config.model, sizes, seq_len)
     end = tokenizer.separator_id if tokenizer else None
-    tmp = out.with_name(f"{out.name}.tmp")
+    tmp, makes_parent = out.with_name(f"{out.name}.tmp"), not out.parent.exists()
     try:
         tmp.mkdir(parents=True)
         try:
@@ -91,6 +91,8 @@ def export(
             tmp.rename(out)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
+            if makes_parent:
+                out.parent.rmdir()
             raise
     except (OSError, SafetensorError) as error:
         problem = Problem("--out", f"{out} ({error})", "a folder that can be written, with room", "name another")

@@ -6,6 +6,7 @@ All is computed from shapes (`titanlite/parallel/block_price.py`, `memory.py`): 
 from dataclasses import dataclass
 
 from titanlite import recipes
+from titanlite.byte_size import byte_size
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
@@ -96,17 +97,25 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
     config, sizes = checked.config, checked.dimensions
     model = MemoryModel(config, sizes, checked.float8, world) if world else None
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
-    rows: list[tuple[str, ...]] = []
+    priced: dict[str, tuple[Totals, float | None] | None] = {}
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
         try:
             save_list = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
             sums = totals(layout, save_list)
+            priced[name] = sums, model.peak_under(save_list).total if model else None
         except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
+            priced[name] = None
+    is_small = all(max(sums.held, sums.moved) < _GIB for sums, _ in filter(None, priced.values()))
+    unit, called = (_MIB, "MiB") if is_small else (_GIB, "GiB")
+    rows: list[tuple[str, ...]] = []
+    for name, price in priced.items():
+        if price is None:
             rows.append((name, "no price", "", "", *([""] if model else [])))
             continue
-        peak = [f"{model.peak_under(save_list).total / _GIB:,.1f}"] if model else []
-        rows.append((name, f"{sums.held / _GIB:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / _GIB:,.2f}", *peak))
-    header = ["save-list", "GiB", "TFLOP", "GiB moved", *(["peak of the run, GiB"] if model else [])]
+        sums, peak = price
+        amounts = f"{sums.held / unit:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / unit:,.2f}"
+        rows.append((name, *amounts, *([] if peak is None else [byte_size(peak)])))
+    header = ["save-list", called, "TFLOP", f"{called} moved", *(["peak of the run"] if model else [])]
     return columns(header, *rows)
 
 
