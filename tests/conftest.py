@@ -1,5 +1,6 @@
 """One thread per process: ranks are forked after `import torch`, and a thread pool does not survive a fork."""
 
+import codecs
 import ctypes
 import functools
 import gc
@@ -54,6 +55,7 @@ def without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def bound_by_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Not as root, who may do anything. In `tmp_path`, by relative paths: the folders above it are root's."""
     monkeypatch.chdir(tmp_path)
+    codecs.lookup("utf-8-sig")  # whose module is root's, too
     before, nobody = os.geteuid(), 65534
     if before == 0:
         os.chown(tmp_path, nobody, -1)

@@ -43,7 +43,7 @@ def require_writable(folder: Path) -> None:
     Raises:
         OSError: what is there is no folder, or nothing can be made in it: permissions, or a read-only mount.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     number = 0
     if not there.is_dir():
         number = errno.ENOTDIR

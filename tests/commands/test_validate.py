@@ -160,10 +160,28 @@ def test_summary_has_the_epochs_of_what_is_small_or_prepared(
 def test_a_cache_folder_that_cannot_be_written(
     file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("closed").mkdir()
-    Path("closed").chmod(0o500)
-    assert main(["validate", "run.toml", "--data.cache_dir=closed/cache", "--data.source=hf:a/b"]) == 2
-    assert "data.cache_dir = 'closed/cache': [Errno 13] Permission denied" in capsys.readouterr().err
+    for mode in (0o500, 0o000, 0o600):
+        Path("closed").mkdir()
+        Path("closed").chmod(mode)
+        for cache in ("closed", "closed/cache", "closed/below/cache"):
+            flags = ["run.toml", f"--data.cache_dir={cache}", "--data.source=hf:a/b"]
+            assert main(["validate", *flags]) == 2
+            said = capsys.readouterr().err
+            assert f"data.cache_dir = '{cache}': [Errno 13] Permission denied" in said
+            assert "that can be entered and written\n      fix:  make it writable, or set data.cache_dir" in said
+            checked_run(["--config", *flags])  # a plan, which need not be made on the host that prepares
+        Path("closed").rmdir()
+
+
+def test_what_is_wrong_with_cache_and_folder_of_a_run_is_said_at_once(
+    file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("closed").mkdir(mode=0o000)
+    flags = ["--data.source=hf:a/b", "--data.cache_dir=closed", "--job.dump_folder=closed"]
+    assert main(["validate", "run.toml", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "data.cache_dir = 'closed'" in said
+    assert "job.dump_folder = closed" in said
 
 
 def test_what_wandb_would_read_from_the_environment(

@@ -501,13 +501,16 @@ def test_a_cache_folder_that_cannot_be_written_is_found_before_it_is_needed(boun
         above.mkdir()
         data = Data(source, cache_dir=str(above / "cache"))
         run = Config(data=data, validation=Validation(enable=False))
-        above.chmod(0o500)
-        inputs = check_inputs(run, 256)  # which also `plan` calls, on another host
-        for check in (lambda: check_cache(inputs, data), lambda: prepare(source, data, 256, progress=False)):
-            with pytest.raises(
-                DataError, match=r"data.cache_dir = .*cache': .*Permission denied(.|\n)*fix:  make room"
-            ):
-                check()
+        for mode in (0o500, 0o000):
+            above.chmod(mode)
+            for data in (Data(source, cache_dir=str(above / "cache")), Data(source, cache_dir=str(above))):
+                inputs = check_inputs(replace(run, data=data), 256)  # which also `plan` calls, on another host
+                said = rf"data.cache_dir = '{data.cache_dir}': .*Permission denied(.|\n)*fix:  make it writable, or"
+                with pytest.raises(DataError, match=said):
+                    check_cache(inputs, data)
+                with pytest.raises(DataError, match=said):
+                    prepare(source, data, 256, progress=False)
+        data = run.data
         above.chmod(0o700)
         prepare(source, data, 256, progress=False)
         (above / "cache").chmod(0o500)

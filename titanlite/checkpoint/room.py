@@ -40,7 +40,7 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
     # An old one is deleted when the new one is complete, the one that the run resumed from not at all.
     more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
     each = n_parameters(block, sizes) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
-    folder = next(path for path in (root, *root.absolute().parents) if path.exists())
+    folder = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(folder).free + stale_bytes(root)
     if free >= (more - 1 + SPARE) * each:
         return None

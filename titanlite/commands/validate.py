@@ -201,21 +201,36 @@ def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
+    found, told, step = list[TitanliteError](), (), None
+    try:
+        check_cache(checked.inputs, checked.config.data)
+    except TitanliteError as error:
+        found.append(error)
+    try:
+        told, step = _foreseen(checked, given.world)
+    except TitanliteError as error:
+        found.append(error)
+    if found:
+        raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
+    sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *told)), given.file, given.world, step))
+    return 0
+
+
+def _foreseen(checked: CheckedRun, world: int | None) -> tuple[Sequence[str], int | None]:
+    """What a start would say of the run's folder, and the step that it would resume from."""
     config, folder = checked.config, RunFolder.of(checked.config)
-    check_cache(checked.inputs, config.data)
     told, step = folder.foresee(config), None
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
         lack = lack_of_room(folder.checkpoints, config, checked.dimensions)
         told += [lack] if lack else []
     if step is not None:
-        sequences = sequences_per_step(config, given.world) if given.world else None
+        sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
         if shards := checked.inputs.shards.get("data.source"):
             told += [text] if (text := other_text(state, shards.fingerprint, shards.tokenizer)) else []
         told += [idle] if (idle := nothing_to_do(config, step)) else []
-    sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *told)), given.file, given.world, step))
-    return 0
+    return told, step
 
 
 def summary(checked: CheckedRun, file: str, world: int | None, step: int | None) -> str:

@@ -8,6 +8,7 @@ holds cannot be seen from here: after it has changed there, delete its folder.)
 `check_inputs` is the part of this that can be said before torch is imported and before any device is touched.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -137,7 +138,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         # Else that is reported, and nothing that follows from it.
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
             folder = _folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
-            if folder.is_dir():
+            if _is_folder(folder):
                 shards[key] = TokenShards(folder, used.fingerprint if used else "")
                 _check_meta(shards[key].meta, config.data, vocab_size, key)
                 counted = shards[key].tokens, shards[key].meta.max_tokens
@@ -249,19 +250,29 @@ def _max_tokens(source: Source, data: Data) -> int:
     return data.max_tokens
 
 
+def _is_folder(path: Path, unknown: bool = False) -> bool:
+    """Whether it is one; `unknown` where one may not look, which concerns who is to write there."""
+    try:
+        return path.is_dir()
+    except OSError:  # before Python 3.14, of a folder above that may not be entered
+        return unknown
+
+
 def _check_cache_is_folder(data: Data) -> None:
     """Or can become one."""
     folder = Path(data.cache_dir).expanduser()
     for path in (folder, *folder.parents):
-        if os.path.lexists(path) and not path.is_dir():
+        if os.path.lexists(path) and not _is_folder(path, unknown=True):
             saw = f"{data.cache_dir!r}: {path} is no folder"
             problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
             raise DataError(describe("data", [problem]))
 
 
 def _unusable_cache(data: Data, e: OSError) -> DataError:
-    want, fix = "a folder for token shards, on a file system with locks and enough room", "make room, or set"
-    fix = f"{fix} data.cache_dir to a folder on a local disk"
+    want, fix = "a folder for token shards, on a file system with locks and enough room", "make room"
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        want, fix = "a folder for token shards that can be entered and written", "make it writable"
+    fix = f"{fix}, or set data.cache_dir to a folder on a local disk"
     return DataError(describe("data", [Problem("data.cache_dir", f"{data.cache_dir!r}: {e}", want, fix)]))
 
 
