@@ -8,6 +8,7 @@ process; what makes that cheap is that it happens once (prepare.py).
 import codecs
 import io
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from titanlite.config.schema import Data
+from titanlite.data.dataset_folder import left_out
 from titanlite.data.sources import CODECS, JSON_LINES, Source, unreadable
 from titanlite.errors import DataError, Problem, describe, nearest
 
@@ -286,6 +288,8 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
     assert source.dataset  # noqa: S101  # by `resolve`
     path, config, split = source.dataset
     try:
+        if os.path.isdir(path):
+            tally.skipped += left_out(source)
         rows = datasets.load_dataset(path, config, split=split, streaming=True)
         for number, row in enumerate(rows, 1):
             for document in _record_document(f"{source.name}:{number}", row, text_key, tally):

@@ -14,7 +14,6 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,11 +26,6 @@ JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
 # Not read, but not left out of a folder in silence either.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
-
-# What `datasets` takes for text and records; all but the JSON ones each by a reader of its own.
-_OF_DATASETS = re.compile(r"\.(jsonl|json|ndjson|parquet|csv|tsv|arrow|txt)(\.(gz|zst|xz|bz2|lz4))?$")
-_JSON = ("jsonl", "json", "ndjson")
-_NO_DATA = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json")  # to it
 
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
@@ -174,31 +168,5 @@ def _resolve_dataset(source: str, key: str) -> Source:
         raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
     config, split = [*parts[1:], "", ""][:2]
     below = sorted(map(Path, _glob(_all_below(path), source, key))) if os.path.isdir(path) else []
-    _check_one_type(source, key, path, [f for f in below if f.is_file()])
     files = tuple(f.resolve() for f in below if f.is_file() or not f.exists())  # a link to nothing is refused by name
     return Source(source, key, "dataset", files, (path, config or None, split or "train"))
-
-
-def _check_one_type(source: str, key: str, folder: str, files: list[Path]) -> None:
-    """`datasets` reads the most frequent type of a folder and leaves out the others, without a word.
-
-    Where a README says which files to read, it reads these, and fails by itself on those of another type.
-    """
-    found = [match for f in files if f.name not in _NO_DATA and (match := _OF_DATASETS.search(f.name))]
-    if len({_JSON if match[1] in _JSON else match[1] for match in found}) < 2 or _says_what_to_read(folder):
-        return
-    counts = Counter(match[0] for match in found).most_common()
-    saw = f"{source!r}, a folder of {', '.join(f'{n:,} {suffix}' for suffix, n in counts)} files"
-    want = "files of one type, or a README.md whose `configs` name them: `datasets` would leave out those of the others"
-    fix = "move those of other types to folders of their own"
-    if all(suffix in SUFFIXES for suffix, _ in counts):
-        of_one = os.path.join(folder, "**", f"*{counts[0][0]}")
-        fix += f"; or write, without hf: and splits, {folder!r} for all of them or {of_one!r} for one type"
-    raise DataError(describe("data", [Problem(key, saw, want, fix)]))
-
-
-def _says_what_to_read(folder: str) -> bool:
-    """Whether the table at the beginning of its README.md has `configs`."""
-    readme = Path(folder, "README.md")
-    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    return re.search("^configs:", text.removeprefix("---").partition("\n---")[0], re.MULTILINE) is not None

@@ -41,13 +41,16 @@ def add_data(receipt: Receipt, key: str, meta: Meta) -> list[str]:
         Warnings: of bad records which were skipped, as many named as there are places kept of; and of text that the
         tokenizer does not know.
     """
-    applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records, "skipped_files": len(meta.skipped)}
+    applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
+    if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
+        applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # token files do not say where a document ends
         applied["documents"] = meta.documents
     unnamed = meta.n_bad_records - len(meta.bad_records)
     more = [f"and {unnamed:,} more"] * (unnamed > 0)
     left_out = [Skipped(record, "a bad record") for record in (*meta.bad_records, *more)]
-    left_out += [Skipped(file, "python_stdlib skips files that are not UTF-8") for file in meta.skipped]
+    rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
+    left_out += [Skipped(what, rule) for what in meta.skipped]
     if meta.max_tokens:
         applied["max_tokens"] = meta.max_tokens
         left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}"))
