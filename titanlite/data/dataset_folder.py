@@ -41,9 +41,10 @@ def left_out(source: Source) -> list[str]:
     assert source.dataset  # noqa: S101  # it is one
     folder = source.dataset[0]
     found = dataset_module_factory(folder).builder_configs_parameters
-    if found.metadata_configs:
+    if found.metadata_configs or not found.builder_configs:
         return []
-    chosen = {Path(f).resolve() for one in found.builder_configs for files in one.data_files.values() for f in files}
+    splits = [files for one in found.builder_configs for files in (one.data_files or {}).values()]
+    chosen = {Path(f).resolve() for files in splits for f in files}
     below = _files_below(folder)
     others = [f for f in below if f.resolve() not in chosen]
     suffixes = {_suffix(f) for f in below if f.resolve() in chosen}
