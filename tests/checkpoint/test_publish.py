@@ -176,6 +176,15 @@ def test_what_cannot_be_read_is_not_taken_for_absent(closed: str, mode: int, bou
             look(root)
 
 
+def test_a_manifest_that_may_not_be_read_is_not_to_be_deleted(bound_by_permissions: None) -> None:
+    save(Path(), 1)
+    Path("step-00000001/MANIFEST.json").chmod(0)
+    with pytest.raises(
+        CheckpointError, match=rf"MANIFEST.json = {os.strerror(errno.EACCES)}\n.*\n *fix:  make it readable"
+    ):
+        verify(Path("step-00000001"))
+
+
 def test_a_file_is_no_folder_of_checkpoints(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     root.touch()

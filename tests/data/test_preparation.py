@@ -521,6 +521,18 @@ def test_a_cache_folder_that_cannot_be_written_is_found_before_it_is_needed(boun
         (above / "cache").chmod(0o700)
 
 
+def test_shards_that_may_not_be_read_are_not_to_be_deleted(bound_by_permissions: None) -> None:
+    with tempfile.TemporaryDirectory() as own:  # nobody's, and so is the way to it
+        folder = prepare_here(Path(own), write_texts(Path(own) / "in", "one")).folder
+        for closed in (folder / "meta.json", folder):
+            closed.chmod(0)
+            with pytest.raises(
+                DataError, match=r"meta\.json = Permission denied\n(.|\n)*fix:  make it readable, or set"
+            ):
+                TokenShards(folder)
+            closed.chmod(0o700)
+
+
 def test_check_inputs_leaves_for_later_what_takes_long(tmp_path: Path) -> None:
     (tmp_path / "large.txt").write_bytes(b"\xff" * 2_000_000)
     np.full(1_000_000, 300, "<u2").tofile(tmp_path / "large.bin")

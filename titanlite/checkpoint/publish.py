@@ -223,6 +223,8 @@ def _manifest(folder: Path) -> dict[str, Entry]:
         files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
         entries = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
+            raise _unreadable(str(folder), e) from None
         problem = Problem(MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE)
         raise CheckpointError(describe(str(folder), [problem])) from None
     bad = [n for n in entries if not _FILE.fullmatch(n) or n in (".", "..", MANIFEST)]

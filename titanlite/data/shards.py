@@ -81,6 +81,8 @@ class Meta:
             content["shards"] = tuple(Shard(**s) for s in content["shards"])
             return cls(**content)
         except (OSError, ValueError, TypeError, KeyError) as e:
+            if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
+                raise _unreadable(folder, e) from e
             want = f"a folder of token shards with a meta.json of version {VERSION}"
             raise _damaged(folder, f"{type(e).__name__}: {e}", want) from e
 
@@ -106,7 +108,7 @@ class TokenShards:
         self._starts = np.cumsum([0] + [s.tokens for s in self.meta.shards])
         self._maps: dict[int, mmap.mmap] = {}
         for i in range(len(self._paths)):
-            self._check_size(i, _size(self._paths[i]))
+            self._check_size(i, _size(folder, self._paths[i]))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Copy some tokens, across shard boundaries.
@@ -137,7 +139,7 @@ class TokenShards:
 
     def _map(self, shard: int) -> mmap.mmap:
         if shard not in self._maps:
-            self._check_size(shard, _size(self._paths[shard]))
+            self._check_size(shard, _size(self.folder, self._paths[shard]))
             with self._paths[shard].open("rb") as file:
                 self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._check_size(shard, self._maps[shard].size())  # of the file, not of the mapping
@@ -268,8 +270,16 @@ def sample_count(
     return n_samples
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _size(folder: Path, path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError as e:  # before Python 3.14, of a folder that may not be entered
+        raise _unreadable(folder, e) from e
+
+
+def _unreadable(folder: Path, e: OSError) -> DataError:
+    want, fix = "folders and files that can be read", "make it readable, or set data.cache_dir to another folder"
+    return DataError(describe(str(folder), [Problem(e.filename or "a file", e.strerror or str(e), want, fix)]))
 
 
 def _damaged(folder: Path, saw: str, want: str) -> DataError:
