@@ -40,7 +40,7 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
         f"{tmp_path}/in",
         "  documents    2",
         "  tokens       8 as uint16, by bytes",
-        "  trained on   5,000 epochs in 10,000 steps for each data-parallel rank",
+        "  trained on   5,000 epochs in 10,000 steps, times the number of data-parallel ranks",
         f"  bytes        {(tmp_path / 'in' / 'a.jsonl').stat().st_size} read",
         "  bad records  1",
         f"    {tmp_path}/in/a.jsonl:2: not JSON: Expecting value: line 1 column 1 (char 0)",

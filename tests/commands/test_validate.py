@@ -144,7 +144,7 @@ def test_summary_has_the_epochs_of_what_is_small_or_prepared(
 
     (tmp_path / "small.txt").write_text("x" * 10_000)
     small = f"--data.source={tmp_path}/small.txt"
-    assert data(small).endswith("bytes; 10,001 tokens, 1 epoch in 100 steps for each data-parallel rank")
+    assert data(small).endswith("bytes; 10,001 tokens, 1 epoch in 100 steps, times the number of data-parallel ranks")
     assert data(small, "--world=4").endswith("bytes; 10,001 tokens, 4 epochs in 100 steps")
     assert data(small, "--parallelism.data_parallel_shard_degree=2").endswith(", 2 epochs in 100 steps")
     assert data(small, "--training.global_batch_size=64").endswith(", 64 epochs in 100 steps")

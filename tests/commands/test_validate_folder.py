@@ -72,6 +72,26 @@ def test_it_says_from_where_the_run_goes_on_and_what_has_changed(
     assert ended in validate(capsys, "--job.stop_after", "100")[1]
 
 
+def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_come(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = folder.checkpoints / "step-00000100" / "state.json"
+    saved = json.loads(state.read_text())
+    saved["state"]["samples"] = 400
+    shutil.rmtree(state.parent)
+    tmp = begin(folder.checkpoints, 100)
+    (tmp / "state.json").write_text(json.dumps(saved))
+    (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
+    commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
+    Path("small.txt").write_text("x" * 256 * 100)
+    config = folder.config.read_text()
+    folder.config.write_text(config.replace('source = "python_stdlib"', 'source = "small.txt"'))
+    flags = ("--data.source=small.txt", "--data.cache_dir=cache", "--training.seq_len=256")
+    for more in (("--training.global_batch_size=8", "--world=2"), ("--training.global_batch_size=8",)):
+        assert " tokens, 12 epochs in 200 steps\n" in validate(capsys, *flags, "--training.steps=200", *more)[1]
+    assert " tokens, 4 epochs in 50 steps\n" in validate(capsys, *flags, "--training.steps=50")[1]
+
+
 REFUSED = {
     "another model": (["--model.n_layers=3"], "model.n_layers = 3\n    want: 4"),
     "another order": (["--training.seed=1"], "training.seed = 1"),

@@ -201,25 +201,26 @@ def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
-    found, told, step = list[TitanliteError](), (), None
+    found, told, step, samples = list[TitanliteError](), (), None, 0
     try:
         check_cache(checked.inputs, checked.config.data)
     except TitanliteError as error:
         found.append(error)
     try:
-        told, step = _foreseen(checked, given.world)
+        told, step, samples = _foreseen(checked, given.world)
     except TitanliteError as error:
         found.append(error)
     if found:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
-    sys.stdout.write(summary(replace(checked, hints=(*checked.hints, *told)), given.file, given.world, step))
+    checked = replace(checked, hints=(*checked.hints, *told))
+    sys.stdout.write(summary(checked, given.file, given.world, step, samples))
     return 0
 
 
-def _foreseen(checked: CheckedRun, world: int | None) -> tuple[Sequence[str], int | None]:
-    """What a start would say of the run's folder, and the step that it would resume from."""
+def _foreseen(checked: CheckedRun, world: int | None) -> tuple[Sequence[str], int | None, int]:
+    """What a start would say of the run's folder, the step that it would resume from, and the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
-    told, step = folder.foresee(config), None
+    told, step, samples = folder.foresee(config), None, 0
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
         lack = lack_of_room(folder.checkpoints, config, checked.dimensions)
@@ -227,13 +228,14 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[Sequence[str], in
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
+        samples = int(state.get("samples", 0))
         if shards := checked.inputs.shards.get("data.source"):
             told += [text] if (text := other_text(state, shards.fingerprint, shards.tokenizer)) else []
         told += [idle] if (idle := nothing_to_do(config, step)) else []
-    return told, step
+    return told, step, samples
 
 
-def summary(checked: CheckedRun, file: str, world: int | None, step: int | None) -> str:
+def summary(checked: CheckedRun, file: str, world: int | None, step: int | None, samples: int = 0) -> str:
     """Say in a few lines what a run would be.
 
     Args:
@@ -241,6 +243,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
         file: its config.
         world: number of processes, if it is known.
         step: the one that it would resume from.
+        samples: that were trained on until there.
     """
     config, inputs = checked.config, checked.inputs
     mesh, batch = config.parallelism, config.training
@@ -272,7 +275,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
-        length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world)}"
+        length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world, step or 0, samples)}"
     shards = "(all remaining)" if shard == -1 else shard
     rows = {
         "model": _model(checked),
@@ -288,7 +291,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None)
     return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
 
 
-def epochs_of(config: Config, n_samples: int, world: int | None) -> str:
+def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:
     """Say how often a run goes through its text.
 
     Args:
@@ -296,12 +299,16 @@ def epochs_of(config: Config, n_samples: int, world: int | None) -> str:
         n_samples: of `data.source`.
         world: number of processes, if it is known. Where the batch follows from it and it is not, what is said is of
             each data-parallel rank.
+        start: step that it resumes from.
+        samples: that were trained on until there.
     """
     batch, each = config.training, ""
     sequences = sequences_per_step(config, world) or 1
     if world is None and batch.global_batch_size is None and config.parallelism.data_parallel_shard_degree == -1:
-        sequences, each = batch.local_batch_size, " for each data-parallel rank"
-    return f"{epochs(batch.steps * sequences, n_samples)} in {batch.steps:,} steps{each}"
+        sequences, each = batch.local_batch_size, ", times the number of data-parallel ranks"
+        if samples:  # a run that resumes without a global batch is held to the one it had
+            sequences, each = samples // start, ""
+    return f"{epochs(batch.steps, sequences, n_samples, start, samples)} in {batch.steps:,} steps{each}"
 
 
 def _save_list(checked: CheckedRun) -> str:

@@ -38,14 +38,17 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
     return samples.astype(np.int64)
 
 
-def epochs(samples: int, n_samples: int) -> str:
-    """Say how often the source is gone through: `0.22 epochs`, `1 epoch`, `1,200 epochs`.
+def epochs(steps: int, per_step: int, n_samples: int, start: int = 0, samples: int = 0) -> str:
+    """Say how often a run goes through its source: `0.22 epochs`, `1 epoch`, `1,200 epochs`.
 
     Args:
-        samples: positions of training.
+        steps: at which it ends.
+        per_step: samples of each that is still to come.
         n_samples: samples of the source, at least 1.
+        start: steps that are done.
+        samples: positions of training that these have taken.
     """
-    count = samples / n_samples
+    count = (samples + max(0, steps - start) * per_step) / n_samples
     text = f"{count:{',.0f' if count >= 100 else '.3g'}}"
     return f"{text} epoch{'s' * (text != '1')}"
 

@@ -167,8 +167,8 @@ def _train(
     seq_len, seed = config.training.seq_len, config.training.seed
     batches = TrainBatches(shards, seq_len=seq_len, seed=seed, position=samples, **placed)
     cleanup.callback(batches.close)
-    all_samples = samples + (config.training.steps - start) * per_step
-    length = f"{shards.tokens:,} tokens, {epochs(all_samples, batches.n_samples)} in {config.training.steps:,} steps"
+    count = epochs(config.training.steps, per_step, batches.n_samples, start, samples)
+    length = f"{shards.tokens:,} tokens, {count} in {config.training.steps:,} steps"
     console.notice(f"data.source: {length}")
     validation = None
     if held_out is not None:
