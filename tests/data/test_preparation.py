@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model.vocab_size = 255\n"):
         prepare_here(tmp_path, write_texts(tmp_path / "in", "one"), 255)
     with pytest.raises(DataError, match=r"validation.source = 'nope', which matches no file"):
-        prepare("nope", Data(cache_dir=str(tmp_path / "cache")), 256, progress=False)
+        prepare("nope", Data(cache_dir=str(tmp_path / "cache")), 256, progress=False, key="validation.source")
     assert not (tmp_path / "cache").exists()
 
 
@@ -161,7 +161,10 @@ def test_bad_records_behind_max_tokens_do_not_count(behind: list[str], between: 
 def test_max_tokens_is_for_text_that_is_trained_on(tmp_path: Path) -> None:
     held_out = write_texts(tmp_path / "in", "one", "two")
     data = Data("python_stdlib", max_tokens=1, cache_dir=str(tmp_path / "cache"))
-    assert prepare(held_out, data, 256, progress=False).tokens == 8
+    assert prepare(held_out, data, 256, progress=False, key="validation.source").tokens == 8
+    same = replace(data, source=held_out)
+    assert prepare(held_out, same, 256, progress=False).tokens == 4
+    assert prepare(held_out, same, 256, progress=False, key="validation.source").tokens == 8
     np.arange(10, dtype="<u2").tofile(tmp_path / "a.bin")
     source = f"{tmp_path}/a.bin"
     for check in (

@@ -34,11 +34,13 @@ def run(argv: Sequence[str]) -> int:
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run([*_COMMAND.read(argv).flags, "--checkpoint.initial_load_path", ""])
     config, vocab_size = checked.config, checked.dimensions.vocab_size
-    sources = [config.data.source] + [config.validation.source] * config.validation.enable
+    sources = {"data.source": config.data.source}
+    if config.validation.enable:
+        sources["validation.source"] = config.validation.source
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for i, source in enumerate(sources):
-        shards = prepare(source, config.data, vocab_size, progress=True)
-        console.print(_summary(shards, "" if i else _epochs(config, shards.meta)))
+    for key, source in sources.items():
+        shards = prepare(source, config.data, vocab_size, progress=True, key=key)
+        console.print(_summary(shards, _epochs(config, shards.meta) if key == "data.source" else ""))
     return 0
 
 

@@ -42,7 +42,7 @@ class Inputs:
     shards: dict[str, TokenShards]  # of those that are prepared already
 
 
-def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenShards:
+def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
     """Open the token shards of a source; make them first if they are not there.
 
     Any number of processes may call this at once: one works, the others wait.
@@ -52,6 +52,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
         data: tokenizer, text field, limit of bad records, cache folder.
         vocab_size: of the model.
         progress: show a progress bar, or lines where stderr is no terminal.
+        key: the config key of the source: `data.max_tokens` limits that of `data.source` alone.
 
     Returns:
         The shards, of at least one token, all ids below `vocab_size`.
@@ -59,7 +60,6 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool) -> TokenSh
     Raises:
         DataError: anything about source, tokenizer, records or cache folder.
     """
-    key = "data.source" if source == data.source else "validation.source"
     found = resolve(source, key)
     _check_cache_is_outside(found, data)
     max_tokens, tokenizer = _max_tokens(found, data), None

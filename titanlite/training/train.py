@@ -129,7 +129,9 @@ def _train(
     shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
     held_out = None
     if config.validation.enable:
-        held_out = prepare(config.validation.source, config.data, sizes.vocab_size, progress=local_rank == 0)
+        held_out = prepare(
+            config.validation.source, config.data, sizes.vocab_size, progress=local_rank == 0, key="validation.source"
+        )
 
     device = start_process_group(config.comm)
     # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
