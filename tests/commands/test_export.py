@@ -179,7 +179,9 @@ def test_a_model_that_is_not_known_there_is_refused(tmp_path: Path) -> None:
         run([str(made.path)])
 
 
-def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, _ = make_run(tmp_path)
     made.record(to_toml(Config(model=Model(name="qwen3"))))
     with pytest.raises(CheckpointError, match=r"missing in the checkpoint = .*k_norm"):
@@ -188,10 +190,14 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(tmp_path: P
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path), "--out", str(tmp_path / "out")])
+    monkeypatch.setattr(titanlite.checkpoint.resume, "QUICKLY_HASHED", damaged.stat().st_size - 1)
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path)])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
     assert not (made.path / "hugging_face").exists()
+    monkeypatch.setattr(titanlite.checkpoint.hugging_face.shutil, "rmtree", lambda *_, **__: None)
+    with pytest.raises(CheckpointError, match="another SHA-256"):  # not that the folder cannot be removed
+        run([str(made.path)])
 
 
 def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(

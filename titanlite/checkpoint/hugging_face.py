@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +92,8 @@ def export(
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
             if makes_parent:
-                out.parent.rmdir()
+                with suppress(OSError):  # something is in it by now
+                    out.parent.rmdir()
             raise
     except (OSError, SafetensorError) as error:
         problem = Problem("--out", f"{out} ({error})", "a folder that can be written, with room", "name another")
