@@ -1,6 +1,6 @@
-"""Text files that a crash leaves as they were or as they are to be, never in between.
+"""Files in a folder that outlives the process: written whole, kept under another name, looked at before they are made.
 
-And names for what they were, and whether one can be made.
+A text file is as it was or as it is to be, whenever a crash comes, and never in between.
 """
 
 import errno

@@ -135,7 +135,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     def check_source(key: str, at_least: int | None) -> None:
         source, counted = found[key], None
         used = None if source.kind == "tokens" else tokenizer
-        # Else that is reported, and nothing that follows from it.
+        # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
             folder = _folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
             if _is_folder(folder):

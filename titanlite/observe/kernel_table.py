@@ -129,23 +129,24 @@ def _cpu_work(trace: dict[str, Any]) -> list[Work]:
     work = []
     for events in threads.values():
         running: list[tuple[float, Work]] = []  # until when; each is called by the one before
-
-        def end_before(ts: float, running: list[tuple[float, Work]] = running) -> None:
-            while running and running[-1][0] <= ts:
-                end, ended = running.pop()
-                ended.times[-1] = (ended.times[-1][0], end)
-                if running:
-                    running[-1][1].times.append((end, end))
-
         for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-            end_before(event["ts"])
+            _end_before(event["ts"], running)
             if running:
                 caller = running[-1][1]
                 caller.times[-1] = (caller.times[-1][0], event["ts"])
             work.append(Work(event["name"], [(event["ts"], event["ts"])]))
             running.append((_end(event), work[-1]))
-        end_before(math.inf)
+        _end_before(math.inf, running)
     return work
+
+
+def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
+    """Let end what has ended by then; what called it goes on."""
+    while running and running[-1][0] <= ts:
+        end, ended = running.pop()
+        ended.times[-1] = (ended.times[-1][0], end)
+        if running:
+            running[-1][1].times.append((end, end))
 
 
 def _end(event: dict[str, Any]) -> float:

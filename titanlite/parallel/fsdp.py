@@ -70,7 +70,7 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
     if by_copy_engines:
         from titanlite.kernels.device import shard_exchange
 
-        group = mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
+        group = _shard_group(mesh)
         gather = PushedAllGather(shard_exchange.AllGather(group))
         memory = _ReduceScatter() if follow else DefaultReduceScatter()
         reduce = PushedReduceScatter(shard_exchange.ReduceScatter(group), memory)
@@ -84,8 +84,13 @@ def no_copy_engines(mesh: Mesh) -> str | None:
     if mesh.device.type != "cuda":
         return "there are none without GPUs"
     said: list[str | None] = [None] * dist.get_world_size()  # replicas may lie otherwise
-    dist.all_gather_object(said, no_peer_access(mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name))
+    dist.all_gather_object(said, no_peer_access(_shard_group(mesh)))
     return next(filter(None, said), None)
+
+
+def _shard_group(mesh: Mesh) -> str:
+    """The name of the group of ranks that share each parameter."""
+    return mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
 
 
 class _ReduceScatter(DefaultReduceScatter):

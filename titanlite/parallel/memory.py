@@ -216,9 +216,8 @@ class MemoryModel:
         """FSDP's flat buffers: of the unit on its way with this rank's shard of it, and of the one before."""
         if self.shards == 1:
             return 0
-        e, block = self.layout.itemsize, self.gathered_block
-        if self.config.parallelism.fsdp_copy_engines:  # blocks' are in symmetric memory
-            block = 0
+        e, in_symmetric_memory = self.layout.itemsize, self.config.parallelism.fsdp_copy_engines
+        block = 0 if in_symmetric_memory else self.gathered_block
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.sizes.tied_embeddings else [(block, head)]

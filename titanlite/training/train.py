@@ -170,8 +170,7 @@ def _train(
     batches = TrainBatches(shards, seq_len=seq_len, seed=seed, position=samples, **placed)
     cleanup.callback(batches.close)
     count = epochs(config.training.steps, per_step, batches.n_samples, start, samples)
-    length = f"{shards.tokens:,} tokens, {count} in {config.training.steps:,} steps"
-    console.notice(f"data.source: {length}")
+    console.notice(f"data.source: {shards.tokens:,} tokens, {count} in {config.training.steps:,} steps")
     validation = None
     if held_out is not None:
         validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
