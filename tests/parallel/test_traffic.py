@@ -15,8 +15,9 @@ from titanlite.commands.planned_run import plan_run
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.kernels import collectives
+from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.rates import measured_rates
-from titanlite.parallel.traffic import sent_bytes
+from titanlite.parallel.traffic import of_weights, sent_bytes
 from titanlite.training.build import fastest_attention
 from titanlite.training.step import train_step
 
@@ -166,3 +167,16 @@ def test_a_head_that_is_the_embedding_too_has_no_scale_of_the_whole(model: str, 
     assert [(t.shape, t.whole_bytes) for t in planned.traffic if t.moves == "maxima of weights"] == [
         ((weights,), 4 * weights)
     ]
+
+
+def test_gradients_of_blocks_travel_by_copy_engines_as_autograd_made_them(tmp_path: Path) -> None:
+    """Those of the ends by NCCL in float32, as the sums that replicas add."""
+    bytes_of: list[dict[tuple[str, str], int]] = []
+    for on in ("false", "true"):
+        run = checked(tmp_path, 4, [*BF16, *HSDP, f"--parallelism.fsdp_copy_engines={on}"])
+        found = of_weights(MemoryModel(run.config, run.dimensions, run.float8, 4))
+        bytes_of.append({(t.kind, t.module): t.whole_bytes for t in found if t.moves == "sum of gradients"})
+    by_nccl, pushed = bytes_of
+    for (kind, module), n_bytes in by_nccl.items():
+        halves = kind == "reduce_scatter" and module.startswith("layers.")
+        assert pushed[kind, module] == (n_bytes // 2 if halves else n_bytes)

@@ -232,9 +232,9 @@ class StepTimeModel:
             return sent_bytes("all_gather", unit.gathered_bytes, memory.shards) / rate
 
         def reduction(unit: Unit) -> float:
-            size = memory.reduced * unit.elements
-            among_replicas = sent_bytes("all_reduce", size // memory.shards, memory.replicas)
-            return (sent_bytes("reduce_scatter", size, memory.shards) + among_replicas) / rate
+            sums = memory.reduced * unit.elements // memory.shards
+            scattered = sent_bytes("reduce_scatter", unit.reduced * unit.elements, memory.shards)
+            return (scattered + sent_bytes("all_reduce", sums, memory.replicas)) / rate
 
         of_block = block.gathers * gather(block) + reduction(block)
         return gather(embedding) + gather(block) + reduction(embedding) + n * max(0.0, of_block - compute)

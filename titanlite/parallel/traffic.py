@@ -80,12 +80,14 @@ class Unit:
         elements: on a tensor-parallel rank.
         gathered_bytes: as they travel, with their scales in float8.
         gathers: in a micro-step; the second is in backward.
+        reduced: bytes of an element of a gradient on its way to the rank that sums it; replicas add those sums.
     """
 
     name: str
     elements: int
     gathered_bytes: int
     gathers: int
+    reduced: int
 
 
 def units(memory: MemoryModel) -> list[Unit]:
@@ -98,14 +100,16 @@ def units(memory: MemoryModel) -> list[Unit]:
     rows = {name: n for name, (n, _) in layout.block.weights(sizes, t).items()} | {HEAD: sizes.vocab_size // t}
     by_row = layout.float8 is not None and layout.float8.weight.output == "row"
 
-    def unit(name: str, elements: int, gathered: int, layers: Sequence[str], stays: bool) -> Unit:
+    def unit(
+        name: str, elements: int, gathered: int, layers: Sequence[str], stays: bool, reduced: int = memory.reduced
+    ) -> Unit:
         in_float8 = gathered < layout.itemsize * elements
         scales = 4 * sum(rows[layer] for layer in layers if layout.is_own(layer)) if by_row and in_float8 else 0
-        return Unit(name, elements, gathered + scales, 1 if stays else 2)
+        return Unit(name, elements, gathered + scales, 1 if stays else 2, reduced)
 
-    ends_stay = not memory.ends_freed
+    ends_stay, own = not memory.ends_freed, layout.block.layers
     blocks = [
-        unit(f"layers.{n}", memory.block, memory.gathered_block, layout.block.layers, memory.blocks_stay)
+        unit(f"layers.{n}", memory.block, memory.gathered_block, own, memory.blocks_stay, memory.reduced_block)
         for n in range(sizes.n_layers)
     ]
     e = layout.itemsize
@@ -132,11 +136,11 @@ def of_weights(memory: MemoryModel) -> list[Traffic]:
             if u.gathers >= gathers and shards > 1
         ]
     for kind, ranks, parts in (("reduce_scatter", shards, 1), ("all_reduce", replicas, shards)):
-        found += [
-            Traffic(kind, "backward", u.name, (size,), "sum of gradients", ranks, memory.reduced * size, n)
-            for u in reversed(fsdp_units)
-            if ranks > 1 and (size := -(-u.elements // parts))
-        ]
+        for u in reversed(fsdp_units):
+            reduced = u.reduced if kind == "reduce_scatter" else memory.reduced
+            if ranks > 1 and (size := -(-u.elements // parts)):
+                what = "sum of gradients"
+                found.append(Traffic(kind, "backward", u.name, (size,), what, ranks, reduced * size, n))
     float8 = memory.layout.float8
     scaled = _scaled_as_a_whole(memory)
     if float8 is not None and scaled:
