@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -258,11 +259,8 @@ def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
 
 def peer_failure() -> Exception | None:
     """What to say if a kernel of this process gave up waiting for a peer; CUDA's own error does not tell."""
-    if not _access:
-        return None
-    from titanlite.kernels.device import channel
-
-    return channel.peer_failure()
+    channel = sys.modules.get("titanlite.kernels.device.channel")  # it imports Triton, which not every run needs
+    return None if channel is None else channel.peer_failure()
 
 
 def _shapes(*tensors: Tensor) -> str:
