@@ -52,6 +52,11 @@ MEASURED = {
     ("8b", 2, "none", "--model.n_layers", "4", "--training.local_batch_size", "1"): 22.8,
     ("8b", 2, "full", "--float8.recipe", "rowwise", "--model.n_layers", "4", "--training.local_batch_size", "1"): 21.6,
     ("1b", 2, "none", REPLICAS, "2", "--training.local_batch_size", "1"): 29.7,
+    ("8b", 8, "attention"): 33.5,
+    ("8b", 8, "balanced_tight"): 57.1,
+    ("8b", 8, "every_second_matmul"): 61.5,
+    ("8b", 8, "matmuls"): 65.5,
+    ("8b", 8, "none"): 92.4,
     ("1b", 1, "none", "--model.name", "gemma3"): 46.9,
     ("1b", 1, "none", "--model.name", "qwen3", "--model.flavor", "0.6B"): 32.3,
 }
