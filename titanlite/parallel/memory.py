@@ -44,8 +44,8 @@ SLACK = 2 * GIB // 5
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 1.1 %. But
-`full` on one rank of eight was 4.2 % short, for reasons that are not known."""
+"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 1.1 %.
+But `full` on one rank of eight was 4.2 % short, for reasons that are not known."""
 
 
 EAGER_LOSS_TOKENS = 256
