@@ -34,10 +34,10 @@ def change(config: Config, key: str, value: object) -> Config:
     return replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
 
-def claim(path: Path, config: Config) -> list[str]:
+def claim(path: Path, config: Config, save_list: str | None = None) -> list[str]:
     folder = RunFolder(path)
     notices = folder.claim(config)
-    folder.record(toml(config))
+    folder.record(toml(config), save_list)
     folder.release()
     return notices
 
@@ -58,10 +58,10 @@ def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == toml(Config())
 
 
-def test_the_configs_and_receipts_of_earlier_starts_are_kept_under_one_number(tmp_path: Path) -> None:
+def test_what_earlier_starts_left_is_kept_under_one_number(tmp_path: Path) -> None:
     configs = [change(Config(), "optimizer.lr", lr) for lr in (1e-3, 2e-3, 3e-3)]
     claim(tmp_path, configs[0])
-    claim(tmp_path, configs[1])  # the first ended before its first step, and has no receipt
+    claim(tmp_path, configs[1], "of the second")  # the first ended before its first step, and has no receipt
     (tmp_path / "receipt.json").write_text("of the second")
     claim(tmp_path, configs[2])
     for key, value in (("job.stop_after", 5), ("checkpoint.resume", 5)):  # no other config
@@ -71,7 +71,9 @@ def test_the_configs_and_receipts_of_earlier_starts_are_kept_under_one_number(tm
         "config.earlier-1.toml": toml(configs[0]),
         "config.earlier-2.toml": toml(configs[1]),
         "receipt.earlier-2.json": "of the second",
+        "activation_checkpoint.earlier-2.toml": "of the second",
     }
+    assert (tmp_path / "activation_checkpoint.toml").read_text() == "of the second"  # the third may name it
 
 
 IDENTITY = [

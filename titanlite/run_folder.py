@@ -104,29 +104,26 @@ class RunFolder:
             require_writable(self.path)
             return self._check(config) + self._at_work()
 
-    def record(self, config_toml: str) -> None:
-        """Write `config.toml`; call once it is certain that the claimed run trains with it.
+    def record(self, config_toml: str, save_list_toml: str | None = None) -> None:
+        """Write `config.toml`, and a chosen save-list; call once it is certain that the claimed run trains with them.
 
-        Where it was another one, that and its receipt are kept as `config.earlier-1.toml` and `receipt.earlier-1.json`;
-        how far a start is to go, and from where, makes no other.
+        Where it was another one, that, its receipt and the save-list chosen for it are kept as `config.earlier-1.toml`
+        and so on; how far a start is to go, and from where, makes no other.
 
         Args:
             config_toml: the resolved config as TOML text.
+            save_list_toml: for `activation_checkpoint.toml`; None if it was not chosen for this start.
         """
         if self.config.exists() and _trained(self.config.read_text(encoding="utf-8")) != _trained(config_toml):
-            config, receipt = earlier(self.config, self.receipt)
+            config, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
             shutil.copyfile(self.config, config)  # what stands there is compared at the next start, whatever ends this
+            if self.save_list.exists():
+                shutil.copyfile(self.save_list, save_list)  # which the new config may name
             if self.receipt.exists():
                 self.receipt.rename(receipt)
+        if save_list_toml is not None:
+            write_durably(self.save_list, save_list_toml)
         write_durably(self.config, config_toml)
-
-    def record_save_list(self, save_list_toml: str) -> None:
-        """Write `activation_checkpoint.toml`, the save-list that was chosen for the run.
-
-        Args:
-            save_list_toml: a save-list as TOML text.
-        """
-        write_durably(self.save_list, save_list_toml)
 
     @contextmanager
     def write_errors_explained(self) -> Iterator[None]:

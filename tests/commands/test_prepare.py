@@ -72,7 +72,7 @@ def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.Capt
 def test_what_max_tokens_leaves_out_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(write_run(tmp_path, max_tokens=4)) == 0
     out, error = capfd.readouterr()
-    assert f"preparing {tmp_path}/in, its first 4 tokens\n" in error
+    assert f"preparing {tmp_path}/in, data.max_tokens 4\n" in error
     assert out.splitlines()[1:4] == [
         "  documents    1",
         "  tokens       4 as uint16, by bytes",

@@ -211,7 +211,7 @@ def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture
     assert main(["validate", file, "--data.source", "hf:allenai/c4:en", *limit]) == 0
     out = capsys.readouterr().out
     assert "is on the hub" not in out
-    assert "data      hf:allenai/c4:en, its first 2,000,000 tokens, tokenizer bytes\n" in out
+    assert "data      hf:allenai/c4:en, data.max_tokens 2,000,000, tokenizer bytes\n" in out
     assert main(["validate", file, *limit, "--validation.enable", "--validation.source", "hf:a/b"]) == 0
     assert "\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out
 

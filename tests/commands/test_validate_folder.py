@@ -164,8 +164,8 @@ def test_a_checkpoint_that_was_copied_alone_is_of_its_run(
     assert "resumes from step 100" in validate(capsys, "--job.name=branch")[1]
     code, message = validate(capsys, "--job.name=branch", "--training.seq_len=128", "--training.seed=1")
     assert code == 2
-    assert "step-00000100: 2 problems\n  training.seq_len = 128\n      want: 256\n" in message
-    assert "training.seed = 1\n      want: 0\n      fix:  the old value; or begin anew from its weights" in message
+    assert "step-00000100: 2 problems\n  training.seq_len = 128\n      want: 256, as the checkpoint has it\n" in message
+    assert "training.seed = 1\n      want: 0, as the checkpoint has it\n      fix:  the old value; or begin anew from its weights" in message
 
 
 def test_it_says_of_prepared_text_that_it_is_another(

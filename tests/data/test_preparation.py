@@ -534,6 +534,10 @@ def test_shards_that_may_not_be_read_are_not_to_be_deleted(bound_by_permissions:
             ):
                 TokenShards(folder)
             closed.chmod(0o700)
+        shards = TokenShards(folder)
+        (folder / "shard-00000.bin").chmod(0)
+        with pytest.raises(DataError, match=r"shard-00000\.bin = Permission denied"):
+            shards.read(0, 1)
 
 
 def test_check_inputs_leaves_for_later_what_takes_long(tmp_path: Path) -> None:

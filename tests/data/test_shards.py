@@ -127,6 +127,17 @@ def test_damaged_meta(tmp_path: Path, content: str) -> None:
         TokenShards(tmp_path / "s")
 
 
+@pytest.mark.parametrize(("key", "value"), [("max_id", "9"), ("tokens", 10.0), ("dtype", 16)])
+def test_meta_with_a_value_of_another_type(tmp_path: Path, key: str, value: object) -> None:
+    make_shards(tmp_path / "s", np.arange(10))
+    path = tmp_path / "s" / "meta.json"
+    meta = json.loads(path.read_text())
+    (meta if key in meta else meta["shards"][0])[key] = value
+    path.write_text(json.dumps(meta))
+    with pytest.raises(DataError, match=f"token shards = TypeError: {key} is {value!r}"):
+        TokenShards(tmp_path / "s")
+
+
 def test_meta_of_another_version_or_that_is_gone(tmp_path: Path) -> None:
     make_shards(tmp_path / "s", np.arange(10))
     meta = tmp_path / "s" / "meta.json"

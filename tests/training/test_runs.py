@@ -214,7 +214,7 @@ def test_a_checkpoint_in_the_folder_of_another_job_is_still_of_its_run(desk: Des
     run = desk.run("origin", 1, "--job.stop_after=2")
     shutil.copytree(run.folder / "checkpoints", desk.folder / "runs" / "branch" / "checkpoints")
     refused = desk.run("branch", 1, "--training.seed=7", "--training.seq_len=32", ends=2)
-    assert "training.seq_len = 32\n      want: 64\n" in refused.output
+    assert "training.seq_len = 32\n      want: 64, as the checkpoint has it\n" in refused.output
     assert "training.seed = 7\n" in refused.output
     assert not (refused.folder / "config.toml").exists()
     branch = desk.run("branch", 1, "--job.stop_after=4")
@@ -421,7 +421,7 @@ def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path
     run = desk.run("recipe", 2, *flags, ends=2)
     assert run.output.count("model.rope_theta = 500000.0") == 2
     assert "want: 10000.0" in run.output
-    assert "model.tied_embeddings = true\n      want: false\n" in run.output  # and not the tensors that are not there
+    assert "model.tied_embeddings = true\n      want: false, as the checkpoint has it\n" in run.output  # and not the tensors that are not there
     assert "2 problems\n" in run.output
     recipe.write_text('help = "mine again"\nextends = ["llama3-debug"]\n')
     assert desk.run("recipe", 2, *flags, "--job.stop_after=3").status["step"] == 3

@@ -163,7 +163,12 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: Mode
         "training": "the old value; or begin anew from its weights: titanlite export, checkpoint.initial_load_path",
     }
     problems = [
-        Problem(f"{section}.{key}", show(value) or str(value), show(saved[key]) or str(saved[key]), fixes[section])
+        Problem(
+            f"{section}.{key}",
+            show(value) or str(value),
+            f"{show(saved[key]) or saved[key]}, as the checkpoint has it",
+            fixes[section],
+        )
         for section, values in identity_of(config, sizes).items()
         for saved in (state.get(section, {}),)  # none in a checkpoint of a former version
         for key, value in values.items()

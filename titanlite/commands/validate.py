@@ -271,7 +271,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         if ranks:
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
-    limit = f", its first {config.data.max_tokens:,} tokens" if config.data.max_tokens else ""
+    limit = f", data.max_tokens {config.data.max_tokens:,}" if config.data.max_tokens else ""
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)

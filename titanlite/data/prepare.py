@@ -85,7 +85,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         terms = f"{key}, data.max_bad_records = {data.max_bad_records}"
-        title = f"preparing {source}" + (f", its first {max_tokens:,} tokens" if max_tokens else "")
+        title = f"preparing {source}" + (f", data.max_tokens {max_tokens:,}" if max_tokens else "")
         make_once(folder, make, terms, Progress(title, progress, whole_from_hub(found, data)), total)
     except OSError as e:
         raise _unusable_cache(data, e) from e

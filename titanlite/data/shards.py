@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
 import numpy as np
 
@@ -78,8 +78,8 @@ class Meta:
                 raise ValueError(f"version {content['version']}")
             for name in ("bad_records", "skipped"):
                 content[name] = tuple(content[name])
-            content["shards"] = tuple(Shard(**s) for s in content["shards"])
-            return cls(**content)
+            content["shards"] = tuple(_typed(Shard(**s)) for s in content["shards"])
+            return _typed(cls(**content))
         except (OSError, ValueError, TypeError, KeyError) as e:
             if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
                 raise _unreadable(folder, e) from e
@@ -122,7 +122,7 @@ class TokenShards:
 
         Raises:
             IndexError: there are no such tokens.
-            DataError: a shard has changed its size.
+            DataError: a shard has changed its size, or cannot be read.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} … {start + count} of {self.tokens}")
@@ -140,8 +140,11 @@ class TokenShards:
     def _map(self, shard: int) -> mmap.mmap:
         if shard not in self._maps:
             self._check_size(shard, _size(self.folder, self._paths[shard]))
-            with self._paths[shard].open("rb") as file:
-                self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            try:
+                with self._paths[shard].open("rb") as file:
+                    self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except OSError as e:
+                raise _unreadable(self.folder, e) from e
         self._check_size(shard, self._maps[shard].size())  # of the file, not of the mapping
         return self._maps[shard]
 
@@ -275,6 +278,22 @@ def _size(folder: Path, path: Path) -> int | None:
         return path.stat().st_size if path.is_file() else None
     except OSError as e:  # before Python 3.14, of a folder that may not be entered
         raise _unreadable(folder, e) from e
+
+
+T = TypeVar("T", Shard, Meta)
+
+
+def _typed(read: T) -> T:
+    """What was read, if its values have the types of their fields.
+
+    Raises:
+        TypeError: one has not.
+    """
+    for field in dataclasses.fields(read):
+        value, kind = getattr(read, field.name), get_origin(field.type) or field.type
+        if type(value) is not kind:
+            raise TypeError(f"{field.name} is {value!r}")
+    return read
 
 
 def _unreadable(folder: Path, e: OSError) -> DataError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite import recipes
+from titanlite.byte_size import byte_size
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
@@ -36,7 +37,7 @@ class Override:
     frees: int
 
     def __str__(self) -> str:
-        return f"{self.flag:<44}  frees {self.frees / GIB:.1f} GiB, peak {self.peak / GIB:.1f} GiB"
+        return f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
 
 
 def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> list[Override]:

@@ -33,7 +33,7 @@ from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.overrides import LEAST
 from titanlite.parallel.process_group import start_process_group
 from titanlite.run_folder import RunFolder
-from titanlite.training.build import build, fastest_attention
+from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.loop import WATCHDOG_GRACE_S, Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.receipt import add_data
@@ -152,9 +152,6 @@ def _train(
         for text in add_data(run.receipt, key, source.meta):
             if rank == 0:
                 console.warning(text)
-    if run.chosen is not None:
-        chosen = to_toml(run.save_list)
-        on_rank_0(lambda: folder.record_save_list(chosen))
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
     per_step = sequences_per_step(config, dist.get_world_size())
     assert per_step is not None  # noqa: S101  # the config is checked
@@ -176,7 +173,7 @@ def _train(
         validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
 
     validates_first = validation is not None and bool(state.get("validation_due"))
-    metrics = _open(folder, config, start, validates_first)
+    metrics = _open(folder, run, start, validates_first)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     if metrics is not None and metrics.earlier is not None:
         console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
@@ -227,15 +224,15 @@ def _train(
     status.stopped(last, ended_by)
 
 
-def _open(folder: RunFolder, config: Config, start: int, validates_first: bool) -> MetricsFile | None:
+def _open(folder: RunFolder, run: Run, start: int, validates_first: bool) -> MetricsFile | None:
     """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
     opened: list[MetricsFile] = []
 
     def open_all() -> None:
         opened.append(MetricsFile(folder.metrics, start, validates_again=validates_first))
         # A start that has nothing to train leaves the config that the run was trained with.
-        if start < last_step(config) or not folder.config.exists():
-            folder.record(to_toml(config))
+        if start < last_step(run.config) or not folder.config.exists():
+            folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
 
     on_rank_0(open_all)
     return opened[0] if opened else None
