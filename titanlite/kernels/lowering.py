@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
+from titanlite.kernels.device import channel
 from titanlite.kernels.products import DECLARED, NOTHING, out_dtype_of
 
 
@@ -259,8 +259,7 @@ def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
 
 def peer_failure() -> Exception | None:
     """What to say if a kernel of this process gave up waiting for a peer; CUDA's own error does not tell."""
-    channel = sys.modules.get("titanlite.kernels.device.channel")  # it imports Triton, which not every run needs
-    return None if channel is None else channel.peer_failure()
+    return channel.peer_failure()
 
 
 def _shapes(*tensors: Tensor) -> str:
