@@ -36,7 +36,7 @@ class Model:
     file: str = ""
     """Path of a Python file with your own architecture, used instead of `name`. Its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
     flavor: str = "8B"
-    """Size, looked up as `recipes/model/<name>-<flavor>.toml`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1), or your own."""
+    """Size, looked up as `recipes/model/<name>-<flavor>.toml` (`titanlite recipes model`). Of `llama3`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1)."""
     n_layers: int | None = None
     """Transformer blocks."""
     dim: int | None = None
@@ -146,7 +146,7 @@ class Parallelism:
     async_tensor_parallel: bool = False
     """Overlap the collectives of tensor parallelism with their matmuls, in kernels that do both at once."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward. `default`: in every block but not in the head, which backward needs first."""
+    """Free gathered parameters after forward. `default`: in the embedding and every block but not in the head, which backward needs first."""
     fsdp_copy_engines: bool = False
     """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. On 2 to 8 GPUs of one host, of compute capability 9.0."""
 
