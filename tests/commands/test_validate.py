@@ -155,6 +155,9 @@ def test_summary_has_the_epochs_of_what_is_small_or_prepared(
     assert data(*large).endswith("bytes; 2,000,001 tokens, 0.02 epochs in 100 steps")
     assert main(["validate", file, f"--data.cache_dir={tmp_path}/cache", *large, "--training.seq_len=1_000_000"]) == 2
     assert "which has 2,000,001 tokens\n" in capsys.readouterr().err
+    (tmp_path / "ids.bin").write_bytes(bytes([7, 0]) * 501)
+    ids = [f"--data.source={tmp_path}/ids.bin", "--data.tokenizer=nowhere/tokenizer.json", "--world=1"]
+    assert data(*ids).endswith("/ids.bin, token files; 501 tokens, 20 epochs in 100 steps")
 
 
 def test_a_cache_folder_that_cannot_be_written(

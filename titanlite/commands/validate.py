@@ -272,6 +272,8 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     limit = f", data.max_tokens {config.data.max_tokens:,}" if config.data.max_tokens else ""
+    is_text = inputs.sources["data.source"].kind != "tokens"
+    ids = f"tokenizer {config.data.tokenizer}" if is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
@@ -282,7 +284,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
-        "data": f"{config.data.source}{limit}, tokenizer {config.data.tokenizer}{length}",
+        "data": f"{config.data.source}{limit}, {ids}{length}",
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
     ahead = (source for key, source in inputs.sources.items() if key not in inputs.shards)
