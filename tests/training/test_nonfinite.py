@@ -80,6 +80,7 @@ def test_stop_ends_all_ranks_and_publishes_nothing(desk: Desk, undisturbed: Ende
         assert "step 4: loss" in said
         assert "on samples 12 to 15 of the data order" in said
         assert ("the loss is not" if kind == "loss" else "a gradient is not") in said
+        assert 'training.on_nonfinite = "skip" skips up to 9' in said
         assert "Traceback" not in said
     # Nothing was published since, so the same command goes on from there, this time without the fault.
     again = desk.run(f"stop {kind}", 2, *flags, "--job.stop_after=6")
@@ -116,6 +117,8 @@ def test_skip_ends_after_ten_in_a_row(desk: Desk) -> None:
     run = desk.run("skip ten", 2, SKIP, plant=faulty("loss", range(3, 20)), ends=2)
     last = 2 + MAX_SKIPPED_IN_A_ROW
     assert f"step {last}: loss" in run.output
+    assert "of the data order, the 10th such step in a row\n" in run.output
+    assert 'training.on_nonfinite = "skip"' not in run.output  # it is so
     assert run.status["error"]["type"] == "StepError"
     assert [row["step"] for row in run.steps] == list(range(1, last))
     assert run.checkpoints() == []

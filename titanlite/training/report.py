@@ -216,12 +216,17 @@ class Report:
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
             f"{first + self._batch - 1} of the data order"
         )
-        if self.config.training.on_nonfinite == "skip" and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
+        skips = self.config.training.on_nonfinite == "skip"
+        if skips and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
             self.console.warning(f"{seen}; not finite, so this update was skipped")
             return
         source = "the loss" if not math.isfinite(outcome.loss) else "a gradient"
+        fix = "inspect that data, lower optimizer.lr or raise lr_scheduler.warmup_steps"
+        if skips:
+            seen += f", the {self.skipped_in_a_row}th such step in a row"
+        else:
+            fix += f'; training.on_nonfinite = "skip" skips up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row'
         raise StepError(
             f"{seen}\n    want: finite numbers; {source} is not finite. Nothing of this step reached the weights\n"
-            f"    fix:  inspect that data, lower optimizer.lr or raise lr_scheduler.warmup_steps; "
-            f'training.on_nonfinite = "skip" skips up to {MAX_SKIPPED_IN_A_ROW - 1} such steps in a row'
+            f"    fix:  {fix}"
         )
