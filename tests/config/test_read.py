@@ -110,6 +110,7 @@ steps = 1
         ('[quantize.linear.float8]\nrecipe_name = "rowwise"', ["line 1  quantize", "use float8.recipe"]),
         ('[checkpoint]\nasync_mode = "async_with_pinned_mem"', ['fix:  async_mode = "async"']),
         ('[activation_checkpoint]\nmode = "selective"', ['use activation_checkpoint.recipe = "every_second_matmul"']),
+        ('[activation_checkpoint]\nmode = "memory_budget"', ['recipe = "auto" with budget_gib']),
         ('[activation_checkpoint]\nmode = "full"', ['use activation_checkpoint.recipe = "full"']),
         ('[activation_checkpoint]\nmode = ["full"]', ['use activation_checkpoint.recipe ("none", "full" or']),
         ("[zzz]\nx = 1", ["line 1  zzz", "fix:  remove it"]),

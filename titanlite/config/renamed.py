@@ -125,6 +125,7 @@ _VALUE: dict[str, dict[object, str]] = {
         "none": 'use activation_checkpoint.recipe = "none"',
         "full": 'use activation_checkpoint.recipe = "full"',
         "selective": 'use activation_checkpoint.recipe = "every_second_matmul"',
+        "memory_budget": 'use activation_checkpoint.recipe = "auto" with budget_gib (in GiB)',
     },
     "checkpoint.async_mode": {"async_with_pinned_mem": 'async_mode = "async"'},
 }
