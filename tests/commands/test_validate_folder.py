@@ -165,7 +165,8 @@ def test_a_checkpoint_that_was_copied_alone_is_of_its_run(
     code, message = validate(capsys, "--job.name=branch", "--training.seq_len=128", "--training.seed=1")
     assert code == 2
     assert "step-00000100: 2 problems\n  training.seq_len = 128\n      want: 256, as the checkpoint has it\n" in message
-    assert "training.seed = 1\n      want: 0, as the checkpoint has it\n      fix:  the old value; or begin anew from its weights" in message
+    fix = "      fix:  the old value; or begin anew from its weights"
+    assert f"training.seed = 1\n      want: 0, as the checkpoint has it\n{fix}" in message
 
 
 def test_it_says_of_prepared_text_that_it_is_another(

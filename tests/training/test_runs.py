@@ -421,7 +421,8 @@ def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path
     run = desk.run("recipe", 2, *flags, ends=2)
     assert run.output.count("model.rope_theta = 500000.0") == 2
     assert "want: 10000.0" in run.output
-    assert "model.tied_embeddings = true\n      want: false, as the checkpoint has it\n" in run.output  # and not the tensors that are not there
+    # And not the tensors that are not there.
+    assert "model.tied_embeddings = true\n      want: false, as the checkpoint has it\n" in run.output
     assert "2 problems\n" in run.output
     recipe.write_text('help = "mine again"\nextends = ["llama3-debug"]\n')
     assert desk.run("recipe", 2, *flags, "--job.stop_after=3").status["step"] == 3
