@@ -721,6 +721,43 @@ def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixtur
     assert want in capsys.readouterr().err
 
 
+NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_tensor_parallel false;"
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        (["blockwise", "--float8.filter_fqns"], NO_COLLECTIVES),
+        (["blockwise"], ""),  # the head is left
+        (["blockwise", "--float8.filter_fqns", "layers.1.attention.wo"], ""),
+        (["blockwise", "--model.vocab_size", "258", "--float8.filter_fqns"], ""),  # which blocks do not divide
+        (["blockwise", "--float8.filter_fqns", "--job.strict", "false"], ""),
+        (["rowwise", "--float8.filter_fqns"], ""),
+    ],
+)
+def test_float8_that_leaves_no_collective_to_fuse(
+    flags: list[str], want: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug = str(shipped_folder("configs") / "debug.toml")
+    tp = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.async_tensor_parallel"]
+    assert main(["validate", debug, *tp, "--float8.recipe", *flags]) == (2 if want else 0)
+    assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_float8_numerics_of_outputs_that_are_not_in_float8(
+    strict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "gradients.toml"
+    recipe.write_text('extends = "tensorwise"\nhelp = "x"\nfsdp_all_gather = "high_precision"\n')
+    recipe.write_text(recipe.read_text() + '[input]\noutput = "none"\n[weight]\noutput = "none"\n')
+    debug = str(shipped_folder("configs") / "debug.toml")
+    flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
+    assert main(["validate", debug, *flags]) == (2 if strict == "true" else 0)
+    said = capsys.readouterr().err
+    assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
+
+
 @pytest.mark.parametrize(
     ("filters", "said"),
     [

@@ -32,7 +32,7 @@ from titanlite.data.order import epochs
 from titanlite.data.prepare import Inputs, check_cache, check_inputs, whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.errors import ConfigError, RecipeError, TitanliteError
-from titanlite.float8.scope import left_alone, require_equal_shards, require_matches
+from titanlite.float8.scope import left_alone, obstacle, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.overrides import check_budget
@@ -121,6 +121,9 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
+    if float8:
+        needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
+        attempt(lambda: _check_numerics(config, float8, origin), *needs)
     if dimensions is not None:
         block, shapes = block_of(config.model, dimensions), ("model", "parallelism", *_OF_SHAPES)
         if not config.model.file:
@@ -134,6 +137,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         if float8 and block is not None:
             attempt(lambda: _check_filters(config, dimensions, block, origin), "float8", "model")
             attempt(lambda: _check_layers(config, dimensions, float8, block, origin), "float8", *shapes)
+            needs = ("parallelism.async_tensor_parallel", "float8", "job.strict", *shapes)
+            attempt(lambda: _check_fused(config, dimensions, float8, block, origin), *needs)
             if world_size is not None:
                 attempt(lambda: _check_gathers(config, dimensions, float8, world_size), "float8", *shapes)
         if save_list:
@@ -170,12 +175,17 @@ def _check_filters(config: Config, sizes: ModelRecipe, block: Block, origin: Ori
     require_matches(config.float8.filter_fqns, list(linear_layers(block, sizes)), origin)
 
 
-def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
-    """Refuse a recipe that converts no layer."""
+def _left_alone(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block) -> dict[str, str | None]:
+    """Say of each linear layer why a recipe does not convert it, or None."""
     filters = config.float8.filter_fqns
     layers = linear_layers(block, sizes, config.parallelism.tensor_parallel_degree)
     tokens = config.training.local_batch_size * config.training.seq_len
-    whys = {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
+    return {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
+
+
+def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
+    """Refuse a recipe that converts no layer."""
+    whys = _left_alone(config, sizes, float8, block)
     if config.job.strict and None not in whys.values():
         first, why = next(iter(whys.items()))
         want = f"at least one linear layer to convert; all are skipped, e.g. {first} ({why})"
@@ -183,6 +193,28 @@ def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, bloc
         problems = Problems(origin)
         problems.add("float8.recipe", show(config.float8.recipe), want, fix)
         problems.raise_all(RecipeError)
+
+
+def _check_fused(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
+    """Refuse to fuse collectives with products that take none, where a recipe leaves no others."""
+    is_asked, why = config.job.strict and config.parallelism.async_tensor_parallel, obstacle(float8)
+    if is_asked and why and not any(_left_alone(config, sizes, float8, block).values()):
+        recipe = show(config.float8.recipe)
+        want = f"false where all linear layers are in float8 and float8.recipe = {recipe} {why}"
+        fix = "async_tensor_parallel = false; job.strict = false trains with nothing fused"
+        problems = Problems(origin)
+        problems.add("parallelism.async_tensor_parallel", "true", want, fix, against="float8.recipe")
+        problems.raise_all()
+
+
+def _check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> None:
+    """Refuse to measure outputs in float8 where there are none."""
+    if config.job.strict and config.metrics.float8_numerics_freq and float8.input.output == "none":
+        given, recipe = str(config.metrics.float8_numerics_freq), show(config.float8.recipe)
+        want = f'0 with float8.recipe = {recipe}, whose input.output is "none": no output is in float8'
+        problems = Problems(origin)
+        problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
+        problems.raise_all()
 
 
 def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
