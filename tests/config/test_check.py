@@ -144,7 +144,7 @@ def test_numbers_out_of_range(key: str) -> None:
             None,
             ["at most 0.98: warm-up takes 200 of 10000 steps", "leave decay_ratio out"],
         ),
-        ({"lr_scheduler__decay_ratio": 4e-5}, None, ["at least one of 10000 steps", "min_lr_factor = 1.0"]),
+        ({"lr_scheduler__decay_ratio": 4e-5}, None, ["at least one of 10000 steps", "leave decay_ratio out"]),
         ({"training__steps": -5}, None, ["training.steps = -5", "steps = 10000"]),
         ({"job__stop_after": 10_001}, None, ["at most training.steps = 10000", "stop_after = 0"]),
         (
@@ -234,6 +234,7 @@ def test_the_edges_of_what_is_legal(values: dict[str, object]) -> None:
         ({"n_heads": 48}, ["model.n_heads = 48", "a divisor of model.dim = 4096", "n_heads = 32 (or 64)"]),
         ({"n_kv_heads": 5}, ["model.n_kv_heads = 5", "a divisor of model.n_heads = 32", "n_kv_heads = 4 (or 2)"]),
         ({"dim": 96}, ["model.n_heads = 32", "heads of even width", "96 / 32 = 3", "n_heads = 24 (or 16)"]),
+        ({"dim": 33, "n_heads": 11, "n_kv_heads": 1}, ["model.dim = 33", "33 / 11 = 3", "fix:  dim = 44"]),
         ({"ffn_dim": 700}, ["model.ffn_dim = 700", "a multiple of 128", "ffn_dim = 768"]),
         ({"ffn_dim": 700, "n_kv_heads": 1}, ["1 problem\n", "model.ffn_dim = 700"]),
     ],

@@ -118,7 +118,10 @@ def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:
     elif is_split and dim // heads % 2:
         want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
         even = [h for h in _divisors(dim) if dim // h % 2 == 0]
-        problems.add("model.n_heads", str(heads), want, _pick("n_heads", heads, even))
+        if even:
+            problems.add("model.n_heads", str(heads), want, _pick("n_heads", heads, even))
+        else:  # dim is odd, and so is whatever divides it
+            problems.add("model.dim", str(dim), want, f"dim = {dim + heads}")
     if heads % kv_heads:
         fix = _pick("n_kv_heads", kv_heads, _divisors(heads))
         problems.add("model.n_kv_heads", str(kv_heads), f"a divisor of model.n_heads = {heads}", fix)
@@ -194,7 +197,8 @@ def _check_steps(config: Config, problems: Problems) -> None:
         fix = "leave decay_ratio out: decay then starts when warm-up ends"
         problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     elif 0 < decay_ratio <= 1 and round(decay_ratio * steps) == 0:
-        want, fix = f"a decay of at least one of {steps} steps", "min_lr_factor = 1.0, if you want no decay"
+        want = f"a decay of at least one of {steps} steps"
+        fix = "leave decay_ratio out; with min_lr_factor = 1.0, if you want no decay"
         problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
