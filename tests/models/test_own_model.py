@@ -4,10 +4,12 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.models.test_find import BATCH, DEBUG, TP_2, assert_same
-from tests.training.short_run import train
+from tests.training.short_run import checked, train
 from titanlite import recipes
+from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.plan import run as plan
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
@@ -90,6 +92,37 @@ def test_a_tied_head_is_not_refused(tmp_path: Path) -> None:
     mine(tmp_path, in_model("self.output.weight = self.tok_embeddings.weight"))
     made = build_model(Model(file=str(tmp_path / "mine.py")), SIZES, 64)
     assert made.output.weight is made.tok_embeddings.weight
+
+
+SECOND = """class Second(Block):
+    def __init__(self, sizes):
+        super().__init__(sizes)
+        self.gate = Linear(sizes.dim, {"gate": sizes.dim}, std=INIT_STD)
+
+    def forward(self, x, cos, sin):
+        h = x - self.attention(self.attention_norm(x), cos, sin)
+        return h + self.gate(h) * self.feed_forward(self.ffn_norm(h))
+
+
+"""
+
+
+def test_blocks_of_two_classes_keep_their_own_forward_under_a_save_list(tmp_path: Path) -> None:
+    two = "(Block, Second)[n % 2](sizes) for n in range(sizes.n_layers)"
+    model = "class Mine(nn.Module)"
+    flags = mine(tmp_path, (model, SECOND + model), ("self.block(sizes) for _ in range(sizes.n_layers)", two))
+    truth = train(tmp_path, 1, flags, steps=1)
+    (tmp_path / "list.toml").write_text(
+        'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "matmul"\nmodule = ["gate", "wo"]\naction = "save"\n'
+        '[[rules]]\nop = "aten.bmm.default"\naction = "save"\noptional = true\n'
+    )
+    for name in ("full", str(tmp_path / "list.toml")):
+        listed = [*flags, "--activation_checkpoint.recipe", name]
+        check_with_torch(checked(tmp_path, 1, listed))
+        got = train(tmp_path, 1, listed, steps=1)
+        assert torch.equal(got.losses, truth.losses)
+        for parameter, gradient in truth.gradients.items():
+            assert torch.equal(got.gradients[parameter], gradient), parameter
 
 
 def derived(kind: str, weight: str) -> Change:

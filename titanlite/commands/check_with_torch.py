@@ -3,6 +3,8 @@
 `titanlite plan` and training make them before anything else that takes time; `titanlite validate` cannot.
 """
 
+import re
+
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
@@ -37,5 +39,6 @@ def check_with_torch(checked: CheckedRun) -> None:
         if layers is None:
             layers = layout_of(config, checked.dimensions, checked.float8).block.layers
         else:
-            layers = tuple(name.removeprefix("layers.0.") for name in layers if name.startswith("layers.0."))
+            of_blocks = (re.sub(r"^layers\.\d+\.", "", name) for name in layers if name.startswith("layers."))
+            layers = tuple(dict.fromkeys(of_blocks))  # blocks may be of several classes
         check_names(save_list, layers)

@@ -35,7 +35,7 @@ _MOVES = ("aten._to_copy.default", "aten.copy.default")
 
 @dataclass
 class KindUse:
-    """What a save-list did in blocks with the same rules and the same attention.
+    """What a save-list did in blocks of one class, with the same layers, the same rules and the same attention.
 
     Attributes:
         rules: numbers of those that are for them.
@@ -95,11 +95,12 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     """
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    layers = _matmul_names(blocks[0])
-    check_names(save_list, layers)
+    check_names(save_list, list(dict.fromkeys(name for block in blocks for name in _matmul_names(block))))
     kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
     for block, rules in zip(blocks, save_list.active(len(blocks)), strict=True):
-        key = rules, tuple(module.window for module in block.modules() if isinstance(module, CausalAttention))
+        layers = _matmul_names(block)
+        windows = tuple(module.window for module in block.modules() if isinstance(module, CausalAttention))
+        key = rules, type(block), layers, windows  # a model file may have blocks of several classes
         if key not in kinds and is_whole(save_list, rules):
             whole = Counter(i for i in rules if save_list.rules[i].op == BLOCK)
             kinds[key] = KindUse(rules, passes=1, matches=whole), None
