@@ -337,6 +337,25 @@ def test_a_rule_that_cannot_work_here_is_found_in_its_file(
 
 
 @pytest.mark.parametrize(
+    ("rule", "part"),
+    [
+        ('op = "matmul"\nmodule = ["wqkw"]', 'did you mean "wqkv"?'),
+        ('op = "attention"', "the matmuls behind attention's q, k and v kept as well"),
+        ('op = "cast"\nlayers = ":1"', "it matches nothing"),
+        ('op = "cast"\nlayers = "1:"', ""),
+    ],
+)
+def test_a_rule_that_cannot_work_is_found_where_some_blocks_are_in_float8(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, part: str
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
+    flags = ["--activation_checkpoint.recipe", str(mine), "--float8.recipe", "rowwise"]
+    assert main(["validate", file, *flags, "--float8.filter_fqns", "layers.0."]) == (2 if part else 0)
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("rules", "flags"),
     [
         (['op = "communication"'], ["--job.strict", "false"]),

@@ -159,9 +159,8 @@ def _resumes(config: Config) -> bool:
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
     """Refuse a list that cannot work for the model, if its blocks are known."""
-    layout = layout_of(config, sizes, float8)
-    if not layout.unpriced:
-        check_save_list(save_list, sizes, layout, config.job.strict)
+    if block_of(config.model, sizes) is not None:
+        check_save_list(save_list, sizes, layout_of(config, sizes, float8), config.job.strict)
 
 
 def _check_decay(config: Config, sizes: ModelRecipe, origin: Origin) -> None:

@@ -41,6 +41,7 @@ class Layout:
         fused: whether the collectives of tensor parallelism are fused into matmuls where they can be.
         float8: the arithmetic of the layers in `converted`.
         converted: linear layers that compute in float8, of one block at least, and `HEAD` if it does.
+        by_block: those of each block, if blocks differ in that.
         block: what blocks are made of.
         unpriced: why blocks have no price, or None: `block` is not theirs, or they do not compute alike.
     """
@@ -54,6 +55,7 @@ class Layout:
     fused: bool = False
     float8: Float8Recipe | None = None
     converted: tuple[str, ...] = ()
+    by_block: tuple[tuple[str, ...], ...] = ()
     block: Block = field(default_factory=Block)
     unpriced: Problem | None = None
 
@@ -131,17 +133,17 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
     tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
     block = block_of(config.model, sizes) or Block()
     filtered = config.float8.filter_fqns
-    by_block = {
+    by_block = tuple(
         tuple(
             name
             for name, shape in block.weights(sizes, t).items()
             if float8 and left_alone(f"layers.{n}.{name}", shape, tokens, float8, filtered) is None
         )
         for n in range(sizes.n_layers)
-    }
+    )
     converted = tuple(name for name in block.layers if any(name in names for names in by_block))
-    no_price = unpriced(config.model, sizes)
-    if len(by_block) > 1:
+    no_price, is_alike = unpriced(config.model, sizes), len({*by_block}) <= 1
+    if not is_alike:
         want = "the same layers of every block, for a prediction: formulas are of blocks that compute alike"
         fix = "train a few steps and read memory_gib"
         no_price = no_price or Problem("float8.filter_fqns", show(filtered), want, fix)
@@ -158,6 +160,7 @@ def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -
         fused=config.parallelism.async_tensor_parallel,
         float8=float8,
         converted=converted,
+        by_block=() if is_alike else by_block,
         block=block,
         unpriced=no_price,
     )

@@ -6,6 +6,8 @@ found where torch is imported (`activation_checkpoint.py`); whether it then runs
 chooses and what carries a float8 recipe out on a device, in the first step.
 """
 
+from dataclasses import replace
+
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import RecipeError, nearest
@@ -52,11 +54,13 @@ def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, str
 def _matched(save_list: SaveList, layout: Layout) -> set[int]:
     """Rules that match something, with one kernel of attention or another."""
     found, sizes = set[int](), layout.sizes
-    for active, window in dict.fromkeys(zip(save_list.active(sizes.n_layers), sizes.windows, strict=True)):
+    in_float8 = layout.by_block or [layout.converted] * sizes.n_layers
+    blocks = zip(in_float8, save_list.active(sizes.n_layers), sizes.windows, strict=True)
+    for converted, active, window in dict.fromkeys(blocks):
         if is_whole(save_list, active):
             found |= {i for i in active if save_list.rules[i].op == BLOCK}
             continue
         for kernel in kernels(save_list):
-            for priced in price(layout, save_list, active, window, kernel):
+            for priced in price(replace(layout, converted=converted), save_list, active, window, kernel):
                 found |= {*priced.decision.rules}
     return found
