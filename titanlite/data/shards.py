@@ -267,7 +267,7 @@ def sample_count(
         fix = (
             ("raise data.max_tokens" if max_tokens else "give more text")
             + ", or a smaller training.seq_len"
-            + (" or training.global_batch_size" if at_least > 1 else "")
+            + (" or batch (training.local_batch_size, training.global_batch_size)" if at_least > 1 else "")
         )
         raise DataError(describe("data", [Problem(key, saw, want, fix)]))
     return n_samples
