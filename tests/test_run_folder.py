@@ -59,17 +59,20 @@ def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
 
 
 def test_what_earlier_starts_left_is_kept_under_one_number(tmp_path: Path) -> None:
-    configs = [change(Config(), "optimizer.lr", lr) for lr in (1e-3, 2e-3, 3e-3)]
+    configs = [change(Config(), "optimizer.lr", lr) for lr in (1e-3, 2e-3, 3e-3, 4e-3)]
+    configs[1] = change(configs[1], "activation_checkpoint.recipe", "auto")
     claim(tmp_path, configs[0])
     claim(tmp_path, configs[1], "of the second")  # the first ended before its first step, and has no receipt
     (tmp_path / "receipt.json").write_text("of the second")
     claim(tmp_path, configs[2])
     for key, value in (("job.stop_after", 5), ("checkpoint.resume", 5)):  # no other config
         claim(tmp_path, change(configs[2], key, value))
+    claim(tmp_path, configs[3])
     kept = {path.name: path.read_text() for path in tmp_path.glob("*.earlier-*")}
     assert kept == {
         "config.earlier-1.toml": toml(configs[0]),
         "config.earlier-2.toml": toml(configs[1]),
+        "config.earlier-3.toml": toml(change(configs[2], "checkpoint.resume", 5)),
         "receipt.earlier-2.json": "of the second",
         "activation_checkpoint.earlier-2.toml": "of the second",
     }

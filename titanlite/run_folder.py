@@ -114,10 +114,11 @@ class RunFolder:
             config_toml: the resolved config as TOML text.
             save_list_toml: for `activation_checkpoint.toml`; None if it was not chosen for this start.
         """
-        if self.config.exists() and _trained(self.config.read_text(encoding="utf-8")) != _trained(config_toml):
+        before = _trained(self.config.read_text(encoding="utf-8")) if self.config.exists() else None
+        if before is not None and before != _trained(config_toml):
             config, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
             shutil.copyfile(self.config, config)  # what stands there is compared at the next start, whatever ends this
-            if self.save_list.exists():
+            if before.get("activation_checkpoint.recipe") == "auto" and self.save_list.exists():
                 shutil.copyfile(self.save_list, save_list)  # which the new config may name
             if self.receipt.exists():
                 self.receipt.rename(receipt)
