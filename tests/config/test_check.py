@@ -232,6 +232,7 @@ def test_the_edges_of_what_is_legal(values: dict[str, object]) -> None:
     ("values", "parts"),
     [
         ({"n_heads": 48}, ["model.n_heads = 48", "a divisor of model.dim = 4096", "n_heads = 32 (or 64)"]),
+        ({"n_heads": 9, "n_kv_heads": 4}, ["1 problem\n", "n_heads = 8 (or 4)"]),
         ({"n_kv_heads": 5}, ["model.n_kv_heads = 5", "a divisor of model.n_heads = 32", "n_kv_heads = 4 (or 2)"]),
         ({"dim": 96}, ["model.n_heads = 32", "heads of even width", "96 / 32 = 3", "n_heads = 24 (or 16)"]),
         ({"dim": 33, "n_heads": 11, "n_kv_heads": 1}, ["model.dim = 33", "33 / 11 = 3", "fix:  dim = 44"]),

@@ -122,7 +122,7 @@ def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:
             problems.add("model.n_heads", str(heads), want, _pick("n_heads", heads, even))
         else:  # dim is odd, and so is whatever divides it
             problems.add("model.dim", str(dim), want, f"dim = {dim + heads}")
-    if heads % kv_heads:
+    elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
         fix = _pick("n_kv_heads", kv_heads, _divisors(heads))
         problems.add("model.n_kv_heads", str(kv_heads), f"a divisor of model.n_heads = {heads}", fix)
     if model.ffn_dim % 128 and not own:
