@@ -190,6 +190,17 @@ def test_a_config_of_another_version(tmp_path: Path) -> None:
     assert claim(tmp_path, Config()) == told
 
 
+def test_a_config_with_values_of_no_type_that_a_key_has(tmp_path: Path) -> None:
+    """The file is a person's to edit, so each is named, whatever it is."""
+    claim(tmp_path, Config())
+    text = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("lr = 0.0003", "lr = 1979-05-27"))
+    assert claim(tmp_path, Config()) == ['optimizer.lr: "1979-05-27" → 0.0003']
+    (tmp_path / "config.toml").write_text(text.replace('file = ""', "file = 3"))
+    with pytest.raises(ConfigError, match=r'model\.file = ""\n *want: 3, as in '):
+        claim(tmp_path, Config())
+
+
 def test_a_damaged_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[job\n")
     with pytest.raises(ConfigError, match=r"config\.toml = .*line 1"):

@@ -267,12 +267,15 @@ class RunFolder:
 
 
 def _dimensions(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits."""
+    """The dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits.
+
+    Nor if a value in the file has another type than its key, which nobody has checked.
+    """
     keys = {field.name for field in fields(Model)}
     model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
     try:
         sizes = asdict(model_dimensions(replace(config, model=model)))
-    except ConfigError:
+    except (ConfigError, TypeError):
         return {}
     return {key: value for key, value in sizes.items() if key not in ("help", "refs")}
 
@@ -306,4 +309,5 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _toml(value: object) -> str:
-    return "not given" if value is None else json.dumps(value, ensure_ascii=False)
+    """A value as the file has it; a date, which no key has, as a text."""
+    return "not given" if value is None else json.dumps(value, ensure_ascii=False, default=str)

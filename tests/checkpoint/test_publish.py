@@ -109,6 +109,10 @@ DAMAGE = {
     "manifest gone": (lambda f: (f / MANIFEST).unlink(), "MANIFEST.json = FileNotFoundError"),
     "manifest shape": (lambda f: (f / MANIFEST).write_text("[]"), "MANIFEST.json = TypeError"),
     "manifest empty": (lambda f: (f / MANIFEST).write_text("{}"), "MANIFEST.json = KeyError"),
+    "manifest number": (
+        lambda f: (f / MANIFEST).write_text('{"files": {"x": {"bytes": 1e999, "sha256": ""}}}'),
+        "MANIFEST.json = OverflowError",
+    ),
     "manifest list": (lambda f: (f / MANIFEST).write_text('{"files": []}'), "MANIFEST.json = AttributeError"),
 }
 

@@ -138,6 +138,14 @@ def test_meta_with_a_value_of_another_type(tmp_path: Path, key: str, value: obje
         TokenShards(tmp_path / "s")
 
 
+def test_meta_with_ids_of_no_type_that_there_is(tmp_path: Path) -> None:
+    make_shards(tmp_path / "s", np.arange(10))
+    path = tmp_path / "s" / "meta.json"
+    path.write_text(path.read_text().replace("uint16", "uint17"))
+    with pytest.raises(DataError, match=r"token shards = ValueError: dtype 'uint17'"):
+        TokenShards(tmp_path / "s")
+
+
 def test_meta_of_another_version_or_that_is_gone(tmp_path: Path) -> None:
     make_shards(tmp_path / "s", np.arange(10))
     meta = tmp_path / "s" / "meta.json"

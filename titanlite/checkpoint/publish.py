@@ -222,7 +222,7 @@ def _manifest(folder: Path) -> dict[str, Entry]:
         raw = cast(object, json.loads((folder / MANIFEST).read_bytes()))
         files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
         entries = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
             raise _unreadable(str(folder), e) from None
         problem = Problem(MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE)

@@ -79,7 +79,10 @@ class Meta:
             for name in ("bad_records", "skipped"):
                 content[name] = tuple(content[name])
             content["shards"] = tuple(_typed(Shard(**s)) for s in content["shards"])
-            return _typed(cls(**content))
+            meta = _typed(cls(**content))
+            if meta.dtype not in ("uint16", "uint32"):
+                raise ValueError(f"dtype {meta.dtype!r}")
+            return meta
         except (OSError, ValueError, TypeError, KeyError) as e:
             if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
                 raise _unreadable(folder, e) from e
