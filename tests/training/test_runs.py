@@ -1,5 +1,6 @@
 """Runs that end and go on: the same samples, losses and weights as without the interruption, or a clear refusal."""
 
+import errno
 import json
 import os
 import random
@@ -495,6 +496,27 @@ def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk) -> None:
     run = desk.run("not durable", 2, "--job.stop_after=1", plant=plant, ends=2)
     assert run.output.count("rank 0: OSError: no space left") == 2
     assert run.checkpoints() == []
+
+
+def test_metrics_that_find_no_room_in_a_save_say_how_to_go_on(desk: Desk) -> None:
+    def plant() -> None:
+        def full(self: MetricsFile) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        MetricsFile.sync = full
+
+    run = desk.run("no room for rows", 2, "--job.stop_after=1", plant=plant, ends=2)
+    assert run.output.count("want: a folder that takes the run's log, metrics and status") == 2
+
+
+def test_metrics_that_cannot_be_gone_on_with_are_said(desk: Desk) -> None:
+    desk.run("rows are a folder", 1, "--job.stop_after=1")
+    path = desk.folder / "runs" / "rows are a folder" / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    run = desk.run("rows are a folder", 1, "--job.stop_after=2", ends=2)
+    assert f"Is a directory: '{path}'" in run.output
+    assert "want: a folder that takes the run's log" in run.output
 
 
 def test_every_group_has_the_limit_of_its_phase(desk: Desk) -> None:

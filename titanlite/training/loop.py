@@ -147,7 +147,7 @@ class Loop:
         """Publish a checkpoint; `validation_due` if a signal came between this step and its validation."""
         self.watchdog.progress(step, "checkpoint")
         self._limit(self.run.config.comm.init_timeout_seconds)
-        on_rank_0(self.report.sync)  # it alone has the file, and may find the disk full
+        on_rank_0(self._sync)
         state = {"samples": self.batches.position, "validation_due": validation_due} | self.data
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         state["sequences_per_step"] = self.batches.global_batch_size
@@ -157,6 +157,11 @@ class Loop:
         else:
             self._say_saved(self.background.wait())  # also for what it failed of
             self.background.save(step, tensors_of(self.run), state)
+
+    def _sync(self) -> None:
+        """On rank 0, which alone has the file, and may find the disk full."""
+        with self.folder.write_errors_explained():
+            self.report.sync()
 
     def _say_saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:

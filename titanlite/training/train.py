@@ -229,10 +229,11 @@ def _open(folder: RunFolder, run: Run, start: int, validates_first: bool) -> Met
     opened: list[MetricsFile] = []
 
     def open_all() -> None:
-        opened.append(MetricsFile(folder.metrics, start, validates_again=validates_first))
-        # A start that has nothing to train leaves the config that the run was trained with.
-        if start < last_step(run.config) or not folder.config.exists():
-            folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
+        with folder.write_errors_explained():
+            opened.append(MetricsFile(folder.metrics, start, validates_again=validates_first))
+            # A start that has nothing to train leaves the config that the run was trained with.
+            if start < last_step(run.config) or not folder.config.exists():
+                folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
 
     on_rank_0(open_all)
     return opened[0] if opened else None
