@@ -509,6 +509,19 @@ def test_metrics_that_find_no_room_in_a_save_say_how_to_go_on(desk: Desk) -> Non
     assert run.output.count("want: a folder that takes the run's log, metrics and status") == 2
 
 
+def test_lost_metrics_are_told(desk: Desk) -> None:
+    def lost(*flags: str) -> str:
+        return desk.run("lost rows", 1, *flags).output
+
+    freq = "--metrics.log_freq=2"
+    assert "no rows" not in lost(freq, "--job.stop_after=3") + lost(freq, "--job.stop_after=4")
+    path = desk.folder / "runs" / "lost rows" / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert f"{path} has no rows of the steps from 3 to 4" in lost(freq, "--job.stop_after=5")
+    path.unlink()
+    assert f"{path} has no rows of the steps from 1 to 5" in lost(freq, "--job.stop_after=6")
+
+
 def test_metrics_that_cannot_be_gone_on_with_are_said(desk: Desk) -> None:
     desk.run("rows are a folder", 1, "--job.stop_after=1")
     path = desk.folder / "runs" / "rows are a folder" / "metrics.jsonl"

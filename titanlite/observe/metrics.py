@@ -81,6 +81,7 @@ class MetricsFile:
         """Open the file, drop what will be trained again, and go to its end.
 
         Where a start at step 0 finds rows, `earlier` is the file that has them from now on; else it is None.
+        `last_step` is the last training step whose row is kept, 0 if there is none.
 
         Args:
             path: the file; created, with its folder, if it does not exist.
@@ -92,6 +93,7 @@ class MetricsFile:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.earlier: Path | None = None
+        self.last_step = 0
         has_rows = path.exists() and path.stat().st_size > 0
         if has_rows and resume_step == 0:
             self.earlier = path.rename(*earlier(path))
@@ -99,6 +101,7 @@ class MetricsFile:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
                 kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
+            self.last_step = max((row["step"] for row in kept if "loss" in row), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
 

@@ -177,6 +177,9 @@ def _train(
     cleanup.callback(lambda: metrics.close() if metrics else None)
     if metrics is not None and metrics.earlier is not None:
         console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
+    # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
+    if metrics is not None and metrics.last_step < start - start % config.metrics.log_freq:
+        console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
     status.progress(start)
     wandb = None
     if metrics is not None and config.metrics.wandb != "off":
