@@ -125,6 +125,21 @@ def test_blocks_of_two_classes_keep_their_own_forward_under_a_save_list(tmp_path
             assert torch.equal(got.gradients[parameter], gradient), parameter
 
 
+SCALES = [
+    in_model("for n, block in enumerate(self.layers): block.scale = 1 / (n + 1)"),
+    ("return h + self.feed_forward(normed)", "return h + self.feed_forward(normed) * self.scale"),
+]
+
+
+@pytest.mark.usefixtures("without_machine_code")
+def test_each_block_may_have_a_graph_of_its_own(tmp_path: Path) -> None:
+    """Of 32 blocks with numbers of their own the ninth ended the run, and of six the ninth graph, in validation."""
+    flags = mine(tmp_path, *SCALES)
+    truth = train(tmp_path, 1, flags, steps=1)
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):
+        assert_same(train(tmp_path, 1, [*flags, "--compile.enable"], steps=1), truth, 1e-5)
+
+
 def derived(kind: str, weight: str) -> Change:
     """A layer of ours with one weight more, of its first one's shape."""
     init = f"super().__init__(*args, **kwargs); self.{weight} = nn.Parameter(torch.empty_like(self.weight))"
