@@ -1,5 +1,6 @@
 """What the receipt of a real run says, and that a run which does less than it was asked to ends before step 2."""
 
+import inspect
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from titanlite.config.schema import Config, Training
 from titanlite.data.shards import Meta
 from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
+from titanlite.models import llama3
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -265,6 +267,39 @@ def test_attention_that_turns_out_to_be_recomputed_without_its_inputs_ends_the_r
 
     run = desk.run("refused", 1, plant=plant, ends=2)
     assert "attention without its q, k and v" in run.output
+    assert len(run.steps) == 1
+
+
+COUNTS = "self.seen += 1\n        return h + self.feed_forward(normed) * (1 + 0.1 * self.seen)"
+
+
+@pytest.mark.parametrize(
+    ("seen", "empty"),
+    [
+        (
+            'self.register_buffer("seen", torch.empty(1), persistent=False)',
+            "for block in self.layers: block.seen.zero_()",
+        ),
+        ("self.seen = 0", "pass"),
+    ],
+)
+def test_what_a_block_writes_for_its_next_call_is_not_recomputed(
+    seen: str, empty: str, desk: Desk, tmp_path: Path
+) -> None:
+    """Gradients were those of the values that recomputation began from."""
+    text = inspect.getsource(llama3).replace("Llama3", "Mine")
+    text = text.replace("self.feed_forward = ", f"{seen}\n        self.feed_forward = ")
+    text = text.replace("return h + self.feed_forward(normed)", COUNTS)
+    text = text.replace("sizes = self.sizes\n", f"sizes = self.sizes\n        {empty}\n")
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "model").mkdir()
+    recipe = Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml"
+    (tmp_path / "model" / "mine-debug.toml").write_text(recipe.read_text())
+    flags = [f"--model.file={tmp_path}/mine.py", f"--job.recipe_dirs={tmp_path}", "--job.stop_after=2"]
+    kept = desk.run(f"kept by {len(empty)}", 1, *flags, "--activation_checkpoint.recipe=none")
+    assert len(kept.steps) == 2
+    run = desk.run(f"twice by {len(empty)}", 1, *flags, "--activation_checkpoint.recipe=full", ends=2)
+    assert "mine.py: 1 problem\n  layers.0.seen and 1 more = written in forward of a block\n" in run.output
     assert len(run.steps) == 1
 
 

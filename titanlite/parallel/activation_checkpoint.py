@@ -61,13 +61,18 @@ class SaveListUse:
     Attributes:
         rules: of the list.
         kinds: what was seen, of blocks that are alike.
-        blocks: number of those under checkpointing.
+        checkpointed: numbers of the blocks under checkpointing.
     """
 
     rules: tuple[SaveRule, ...]
     kinds: list["KindUse"] = field(default_factory=list)
-    blocks: int = 0
+    checkpointed: list[int] = field(default_factory=list)
     refused: RecipeError | None = None  # attention in no `CausalAttention` was recomputed, as its q, k and v are
+
+    @property
+    def blocks(self) -> int:
+        """How many are under checkpointing."""
+        return len(self.checkpointed)
 
     @property
     def matches(self) -> Counter[int]:
@@ -97,7 +102,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
     check_names(save_list, list(dict.fromkeys(name for block in blocks for name in _matmul_names(block))))
     kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
-    for block, rules in zip(blocks, save_list.active(len(blocks)), strict=True):
+    for n, (block, rules) in enumerate(zip(blocks, save_list.active(len(blocks)), strict=True)):
         layers = _matmul_names(block)
         windows = tuple(module.window for module in block.modules() if isinstance(module, CausalAttention))
         key = rules, type(block), layers, windows  # a model file may have blocks of several classes
@@ -115,7 +120,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
         kind.blocks += 1
         if checkpointed is not None:
             block.__class__ = checkpointed
-            use.blocks += 1
+            use.checkpointed.append(n)
     use.kinds = [kind for kind, _ in kinds.values()]
     return use
 

@@ -34,6 +34,7 @@ from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
+from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.rule_prices import RulePrice, rule_prices
@@ -65,6 +66,7 @@ class Run:
     loss: Callable[[Tensor, Tensor], Tensor]
     optimizer: AdamW
     save_list_use: SaveListUse
+    kept_state: dict[str, object]  # of checkpointed blocks, before the first step
     receipt: Receipt
     warnings: tuple[str, ...] = ()  # to be said before the first step
 
@@ -145,6 +147,7 @@ def build(
         loss=CrossEntropy(mesh.tp_group, compile=config.compile.enable),
         optimizer=AdamW(named, config.optimizer, mesh),
         save_list_use=save_list_use,
+        kept_state=state_of(model, save_list_use.checkpointed),
         receipt=receipt,
         warnings=warnings,
     )

@@ -22,6 +22,7 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction, no_copy_engines
+from titanlite.parallel.kept_state import state_of, written
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
@@ -77,7 +78,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
     Raises:
         StrictError: on every rank, if something that was asked for was not applied, or the run holds more than it may.
-        RecipeError: on every rank, if the save-list keeps attention without its q, k and v.
+        RecipeError: on every rank, if the save-list keeps attention without its q, k and v, or recomputes what a block
+            writes for its next call.
     """
     config, receipt = run.config, run.receipt
     blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
@@ -109,6 +111,9 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
     use, chosen = run.save_list_use, run.chosen
     if use.refused is not None:
         raise use.refused
+    after = state_of(run.model, use.checkpointed)
+    if (error := written(run.kept_state, after, config.model.file or config.model.name)) is not None:
+        raise error
     rules, unmatched = _labels(use.rules), use.unmatched()
     of_auto: dict[str, object] = {}
     if chosen is not None:
