@@ -140,6 +140,17 @@ def test_each_block_may_have_a_graph_of_its_own(tmp_path: Path) -> None:
         assert_same(train(tmp_path, 1, [*flags, "--compile.enable"], steps=1), truth, 1e-5)
 
 
+def test_the_last_norm_is_called_as_a_module(tmp_path: Path) -> None:
+    """Its weight was a DTensor in `fork`, of which torch said no more than that."""
+    flags = mine(tmp_path, ("self.norm(x)", "self.norm.fork(x)[0]"))
+    for refused_by in (lambda: plan([DEBUG, *flags, *TP_2]), lambda: train(tmp_path, 1, flags, steps=1)):
+        with pytest.raises((ConfigError, AssertionError), match="norm = fork or add called"):
+            refused_by()
+    recipe = tmp_path / "model" / "mine-small.toml"
+    recipe.write_text(f"{recipe.read_text()}\ntied_embeddings = true\n")
+    train(tmp_path, 1, flags, steps=1)  # the root is gathered first
+
+
 def derived(kind: str, weight: str) -> Change:
     """A layer of ours with one weight more, of its first one's shape."""
     init = f"super().__init__(*args, **kwargs); self.{weight} = nn.Parameter(torch.empty_like(self.weight))"

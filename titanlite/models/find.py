@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_param
 from titanlite.config.recipe_schema import Block, ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, RMSNorm
 from titanlite.models.mistakes import mistake
 from titanlite.models.own_model import require_trainable
 
@@ -92,6 +92,8 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
     if model.file:
         require_trainable(made, model.file)
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
+        if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
+            made.norm.fork = functools.partial(_require_call, model.file)
     if sizes.block is not None:  # of a shipped architecture it has been refused
         _require_such_blocks(made, sizes.block, model, sizes)
     return made
@@ -108,6 +110,12 @@ def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: ob
     code = getattr(made_by.forward, "__code__", None)
     line = code.co_firstlineno if code and code.co_filename == inspect.getfile(made_by) else None
     raise ConfigError(describe(file, [Problem(f"{made_by.__name__}.forward", f"returned {saw}", want, fix, line)]))
+
+
+def _require_call(file: str, x: Tensor) -> NoReturn:
+    """In the place of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
+    want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
+    raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))
 
 
 def _require_such_blocks(made: nn.Module, block: Block, model: Model, sizes: ModelRecipe) -> None:
