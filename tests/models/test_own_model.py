@@ -151,6 +151,13 @@ def test_the_last_norm_is_called_as_a_module(tmp_path: Path) -> None:
     train(tmp_path, 1, flags, steps=1)  # the root is gathered first
 
 
+def test_a_forward_of_one_object_is_refused_under_tensor_parallelism(tmp_path: Path) -> None:
+    """It ran in place of the layer's, without its collectives."""
+    code = "import types; w2 = self.layers[0].feed_forward.w2; w2.forward = types.MethodType(Linear.forward, w2)"
+    with pytest.raises(ConfigError, match=r"layers\.0\.feed_forward\.w2 = Linear\n +want: a layer of titanlite"):
+        plan([DEBUG, *mine(tmp_path, in_model(code)), *TP_2])
+
+
 def derived(kind: str, weight: str) -> Change:
     """A layer of ours with one weight more, of its first one's shape."""
     init = f"super().__init__(*args, **kwargs); self.{weight} = nn.Parameter(torch.empty_like(self.weight))"
