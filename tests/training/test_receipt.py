@@ -270,37 +270,59 @@ def test_attention_that_turns_out_to_be_recomputed_without_its_inputs_ends_the_r
     assert len(run.steps) == 1
 
 
-COUNTS = "self.seen += 1\n        return h + self.feed_forward(normed) * (1 + 0.1 * self.seen)"
-
-
-@pytest.mark.parametrize(
-    ("seen", "empty"),
-    [
-        (
-            'self.register_buffer("seen", torch.empty(1), persistent=False)',
-            "for block in self.layers: block.seen.zero_()",
-        ),
-        ("self.seen = 0", "pass"),
-    ],
-)
-def test_what_a_block_writes_for_its_next_call_is_not_recomputed(
-    seen: str, empty: str, desk: Desk, tmp_path: Path
-) -> None:
-    """Gradients were those of the values that recomputation began from."""
+def own_model(folder: Path, *changes: tuple[str, str]) -> list[str]:
+    """Flags for a copy of Llama's file with other lines."""
     text = inspect.getsource(llama3).replace("Llama3", "Mine")
-    text = text.replace("self.feed_forward = ", f"{seen}\n        self.feed_forward = ")
-    text = text.replace("return h + self.feed_forward(normed)", COUNTS)
-    text = text.replace("sizes = self.sizes\n", f"sizes = self.sizes\n        {empty}\n")
-    (tmp_path / "mine.py").write_text(text)
-    (tmp_path / "model").mkdir()
+    for line, instead in changes:
+        assert line in text
+        text = text.replace(line, instead)
+    (folder / "mine.py").write_text(text)
+    (folder / "model").mkdir()
     recipe = Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml"
-    (tmp_path / "model" / "mine-debug.toml").write_text(recipe.read_text())
-    flags = [f"--model.file={tmp_path}/mine.py", f"--job.recipe_dirs={tmp_path}", "--job.stop_after=2"]
-    kept = desk.run(f"kept by {len(empty)}", 1, *flags, "--activation_checkpoint.recipe=none")
-    assert len(kept.steps) == 2
-    run = desk.run(f"twice by {len(empty)}", 1, *flags, "--activation_checkpoint.recipe=full", ends=2)
-    assert "mine.py: 1 problem\n  layers.0.seen and 1 more = written in forward of a block\n" in run.output
-    assert len(run.steps) == 1
+    (folder / "model" / "mine-debug.toml").write_text(recipe.read_text())
+    return [f"--model.file={folder}/mine.py", f"--job.recipe_dirs={folder}", "--job.stop_after=2"]
+
+
+RETURNED, FEED_FORWARD = "return h + self.feed_forward(normed)", "self.feed_forward = "
+FORK = "normed, x = self.attention_norm.fork(x)"
+COUNTS = (FORK, f"self.seen += 1; x = x * (1 + 0.1 * self.seen)\n        {FORK}")
+BUFFER = 'self.register_buffer("seen", torch.empty(1), persistent=False)'
+EMPTY = "sizes = self.sizes\n        for block in self.layers: block.seen.zero_()\n"
+LIST = [
+    (
+        "def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:\n",
+        "def forward(self, x, cos, sin, seen=()):\n",
+    ),
+    ("x = block(x, self.cos, self.sin)", "x = block(x, self.cos, self.sin, seen)"),
+    ("x = self.tok_embeddings(tokens)", "x = self.tok_embeddings(tokens); seen = [x]"),
+    (FORK, f"seen.append(x); x = x + 0.1 * sum(seen)\n        {FORK}"),
+]
+CHANGING = {
+    "buffer": (
+        [COUNTS, (FEED_FORWARD, f"{BUFFER}\n        {FEED_FORWARD}"), ("sizes = self.sizes\n", EMPTY)],
+        "written",
+    ),
+    "number": ([COUNTS, (FEED_FORWARD, f"self.seen = 0\n        {FEED_FORWARD}")], "written"),
+    "unread": (
+        [
+            (RETURNED, f"self.seen += 1\n        {RETURNED}"),
+            (FEED_FORWARD, f"self.seen = 0\n        {FEED_FORWARD}"),
+        ],
+        "mine.py: 1 problem\n  layers.0.seen and 1 more = written in forward of a block\n",
+    ),
+    "list": (LIST, "Block.forward = changes an argument"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_what_a_block_changes_and_recomputation_reads(kind: str, desk: Desk, tmp_path: Path) -> None:
+    """Gradients were those of what recomputation began from."""
+    changes, said = CHANGING[kind]
+    flags = own_model(tmp_path, *changes)
+    assert len(desk.run(f"{kind} kept", 1, *flags, "--activation_checkpoint.recipe=none").steps) == 2
+    run = desk.run(f"{kind} again", 1, *flags, "--activation_checkpoint.recipe=full", ends=2)
+    assert said in run.output
+    assert len(run.steps) == (0 if kind == "list" else 1)
 
 
 def test_compute_in_another_dtype_than_asked_for_ends_the_run(desk: Desk) -> None:

@@ -6,6 +6,7 @@ in eager mode and under `torch.compile` alike (`save_rules.py` has the classes t
 Whether a rule was used is counted: a rule that matched nothing is reported, and without `optional` it is an error.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import RecipeError, nearest
+from titanlite.errors import Problem, RecipeError, describe, nearest
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.kernels.products import FLOAT8
@@ -134,10 +136,29 @@ def _checkpointed(block: type[nn.Module], options: dict[str, Any]) -> type[nn.Mo
 
     class Checkpointed(block):
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            return checkpoint(super().forward, *args, **kwargs, **options)  # type: ignore[return-value]
+            if torch.compiler.is_compiling():  # which takes no changed list
+                return checkpoint(super().forward, *args, **kwargs, **options)  # type: ignore[return-value]
+            before = _given(args, kwargs)
+            result = checkpoint(super().forward, *args, **kwargs, **options)
+            if _given(args, kwargs) != before:
+                raise _changes_what_it_is_given(block)
+            return result  # type: ignore[return-value]
 
     Checkpointed.__name__ = f"Checkpointed{block.__name__}"
     return Checkpointed
+
+
+def _given(*arguments: object) -> list[tuple[int, int | None]]:
+    """What tells whether a block's arguments have changed: a list of them is longer, or a tensor was written."""
+    return [(id(x), x._version if isinstance(x, Tensor) else None) for x in pytree.tree_leaves(arguments)]
+
+
+def _changes_what_it_is_given(block: type[nn.Module]) -> RecipeError:
+    """The error for a block that recomputation would give other arguments than forward."""
+    want = "only read: the save-list computes this forward again in backward, from arguments as they are then"
+    fix = 'return it, and let the model keep it; or activation_checkpoint.recipe = "none"'
+    problem = Problem(f"{block.__name__}.forward", "changes an argument", want, fix)
+    return RecipeError(describe(inspect.getfile(block), [problem]))
 
 
 def _matmul_names(block: nn.Module) -> tuple[str, ...]:
