@@ -119,12 +119,14 @@ def test_a_feed_forward_is_not_joined_where_that_would_lose_something(name: str,
     assert (module(x) - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.parametrize("kind", [_Doubled, _Wrapped, None], ids=str)
-def test_a_forward_of_ones_own_is_refused_unless_it_is_left_out(kind: type[Linear] | None):
+@pytest.mark.parametrize("kind", [_Doubled, _Wrapped, None, "matmul"], ids=str)
+def test_a_forward_of_ones_own_is_refused_unless_it_is_left_out(kind: type[Linear] | str | None):
     model, recipe = Llama3(dataclasses.replace(SIZES, dim=128, vocab_size=128), 16), recipes.load("float8", "rowwise")
     layer = model.layers[0].feed_forward.w2
     if kind is None:
         layer.forward = _Doubled.forward.__get__(layer)
+    elif isinstance(kind, str):
+        layer.matmul = lambda x, weight: 2 * torch.nn.functional.linear(x, weight)
     else:
         layer.__class__ = kind
     with pytest.raises(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -120,9 +121,8 @@ def apply_float8(
             module.weight = _gathered_in_float8(module.weight, recipe, group)
     if of_their_own:
         left = [*filter_fqns, *dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in of_their_own)]
-        seen = (
-            f"{', '.join(of_their_own)} {'has' if len(of_their_own) == 1 else 'have'} a forward of a class of its own"
-        )
+        has = "has" if len(of_their_own) == 1 else "have"
+        seen = f"{', '.join(of_their_own)} {has} a forward of a class of its own, or a matmul"
         want = "titanlite's, which multiplies by the recipe: another need not"
         problem = Problem("float8.recipe", seen, want, f"float8.filter_fqns = {show(left)}")
         raise RecipeError(describe("config", [problem]))
@@ -132,9 +132,11 @@ def apply_float8(
     return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima)
 
 
-def _has_own_forward(module: nn.Module) -> bool:
+def _has_own_forward(module: Linear) -> bool:
     """Whether what a layer computes is written in a model file, and not in titanlite."""
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    if not isinstance(module.matmul, Float8Matmul) and module.matmul is not F.linear:  # lost, if it were replaced
+        return True
     return "forward" in vars(module) or not owner.__module__.startswith("titanlite.")
 
 
