@@ -1,11 +1,11 @@
 """A model of one's own has its tensors where a run finds them, each under one name, or is refused before it runs."""
 
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.models.own_model import Change, mine
 from tests.models.test_find import BATCH, DEBUG, TP_2, assert_same
 from tests.training.short_run import checked, train
 from titanlite import recipes
@@ -13,12 +13,10 @@ from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.plan import run as plan
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
-from titanlite.models import llama3
 from titanlite.models.find import build_model
 from titanlite.train import main as train_main
 
 SIZES = recipes.load("model", "llama3-debug")
-Change = tuple[str, str]
 
 W2 = 'self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std)'
 IMPORT = "from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm\n"
@@ -37,19 +35,6 @@ def in_block(code: str) -> Change:
     """Behind the last part of a block."""
     line = "self.feed_forward = FeedForward(sizes, residual_std)"
     return line, f"{line}\n        {code}"
-
-
-def mine(folder: Path, *changes: Change) -> list[str]:
-    """Flags for a copy of Llama's file with other lines."""
-    text = inspect.getsource(llama3).replace("Llama3", "Mine")
-    for line, instead in changes:
-        assert line in text
-        text = text.replace(line, instead)
-    (folder / "mine.py").write_text(text)
-    (folder / "model").mkdir()
-    recipe = Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml"
-    (folder / "model" / "mine-small.toml").write_text(recipe.read_text())
-    return ["--model.file", str(folder / "mine.py"), "--model.flavor", "small", "--job.recipe_dirs", str(folder)]
 
 
 def refused(folder: Path, *changes: Change) -> str:

@@ -1,6 +1,5 @@
 """What the receipt of a real run says, and that a run which does less than it was asked to ends before step 2."""
 
-import inspect
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ from torch.nn.attention import SDPBackend
 import titanlite
 import titanlite.training.build as build
 import titanlite.training.receipt as training_receipt
+from tests.models.own_model import mine
 from tests.training.launched import Desk, Ended
 from titanlite import recipes
 from titanlite.config.recipe_schema import SaveRule
@@ -28,7 +28,6 @@ from titanlite.config.schema import Config, Training
 from titanlite.data.shards import Meta
 from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
-from titanlite.models import llama3
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -270,19 +269,6 @@ def test_attention_that_turns_out_to_be_recomputed_without_its_inputs_ends_the_r
     assert len(run.steps) == 1
 
 
-def own_model(folder: Path, *changes: tuple[str, str]) -> list[str]:
-    """Flags for a copy of Llama's file with other lines."""
-    text = inspect.getsource(llama3).replace("Llama3", "Mine")
-    for line, instead in changes:
-        assert line in text
-        text = text.replace(line, instead)
-    (folder / "mine.py").write_text(text)
-    (folder / "model").mkdir()
-    recipe = Path(__file__).parents[2] / "recipes" / "model" / "llama3-debug.toml"
-    (folder / "model" / "mine-debug.toml").write_text(recipe.read_text())
-    return [f"--model.file={folder}/mine.py", f"--job.recipe_dirs={folder}", "--job.stop_after=2"]
-
-
 RETURNED, FEED_FORWARD = "return h + self.feed_forward(normed)", "self.feed_forward = "
 FORK = "normed, x = self.attention_norm.fork(x)"
 COUNTS = (FORK, f"self.seen += 1; x = x * (1 + 0.1 * self.seen)\n        {FORK}")
@@ -318,7 +304,7 @@ CHANGING = {
 def test_what_a_block_changes_and_recomputation_reads(kind: str, desk: Desk, tmp_path: Path) -> None:
     """Gradients were those of what recomputation began from."""
     changes, said = CHANGING[kind]
-    flags = own_model(tmp_path, *changes)
+    flags = [*mine(tmp_path, *changes), "--job.stop_after=2"]
     assert len(desk.run(f"{kind} kept", 1, *flags, "--activation_checkpoint.recipe=none").steps) == 2
     run = desk.run(f"{kind} again", 1, *flags, "--activation_checkpoint.recipe=full", ends=2)
     assert said in run.output
