@@ -51,7 +51,8 @@ from tests.kernels.collective_cases import (
 )
 from tests.kernels.shared_gpus import take_gpu
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
-from titanlite.kernels.lowering import lowered, no_peer_access, peer_failure
+from titanlite.kernels.device.channel import peer_failure
+from titanlite.kernels.lowering import lowered, no_peer_access
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 ROWS = Gather("rows", "M K", 0, ("K N",), dtype=BF16)

@@ -18,9 +18,8 @@ DEADLINE_S = 4.0
 
 def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None:
     from titanlite.kernels.all_gather_matmul import all_gather_matmul
-    from titanlite.kernels.device.channel import set_deadline
+    from titanlite.kernels.device.channel import peer_failure, set_deadline
     from titanlite.kernels.device.shard_exchange import AllGather, ReduceScatter
-    from titanlite.kernels.lowering import peer_failure
     from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
     dist.init_process_group(

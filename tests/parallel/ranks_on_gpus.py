@@ -14,7 +14,7 @@ import torch
 
 from tests.forks import print_to
 from tests.kernels.collective_gpu import start
-from titanlite.kernels.lowering import peer_failure
+from titanlite.kernels.device.channel import peer_failure
 
 
 def run_on_gpus(

@@ -3,8 +3,6 @@
 `titanlite plan` and training make them before anything else that takes time; `titanlite validate` cannot.
 """
 
-import re
-
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
@@ -23,22 +21,20 @@ def check_with_torch(checked: CheckedRun) -> None:
         TitanliteError: of a model of the user's own, the blocks are others than the recipe's, or a pattern matches no
             parameter or no layer; or a save-list names an operation that torch has not, or keeps an elementwise one.
     """
-    config, save_list, layers = checked.config, checked.save_list, None
+    config, save_list, model = checked.config, checked.save_list, None
     if config.model.file:
         from titanlite.models.find import build_model
         from titanlite.models.layers import Linear
 
         model = build_model(config.model, checked.dimensions, config.training.seq_len)
         without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), checked.origin)
-        layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
         if checked.float8 is not None:
+            layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
             require_matches(config.float8.filter_fqns, layers, checked.origin)
     if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
-        from titanlite.parallel.activation_checkpoint import check_names
+        from titanlite.parallel.activation_checkpoint import check_names, layers_of
 
-        if layers is None:
-            layers = layout_of(config, checked.dimensions, checked.float8).block.layers
+        if model is None:
+            check_names(save_list, layout_of(config, checked.dimensions, checked.float8).block.layers)
         else:
-            of_blocks = (re.sub(r"^layers\.\d+\.", "", name) for name in layers if name.startswith("layers."))
-            layers = tuple(dict.fromkeys(of_blocks))  # blocks may be of several classes
-        check_names(save_list, layers)
+            check_names(save_list, layers_of(model.layers))

@@ -135,9 +135,8 @@ def apply_float8(
 def _has_own_forward(module: Linear) -> bool:
     """Whether what a layer computes is written in a model file, and not in titanlite."""
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    if not isinstance(module.matmul, Float8Matmul) and module.matmul is not F.linear:  # lost, if it were replaced
-        return True
-    return "forward" in vars(module) or not owner.__module__.startswith("titanlite.")
+    own_matmul = module.matmul is not F.linear and not isinstance(module.matmul, Float8Matmul)
+    return own_matmul or "forward" in vars(module) or not owner.__module__.startswith("titanlite.")
 
 
 def _maxima(name: str, layer: Linear, is_gathered: bool) -> Iterator[Maximum]:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
-from titanlite.kernels.device import channel
 from titanlite.kernels.products import DECLARED, NOTHING, out_dtype_of
 
 
@@ -255,11 +254,6 @@ _verdicts: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
 def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return (process_group, *(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors))
-
-
-def peer_failure() -> Exception | None:
-    """What to say if a kernel of this process gave up waiting for a peer; CUDA's own error does not tell."""
-    return channel.peer_failure()
 
 
 def _shapes(*tensors: Tensor) -> str:

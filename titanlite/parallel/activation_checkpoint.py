@@ -8,7 +8,7 @@ Whether a rule was used is counted: a rule that matched nothing is reported, and
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -102,7 +102,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     """
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    check_names(save_list, list(dict.fromkeys(name for block in blocks for name in _matmul_names(block))))
+    check_names(save_list, layers_of(blocks))
     kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
     for n, (block, rules) in enumerate(zip(blocks, save_list.active(len(blocks)), strict=True)):
         layers = _matmul_names(block)
@@ -159,6 +159,15 @@ def _changes_what_it_is_given(block: type[nn.Module]) -> RecipeError:
     fix = 'return it, and let the model keep it; or activation_checkpoint.recipe = "none"'
     problem = Problem(f"{block.__name__}.forward", "changes an argument", want, fix)
     return RecipeError(describe(inspect.getfile(block), [problem]))
+
+
+def layers_of(blocks: Iterable[nn.Module]) -> list[str]:
+    """Names of the linear layers of blocks, each once: a model file may have blocks of several classes.
+
+    Args:
+        blocks: of a model.
+    """
+    return list(dict.fromkeys(name for block in blocks for name in _matmul_names(block)))
 
 
 def _matmul_names(block: nn.Module) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.order import epochs
 from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, Problem, describe
-from titanlite.kernels.lowering import peer_failure
+from titanlite.kernels.device.channel import peer_failure
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.peak_flops import flops_per_token

@@ -183,7 +183,7 @@ def set_deadline(seconds: float) -> None:
 
 
 def peer_failure() -> PeerError | None:
-    """Which peer a kernel of this process waited for in vain, if one did."""
+    """Which peer a kernel of this process waited for in vain, if one did; CUDA's own error does not tell."""
     for found in _channels.values():
         number, peer, waited, op = found.failure.tolist()
         if number:
