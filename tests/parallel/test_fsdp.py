@@ -19,6 +19,7 @@ from tests.training.short_run import assemble, checked
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.float8.weight import local_data
+from titanlite.models.layers import Embedding
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
 from titanlite.parallel.fsdp import apply_fsdp, settle
@@ -110,6 +111,28 @@ def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
         assert sharded_units() == freed
 
     run_ranks(body, tmp_path, world)
+
+
+def test_an_embedding_that_multiplies_by_its_weight_has_it_in_backward(tmp_path):
+    """Of a user's class; a lookup needs none (tests/parallel/test_traffic.py)."""
+
+    class Scaled(Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * self.weight.square().mean()
+
+    def scale(model: Llama3) -> None:
+        model.tok_embeddings = Scaled(SIZES.vocab_size, SIZES.dim, 1.0)
+
+    def body() -> None:
+        found = []
+        for reshard in ("default", "never"):
+            model = sharded(reshard, tied=False, change=scale)
+            model(torch.arange(S)).square().sum().backward()
+            found.append(local_data(model.tok_embeddings.weight.grad).clone())
+        assert torch.equal(*found)
+        assert found[0].count_nonzero() > S * SIZES.dim  # of tokens that did not occur, too
+
+    run_ranks(body, tmp_path, 2)
 
 
 @pytest.mark.parametrize("tied", [[], ["--model.name", "gemma3", "--model.flavor", "debug"]], ids=["", "tied"])

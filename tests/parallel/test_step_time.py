@@ -176,7 +176,8 @@ def test_weights_are_cast_and_copied_as_often_as_they_are_gathered(reshard: str,
     """A shard of 4 bytes is read and one of 2 written, the whole is read and written; a gradient goes into 4 bytes."""
     _, step = model("8b", 4, "none", "--parallelism.fsdp_reshard_after_forward", reshard)
     parameters, head = 8_030_261_248, 128_256 * 4096 + 4096
-    gathered = of_blocks * (parameters - head) + of_head * head  # the embedding, as the blocks
+    embedding = 128_256 * 4096  # for forward alone
+    gathered = embedding + of_blocks * (parameters - head - embedding) + of_head * head
     moved = gathered * ((4 + 2) / 4 + 2 * 2) + parameters * (2 + 4)
     assert step.weights == pytest.approx(moved / 2950e9 * 1e3)
 

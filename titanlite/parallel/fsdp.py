@@ -23,14 +23,21 @@ from titanlite.config.schema import Config
 from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.kernels.lowering import no_peer_access
+from titanlite.models.layers import Embedding
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
 
 if TYPE_CHECKING:
     from titanlite.kernels.device import shard_exchange
 
+LOOKUPS = [Embedding.forward, SequenceParallelEmbedding.forward, VocabParallelEmbedding.forward]
+"""Of embeddings that FSDP need not gather for backward. A user's own may multiply by its weight."""
+
 
 def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = False) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
+
+    An embedding is gathered for forward alone, unless it is tied to the head.
 
     With `parallelism.fsdp_copy_engines`, blocks are gathered and reduced by copy engines, if they can be.
 
@@ -57,7 +64,10 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
     for block in model.layers:  # type: ignore[union-attr]
         fully_shard(block, reshard_after_forward=blocks, **of_blocks)
     if model.output.weight is not model.tok_embeddings.weight:  # type: ignore[union-attr]
+        looks_up = type(model.tok_embeddings).forward in LOOKUPS
         fully_shard(model.tok_embeddings, reshard_after_forward=blocks, **options)  # type: ignore[arg-type]
+        if looks_up:  # backward reads no row of the table
+            model.tok_embeddings.set_unshard_in_backward(False)  # type: ignore[union-attr,operator]
         fully_shard([model.norm, model.output], reshard_after_forward=reshard == "always", **options)  # type: ignore[list-item]
     fully_shard(model, reshard_after_forward=reshard == "always", **options)
     for module in model.modules():

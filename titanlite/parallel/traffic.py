@@ -115,7 +115,7 @@ def units(memory: MemoryModel) -> list[Unit]:
     e = layout.itemsize
     if sizes.tied_embeddings:
         return [unit("tok_embeddings", memory.embedding, e * memory.embedding, (), ends_stay), *blocks]
-    embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), memory.blocks_stay)
+    embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), stays=True)  # or is not needed again
     return [embedding, *blocks, unit(HEAD, memory.head, memory.gathered_head, (HEAD,), ends_stay)]
 
 
