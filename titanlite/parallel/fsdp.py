@@ -64,7 +64,7 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
     for block in model.layers:  # type: ignore[union-attr]
         fully_shard(block, reshard_after_forward=blocks, **of_blocks)
     if model.output.weight is not model.tok_embeddings.weight:  # type: ignore[union-attr]
-        looks_up = type(model.tok_embeddings).forward in LOOKUPS
+        looks_up = type(model.tok_embeddings).forward in LOOKUPS  # type: ignore[union-attr]
         fully_shard(model.tok_embeddings, reshard_after_forward=blocks, **options)  # type: ignore[arg-type]
         if looks_up:  # backward reads no row of the table
             model.tok_embeddings.set_unshard_in_backward(False)  # type: ignore[union-attr,operator]
