@@ -21,7 +21,17 @@ from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.block_price import block_prices
-from titanlite.parallel.memory import EAGER_LOSS_TOKENS, GIB, HOLES, HOLES_AT_THE_END, SLACK, Memory, MemoryModel
+from titanlite.parallel.memory import (
+    EAGER_LOSS_TOKENS,
+    GIB,
+    HOLES,
+    HOLES_AT_THE_END,
+    HOLES_OF_SHARDS,
+    MARGIN,
+    SLACK,
+    Memory,
+    MemoryModel,
+)
 from titanlite.parallel.sharding.layers import plan_layers
 
 COPIES = "--parallelism.fsdp_copy_engines=true"
@@ -48,17 +58,55 @@ MEASURED = {
     ("8b", 2, "none", COPIES, "--model.n_layers", "12"): 56.0,
     ("8b", 2, "none", COPIES, "--float8.recipe", "rowwise", "--model.n_layers", "12"): 50.1,
     ("8b", 2, "attention", "--model.n_layers", "12"): 35.4,
-    ("8b", 2, "full", "--model.n_layers", "12"): 34.9,
     ("8b", 2, "none", "--model.n_layers", "4", "--training.local_batch_size", "1"): 22.8,
-    ("8b", 2, "full", "--float8.recipe", "rowwise", "--model.n_layers", "4", "--training.local_batch_size", "1"): 21.6,
     ("1b", 2, "none", REPLICAS, "2", "--training.local_batch_size", "1"): 29.7,
+    ("8b", 4, "none"): 103.8,
+    ("8b", 4, "none", "--float8.recipe", "rowwise"): 87.8,
+    ("8b", 4, "none", COPIES): 103.3,
+    ("8b", 4, "none", COPIES, "--float8.recipe", "rowwise"): 87.6,
+    ("8b", 4, "matmuls"): 76.9,
+    ("8b", 4, "balanced"): 72.9,
+    ("8b", 4, "balanced_tight"): 68.5,
+    ("8b", 4, "attention"): 44.9,
     ("8b", 8, "attention"): 33.5,
+    ("8b", 16, "attention"): 27.8,
     ("8b", 8, "balanced_tight"): 57.1,
     ("8b", 8, "every_second_matmul"): 61.5,
     ("8b", 8, "matmuls"): 65.5,
     ("8b", 8, "none"): 92.4,
     ("1b", 1, "none", "--model.name", "gemma3"): 46.9,
     ("1b", 1, "none", "--model.name", "qwen3", "--model.flavor", "0.6B"): 32.3,
+}
+ROWWISE, LAYERS, BATCH = ("--float8.recipe", "rowwise"), "--model.n_layers", "--training.local_batch_size"
+# One rank alone, with `full`: what reserved memory is then depends on where the last gradient finds its place.
+MEASURED_FULL = {
+    (2,): 67.6,
+    (2, *ROWWISE): 68.1,
+    (3,): 47.3,
+    (4,): 36.6,
+    (4, *ROWWISE): 36.5,
+    (6,): 27.3,
+    (8,): 23.9,
+    (8, *ROWWISE): 23.1,
+    (8, BATCH, "1"): 21.6,
+    (8, BATCH, "1", *ROWWISE): 20.8,
+    (8, BATCH, "4"): 31.8,
+    (8, LAYERS, "8"): 13.2,
+    (8, LAYERS, "16"): 16.6,
+    (8, LAYERS, "48"): 30.4,
+    (8, LAYERS, "64"): 37.6,
+    (12,): 19.7,
+    (16,): 17.8,
+    (64,): 13.6,
+    (4, LAYERS, "16"): 23.3,
+    (2, LAYERS, "4"): 20.9,
+    (2, LAYERS, "4", BATCH, "1", *ROWWISE): 21.6,
+    (2, LAYERS, "8"): 27.8,
+    (2, LAYERS, "12"): 34.7,
+    (2, LAYERS, "16"): 41.3,
+    (2, LAYERS, "16", BATCH, "1"): 41.2,
+    (2, LAYERS, "16", *ROWWISE): 41.7,
+    (2, LAYERS, "24"): 54.5,
 }
 # Of commits whose last norm was left to autograd, and whose gradients lay apart where there are others to reduce with.
 MEASURED_BEFORE = {
@@ -103,6 +151,14 @@ def peak_before(*case: Any) -> float:
 @pytest.mark.parametrize("case", MEASURED, ids=str)
 def test_measured_runs(case: tuple[str, int, str]) -> None:
     assert peak(*case).total / GIB == pytest.approx(MEASURED[case], rel=0.015)
+
+
+@pytest.mark.parametrize("case", MEASURED_FULL, ids=str)
+def test_measured_runs_that_keep_nothing(case: tuple[Any, ...]) -> None:
+    """None needs more than is predicted and a budget leaves free; those of a whole model are within 2 %."""
+    world, *flags = case
+    off = peak("8b", world, "full", *flags).total / GIB / MEASURED_FULL[case] - 1
+    assert -MARGIN < off < (0.045 if flags else 0.02)
 
 
 @pytest.mark.parametrize("case", MEASURED_BEFORE, ids=str)
@@ -175,7 +231,7 @@ def test_many_ranks_may_peak_when_what_is_reduced_of_an_end_is_there() -> None:
     assert embedding.communication == 4 * V * D + on_their_way
     assert embedding.gradients == embedding.parameters
     assert (embedding.gathered_weights, embedding.working_set) == (0, 2 * V * D)
-    holes = HOLES * 4 * 8 * block // 2 + HOLES_AT_THE_END * 4 * V * D
+    holes = HOLES_OF_SHARDS * 4 * 8 * block // 2 + HOLES_AT_THE_END * 4 * V * D
     assert embedding.slack - SLACK == pytest.approx(holes, abs=2)
     head = peak("8b", 2, "none", "--model.n_layers", "8", *FEW_TOKENS, "6144")
     assert head.communication == 4 * (V + 1) * D + on_their_way

@@ -33,9 +33,13 @@ HOLES = 0.2
 Measured: 0.15 to 0.21 (docs/performance.md, "Gradients of a rank alone")."""
 
 
-HOLES_AT_THE_END = 0.9
-"""Of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones, such as
-that of the gathered embedding. Fitted to two runs, of 0.7 and 1.0 (docs/performance.md, "Gradients of many ranks")."""
+HOLES_OF_SHARDS = 0.08
+"""Likewise, where they are shards of sums: of one size, and smaller than most of what activations leave."""
+
+
+HOLES_AT_THE_END = 0.95
+"""Of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones. Both
+fitted to 16 runs of `full`, where holes were 1.2 to 3.3 GiB: luck (docs/performance.md, "Gradients of many ranks")."""
 
 
 SLACK = 2 * GIB // 5
@@ -44,8 +48,7 @@ SLACK = 2 * GIB // 5
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 1.1 %.
-But `full` on one rank of eight was 4.2 % short, for reasons that are not known."""
+"""Share of a budget that stays free: of the runs in docs/performance.md the furthest is 1.4 % short, the next 1.2 %."""
 
 
 EAGER_LOSS_TOKENS = 256
@@ -180,7 +183,8 @@ class MemoryModel:
         def gradients(blocks_done: int) -> tuple[int, int]:
             """And the holes between them."""
             of_blocks = 4 * blocks_done * self.block // self.shards
-            return (of_head + of_blocks, int(HOLES * of_blocks)) if self.gradients_follow else (4 * shard, 0)
+            share = HOLES if self.alone else HOLES_OF_SHARDS
+            return (of_head + of_blocks, int(share * of_blocks)) if self.gradients_follow else (4 * shard, 0)
 
         # The moments of backward that may be the worst, as (gathered weights, communication, gradients, holes,
         # activations, logits, the rest).
