@@ -153,17 +153,21 @@ def test_numbers_out_of_range(key: str) -> None:
             ["step 10001 is after training.steps = 10000", "fix:  start_step = 9998"],
         ),
         (
-            {"parallelism__fsdp_copy_engines": True},
+            {"parallelism__fsdp_copy_engines": "always"},
             16,
-            ["fsdp_copy_engines = true", "2 to 8 ranks shard each parameter; here 16", "fsdp_copy_engines = false"],
+            [
+                'fsdp_copy_engines = "always"',
+                "2 to 8 ranks shard each parameter; here 16",
+                'fsdp_copy_engines = "default"',
+            ],
         ),
         (
-            {"parallelism__fsdp_copy_engines": True, "parallelism__data_parallel_shard_degree": 1},
+            {"parallelism__fsdp_copy_engines": "always", "parallelism__data_parallel_shard_degree": 1},
             None,
             ["2 to 8 ranks shard each parameter; here 1"],
         ),
         (
-            {"parallelism__fsdp_copy_engines": True, "training__mixed_precision_reduce": "bfloat16"},
+            {"parallelism__fsdp_copy_engines": "always", "training__mixed_precision_reduce": "bfloat16"},
             8,
             ['mixed_precision_reduce = "bfloat16"', '"float32", in which fsdp_copy_engines adds gradients'],
         ),

@@ -19,6 +19,8 @@ from tests.training.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel import fsdp
+from titanlite.parallel.memory import MemoryModel
+from titanlite.training import build
 from titanlite.training.build import Run
 
 device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
@@ -79,7 +81,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     monkeypatch.setattr(device, "channel", channel_of)
     monkeypatch.setattr(device, "ready", ready)
     monkeypatch.setattr(device._Exchange, "buffer", spoilt)
-    monkeypatch.setattr(fsdp, "no_copy_engines", lambda mesh: None)
+    monkeypatch.setattr(build, "no_copy_engines", lambda mesh: None)
     return moved
 
 
@@ -128,7 +130,7 @@ def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monke
     flags = ["--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", str(world), *flags]
     if layout == "FSDP 2 x TP 2":
         flags += ["--training.global_batch_size", "2"]
-    asked = [checked(tmp_path, world, [*flags, f"--parallelism.fsdp_copy_engines={on}"]) for on in ("false", "true")]
+    asked = [checked(tmp_path, world, [*flags, f"--parallelism.fsdp_copy_engines={on}"]) for on in ("never", "always")]
 
     def body() -> None:
         found = []
@@ -144,6 +146,43 @@ def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monke
         assert all(torch.equal(their_weights[name], weight) for name, weight in our_weights.items())
 
     run_ranks(body, tmp_path, world)
+
+
+REDUCE = "--training.mixed_precision_reduce=bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "obstacle", "pushes"),
+    [
+        (2, [], None, True),
+        (2, [], "ranks on several hosts", False),
+        (2, [REDUCE], None, False),
+        (2, ["--parallelism.fsdp_copy_engines=never"], None, False),
+        (2, ["--parallelism.data_parallel_replicate_degree=2"], None, False),
+    ],
+)
+def test_by_default_copy_engines_are_used_where_they_can(
+    world: int, flags: list[str], obstacle: str | None, pushes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And memory is predicted for what is used: of blocks neither the whole in flight nor float32 gradients."""
+    in_files(tmp_path, monkeypatch)
+    monkeypatch.setattr(build, "no_copy_engines", lambda mesh: obstacle)
+    given = ["--training.mixed_precision_param=bfloat16", f"--training.global_batch_size={world}"]
+    asked = [
+        checked(tmp_path, world, [*given, f"--parallelism.fsdp_copy_engines={how}"]) for how in ("never", "always")
+    ]
+
+    def body() -> None:
+        run = assemble(checked(tmp_path, world, [*given, *flags]))
+        comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
+        assert [isinstance(comm, fsdp.PushedAllGather) for comm in comms] == [pushes] * len(comms)
+        if not flags:
+            expected = MemoryModel(asked[pushes].config, run.sizes, None, world).peak_under(asked[0].save_list)  # type: ignore[arg-type]
+            assert run.predicted == expected
+
+    run_ranks(body, tmp_path, world)
+    by_nccl, pushed = (MemoryModel(a.config, a.dimensions, None, world).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
+    assert pushed.communication < by_nccl.communication
 
 
 class Stream:
@@ -222,7 +261,7 @@ def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
     monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", note_copy_out)
     flags = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2", *flags]
     flags += ["--model.n_layers=5", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
-    asked = checked(tmp_path, 2, [*flags, "--parallelism.fsdp_copy_engines=true"])
+    asked = checked(tmp_path, 2, [*flags, "--parallelism.fsdp_copy_engines=always"])
 
     def body() -> None:
         take_steps(assemble(asked), 2)

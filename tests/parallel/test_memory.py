@@ -34,7 +34,7 @@ from titanlite.parallel.memory import (
 )
 from titanlite.parallel.sharding.layers import plan_layers
 
-COPIES = "--parallelism.fsdp_copy_engines=true"
+COPIES = "--parallelism.fsdp_copy_engines=always"
 TP, REPLICAS = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_replicate_degree"
 # docs/performance.md: reserved GiB on H200 and H100, sequence 8,192, local batch 2, torch 2.11.
 MEASURED = {
@@ -128,7 +128,9 @@ MEASURED_BEFORE = {
 def checked(model: str, world: int, name: str, *flags: str) -> CheckedRun:
     config = str(shipped_folder("configs") / f"llama3_{model}.toml")
     batch = ["--training.seq_len", "8192", "--training.local_batch_size", "2"]
-    return checked_run(["--config", config, *batch, "--activation_checkpoint.recipe", name, *flags], world_size=world)
+    by_nccl = () if COPIES in flags else ("--parallelism.fsdp_copy_engines=never",)
+    asked = ["--config", config, *batch, "--activation_checkpoint.recipe", name, *by_nccl, *flags]
+    return checked_run(asked, world_size=world)
 
 
 def peak(model: str, world: int, name: str, *flags: str, follow: bool | None = None) -> Memory:

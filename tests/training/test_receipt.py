@@ -315,7 +315,7 @@ def test_compute_in_another_dtype_than_asked_for_ends_the_run(desk: Desk) -> Non
     def plant() -> None:
         apply = build.apply_fsdp
         full = replace(Config(), training=Training(mixed_precision_param="float32"))
-        build.apply_fsdp = lambda model, config, mesh, follow: apply(model, full, mesh, follow)
+        build.apply_fsdp = lambda model, config, mesh, *how: apply(model, full, mesh, *how)
 
     run = desk.run("dtype", 1, "--training.mixed_precision_param=bfloat16", plant=plant, ends=2)
     assert "all 4 eligible cases; it missed 1" in run.output
@@ -375,10 +375,10 @@ def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
 
 
 def test_copy_engines_that_are_not_there_end_the_run(desk: Desk) -> None:
-    run = desk.run("no copy engines", 2, "--parallelism.fsdp_copy_engines=true", ends=2)
-    assert "parallelism.fsdp_copy_engines = true" in run.output
+    run = desk.run("no copy engines", 2, "--parallelism.fsdp_copy_engines=always", ends=2)
+    assert 'parallelism.fsdp_copy_engines = "always"' in run.output
     assert "blocks: there are none without GPUs" in run.output
-    assert run.receipt["fsdp_copy_engines"]["applied"] == {"blocks": 0}
+    assert run.receipt["fsdp_copy_engines"]["applied"] == {"blocks": 0, "NCCL since": "there are none without GPUs"}
 
 
 def test_float8_layers_are_fused(desk: Desk) -> None:

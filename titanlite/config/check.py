@@ -58,7 +58,7 @@ def check(
     if is_in_range and are_read("training", "parallelism"):
         _check_mesh(config, model, world_size, problems)
         _check_batch(config, world_size, problems)
-        if config.parallelism.fsdp_copy_engines:
+        if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
     if are_read("training", "lr_scheduler", "job", "profiling"):
         _check_steps(config, problems)
@@ -267,11 +267,23 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
     if shards == -1 and world is not None and world % others == 0:  # else `_check_mesh` has said so
         shards = world // others
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
-        want = f"false unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}"
-        problems.add("parallelism.fsdp_copy_engines", "true", want, "fsdp_copy_engines = false")
+        want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
+        problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')
     if config.training.mixed_precision_reduce != "float32":
         saw, want = show(config.training.mixed_precision_reduce), '"float32", in which fsdp_copy_engines adds gradients'
         problems.add("training.mixed_precision_reduce", saw, want, 'mixed_precision_reduce = "float32"')
+
+
+def uses_copy_engines(config: Config, shards: int) -> bool:
+    """Whether copy engines gather and reduce blocks, if the GPUs have each other's memory.
+
+    Args:
+        config: checked.
+        shards: ranks over which FSDP splits each parameter.
+    """
+    possible = 2 <= shards <= _MOST_PEERS and config.training.mixed_precision_reduce == "float32"
+    asked = config.parallelism.fsdp_copy_engines
+    return asked == "always" or (asked == "default" and possible)
 
 
 def _divisors(n: int) -> list[int]:

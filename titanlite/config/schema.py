@@ -147,8 +147,8 @@ class Parallelism:
     """Overlap the collectives of tensor parallelism with their matmuls, in kernels that do both at once."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward. `default`: in the embedding and every block but not in the head, which backward needs first."""
-    fsdp_copy_engines: bool = False
-    """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. On 2 to 8 GPUs of one host, of compute capability 9.0."""
+    fsdp_copy_engines: Literal["default", "always", "never"] = "default"
+    """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. `default`: where 2 to 8 GPUs of one host, of compute capability 9.0, share each parameter, and `training.mixed_precision_reduce` is float32."""
 
 
 @dataclass(frozen=True)

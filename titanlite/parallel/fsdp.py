@@ -34,19 +34,20 @@ LOOKUPS = [Embedding.forward, SequenceParallelEmbedding.forward, VocabParallelEm
 """Of embeddings that FSDP need not gather for backward. A user's own may multiply by its weight."""
 
 
-def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = False) -> None:
+def apply_fsdp(
+    model: nn.Module, config: Config, mesh: Mesh, follow: bool = False, by_copy_engines: bool = False
+) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
 
     An embedding is gathered for forward alone, unless it is tied to the head.
 
-    With `parallelism.fsdp_copy_engines`, blocks are gathered and reduced by copy engines, if they can be.
-
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
-        config: `training.mixed_precision_*`, `parallelism.fsdp_reshard_after_forward` and `fsdp_copy_engines`.
+        config: `training.mixed_precision_*`, `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
         follow: whether gradients are to take what activations leave: `MemoryModel.gradients_follow`. Not where more
             than one micro-step adds to them, nor where they are reduced in another dtype than that of the masters.
+        by_copy_engines: whether these gather and reduce blocks. `no_copy_engines` says whether they can.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
@@ -57,7 +58,6 @@ def apply_fsdp(model: nn.Module, config: Config, mesh: Mesh, follow: bool = Fals
     # Parameters that are not sharded need not be freed: gathering them is a copy.
     blocks = reshard == "always" or (reshard == "default" and mesh.fsdp.size(-1) > 1)
     options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
-    by_copy_engines = config.parallelism.fsdp_copy_engines and no_copy_engines(mesh) is None
     of_blocks = dict(options)
     if by_copy_engines:  # gradients travel as they are; the sum is in float32 all the same
         of_blocks["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)

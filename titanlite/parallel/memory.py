@@ -22,6 +22,7 @@ Nothing here needs torch. Held against measured runs in `tests/parallel/test_mem
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.parallel.activation_bytes import HEAD, in_blocks, layout_of
@@ -112,13 +113,14 @@ class MemoryModel:
         micro_steps: of a step.
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
             positions with the one and the final norm with the other; `parameters` all of them.
+        copy_engines: whether they gather and reduce blocks: as far as the config says, until a run knows better.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
         alone: whether there is nobody to reduce gradients with.
         gradients_follow: whether gradients are made among activations, which are freed meanwhile: not where they are
             there already in the next micro-step, nor where their sum is widened on the stream that makes it.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
-        reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's; `moment`, of a moment's.
+        reduced: bytes of an element of a gradient on its way; `moment`, of a moment's.
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
@@ -141,7 +143,7 @@ class MemoryModel:
 
         D, V, block = sizes.dim, sizes.vocab_size, self.layout.block
         e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(sizes, t).items()}
-        self.reduced_block = e if mesh.fsdp_copy_engines else self.reduced
+        self.copy_engines = uses_copy_engines(config, self.shards)
         self.block = block.n_parameters(sizes, t)
         self.embedding, self.head = V * D // t + sizes.max_seq_len * D, V * D // t + block.norm(sizes)
         if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
@@ -155,6 +157,11 @@ class MemoryModel:
         self.gathered_head = e * (self.head - narrow) + narrow
         units = [self.embedding] if sizes.tied_embeddings else [self.embedding, self.head]
         self.parameters = sizes.n_layers * self.block + sum(units)
+
+    @property
+    def reduced_block(self) -> int:
+        """Bytes of an element of a block's gradient on its way."""
+        return self.layout.itemsize if self.copy_engines else self.reduced
 
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak.
@@ -221,8 +228,7 @@ class MemoryModel:
         """FSDP's flat buffers: of the unit on its way with this rank's shard of it, and of the one before."""
         if self.shards == 1:
             return 0
-        e, in_symmetric_memory = self.layout.itemsize, self.config.parallelism.fsdp_copy_engines
-        block = 0 if in_symmetric_memory else self.gathered_block
+        e, block = self.layout.itemsize, 0 if self.copy_engines else self.gathered_block  # or in symmetric memory
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.sizes.tied_embeddings else [(block, head)]

@@ -32,7 +32,7 @@ from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp, settle
+from titanlite.parallel.fsdp import apply_fsdp, no_copy_engines, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.memory import Memory, MemoryModel
@@ -116,6 +116,7 @@ def build(
     if float8 is not None:
         warnings = _float8(model, config, float8, mesh, tokens, receipt)
     memory, chosen = MemoryModel(config, sizes, float8, dist.get_world_size()), None
+    memory.copy_engines = memory.copy_engines and no_copy_engines(mesh) is None
     if save_list is None:
         chosen = _choose(model, config, memory, device)
         save_list = chosen.save_list
@@ -123,7 +124,7 @@ def build(
     if config.compile.enable:
         apply_compile(model)
     predicted = _peak(memory, save_list)
-    apply_fsdp(model, config, mesh, memory.gradients_follow)
+    apply_fsdp(model, config, mesh, memory.gradients_follow, memory.copy_engines)
 
     model.to_empty(device=device)
     fill_buffers(model)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.data.shards import Meta
 from titanlite.errors import Problem, StrictError, describe
@@ -102,7 +103,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
     if config.parallelism.async_tensor_parallel:
         _add_async_tensor_parallel(run, receipt)
-    if config.parallelism.fsdp_copy_engines:
+    asked = config.parallelism.fsdp_copy_engines == "always" or run.mesh.device.type == "cuda"
+    if asked and uses_copy_engines(config, run.mesh.fsdp.size(-1)):
         _add_copy_engines(run, blocks, receipt)
     _add_dtypes(run, blocks[0], receipt)
     _add_attention(run, len(blocks), receipt)
@@ -226,9 +228,11 @@ def _add_copy_engines(run: Run, blocks: list[nn.Module], receipt: Receipt) -> No
     units = [block._get_fsdp_state()._fsdp_param_group for block in blocks if isinstance(block, FSDPModule)]
     groups = [group for group in units if group is not None]  # else it has no weights
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
-    missed = [Skipped("blocks", no_copy_engines(run.mesh) or "not applied")] if count < len(groups) else []
-    key = "parallelism.fsdp_copy_engines"
-    receipt.add("fsdp_copy_engines", True, {"blocks": count}, count=count, missed=missed, key=key)
+    why = "" if count == len(groups) else no_copy_engines(run.mesh) or "not applied"
+    asked, key = run.config.parallelism.fsdp_copy_engines, "parallelism.fsdp_copy_engines"
+    applied = {"blocks": count, "NCCL since": why} if why else {"blocks": count}
+    missed = [Skipped("blocks", why)] if why else []
+    receipt.add("fsdp_copy_engines", asked, applied, count=count, missed=missed, key=key)
 
 
 def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:
