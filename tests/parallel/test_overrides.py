@@ -95,16 +95,16 @@ def test_a_chosen_list_is_given_less() -> None:
 
 def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
     with pytest.raises(ConfigError, match="1 problem") as error:
-        checked(*AUTO, "38.4")
+        checked(*AUTO, "37.3")
     said = str(error.value)
     least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
-    assert "activation_checkpoint.budget_gib = 38.4\n" in said
-    assert f"want: at least 38.6: {least:.1f} are predicted" in said
-    assert "fix:  --activation_checkpoint.budget_gib 38.6, or" in said
+    assert "activation_checkpoint.budget_gib = 37.3\n" in said
+    assert f"want: at least 37.5: {least:.1f} are predicted" in said
+    assert "fix:  --activation_checkpoint.budget_gib 37.5, or" in said
     flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
-    assert len(flags) == 2
-    for flag in [["--activation_checkpoint.budget_gib", "38.6"], *flags]:
-        checked(*AUTO, "38.4", *flag)
+    assert len(flags) == 1  # a smaller batch does not: the peak is the end of backward, which has no activations
+    for flag in [["--activation_checkpoint.budget_gib", "37.5"], *flags]:
+        checked(*AUTO, "37.3", *flag)
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:
@@ -131,12 +131,12 @@ def test_an_explicit_number_of_shards_is_given_up_for_another_layout() -> None:
     for degree in ("-1", "8"):
         run = checked(*full, degree, world=8)
         assert run.save_list is not None
-        asked = model_of(run, 8), run.save_list, 22 * GIB
+        asked = model_of(run, 8), run.save_list, 21 * GIB
         found = [override.flag for override in overrides_that_fit(*asked)]
         more = processes_that_fit(*asked)
         assert more is not None
         for flag in found:
-            assert peak(checked(*full, degree, *flag.split(), world=8), 8) <= 22 * GIB
+            assert peak(checked(*full, degree, *flag.split(), world=8), 8) <= 21 * GIB
         flags.append([*found, more])
     free, fixed = flags
     assert len(free) > 1

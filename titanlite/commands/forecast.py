@@ -95,6 +95,8 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     if not peak.logits and memory.logits >= GIB / 10:
         size = byte_size(memory.logits)
         notes.append(f"the logits ({size}) are not part of the peak: it is later in backward, after they are freed")
+    if (pushed := memory.symmetric_memory) >= GIB / 10:
+        notes.append(f"copy engines move blocks through symmetric memory, {byte_size(pushed)} on top, where they can")
     if time is None:
         return Forecast(rates, save_list, peak, notes=tuple(notes))
     step = time.step(blocks)

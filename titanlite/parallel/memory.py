@@ -163,6 +163,11 @@ class MemoryModel:
         """Bytes of an element of a block's gradient on its way."""
         return self.layout.itemsize if self.copy_engines else self.reduced
 
+    @property
+    def symmetric_memory(self) -> int:
+        """Bytes that copy engines push blocks into: two that are gathered, and the gradients of one."""
+        return 2 * self.gathered_block + self.layout.itemsize * self.block if self.copy_engines else 0
+
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak.
 
