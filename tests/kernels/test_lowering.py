@@ -97,6 +97,38 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
     run_ranks(body, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "hosts", "capabilities", "shared", "why"),
+    [
+        ((0, 1), "aa", ((9, 0), (9, 0)), None, None),
+        ((0, 1), "ab", ((9, 0), (9, 0)), None, "ranks on several hosts"),
+        ((0, 0), "ab", ((9, 0), (9, 0)), None, "ranks on several hosts"),
+        ((0, 1), "aa", ((9, 0), (8, 0)), None, "compute capability 8.0, not 9.0, on rank 1"),
+        ((0, 0), "aa", ((9, 0), (9, 0)), None, "ranks with one number for their GPUs, [0, 0]: let each see all"),
+        ((0, 0), "aa", ((9, 0), (9, 0)), "1", None),
+    ],
+)
+def test_who_has_the_memory_of_its_peers(numbers, hosts, capabilities, shared, why, tmp_path, monkeypatch):
+    """Torch refuses to share memory among ranks whose GPUs have one number, as where each sees only its own."""
+    pytest.importorskip("triton")
+    for name in ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    if shared:
+        monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", shared)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: own != other)
+
+    def body() -> None:
+        rank = dist.get_rank()
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: numbers[rank])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capabilities[rank])
+        monkeypatch.setattr(lowering.socket, "gethostname", lambda: hosts[rank])
+        said = lowering.no_peer_access(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        assert (said is None) if why is None else said.startswith(why), said
+
+    run_ranks(body, tmp_path)
+
+
 def test_a_deadline_holds_for_groups_that_come_later(monkeypatch):
     from titanlite.kernels.device import channel
 

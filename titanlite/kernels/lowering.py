@@ -282,10 +282,13 @@ def _ask_peers(group: dist.ProcessGroup) -> str | None:
         obstacle = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, not 9.0, on"
     elif not all(torch.cuda.can_device_access_peer(own, i) for i in range(torch.cuda.device_count()) if i != own):
         obstacle = "no peer access between the GPUs of"
-    said = _said_by_all(group, (socket.gethostname(), os.environ.get("SLURM_NODEID"), obstacle))
-    for rank, (_, _, obstacle) in enumerate(said):
+    said = _said_by_all(group, (socket.gethostname(), os.environ.get("SLURM_NODEID"), own, obstacle))
+    for rank, (*_, obstacle) in enumerate(said):
         if obstacle:
             return f"{obstacle} rank {rank}"
-    if len({(host, node) for host, node, _ in said}) > 1:
+    if len({(host, node) for host, node, _, _ in said}) > 1:
         return "ranks on several hosts"
+    numbers, shared = [number for _, _, number, _ in said], "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    if len(set(numbers)) < len(numbers) and os.environ.get(shared) != "1":
+        return f"ranks with one number for their GPUs, {numbers}: let each see all of the host (CUDA_VISIBLE_DEVICES)"
     return None

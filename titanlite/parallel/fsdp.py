@@ -90,11 +90,27 @@ def apply_fsdp(
 
 
 def no_copy_engines(mesh: Mesh) -> str | None:
-    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks."""
+    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
+
+    If nothing else is in the way, the ranks try to share memory, which they may not be allowed to.
+    """
     if mesh.device.type != "cuda":
         return "there are none without GPUs"
-    said: list[str | None] = [None] * dist.get_world_size()  # replicas may lie otherwise
-    dist.all_gather_object(said, no_peer_access(_shard_group(mesh)))
+    if why := _said_by_any(no_peer_access(_shard_group(mesh))):
+        return why
+    from titanlite.kernels.device import shard_exchange
+
+    try:
+        shard_exchange.AllGather(_shard_group(mesh))
+    except RuntimeError as error:
+        return _said_by_any(f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}")
+    return _said_by_any(None)
+
+
+def _said_by_any(why: str | None) -> str | None:
+    """What the first rank says that says anything: replicas may lie otherwise."""
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, why)
     return next(filter(None, said), None)
 
 
