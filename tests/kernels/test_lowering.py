@@ -104,7 +104,7 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
         ((0, 1), "ab", ((9, 0), (9, 0)), None, "ranks on several hosts"),
         ((0, 0), "ab", ((9, 0), (9, 0)), None, "ranks on several hosts"),
         ((0, 1), "aa", ((9, 0), (8, 0)), None, "compute capability 8.0, not 9.0, on rank 1"),
-        ((0, 0), "aa", ((9, 0), (9, 0)), None, "ranks with one number for their GPUs, [0, 0]: let each see all"),
+        ((0, 0), "aa", ((9, 0), (9, 0)), None, "ranks with one number for their GPUs, 0, 0: let each see all"),
         ((0, 0), "aa", ((9, 0), (9, 0)), "1", None),
     ],
 )

@@ -4,12 +4,13 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
@@ -114,23 +115,32 @@ def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
 
 
 def test_an_embedding_that_multiplies_by_its_weight_has_it_in_backward(tmp_path):
-    """Of a user's class; a lookup needs none (tests/parallel/test_traffic.py)."""
+    """By a user's class, a forward of its own, or a hook; a lookup needs none (tests/parallel/test_traffic.py)."""
+
+    def scaled(module: nn.Module, tokens: Tensor) -> Tensor:
+        return Embedding.forward(module, tokens) * module.weight.square().mean()  # type: ignore[arg-type, union-attr]
 
     class Scaled(Embedding):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) * self.weight.square().mean()
+        forward = scaled  # type: ignore[assignment]
 
-    def scale(model: Llama3) -> None:
+    def of_a_class(model: Llama3) -> None:
         model.tok_embeddings = Scaled(SIZES.vocab_size, SIZES.dim, 1.0)
 
+    def by_its_forward(model: Llama3) -> None:
+        model.tok_embeddings.forward = partial(scaled, model.tok_embeddings)  # type: ignore[method-assign]
+
+    def by_a_hook(model: Llama3) -> None:
+        model.tok_embeddings.register_forward_hook(lambda module, _, x: x * module.weight.square().mean())
+
     def body() -> None:
-        found = []
-        for reshard in ("default", "never"):
-            model = sharded(reshard, tied=False, change=scale)
-            model(torch.arange(S)).square().sum().backward()
-            found.append(local_data(model.tok_embeddings.weight.grad).clone())
-        assert torch.equal(*found)
-        assert found[0].count_nonzero() > S * SIZES.dim  # of tokens that did not occur, too
+        for scale in (of_a_class, by_its_forward, by_a_hook):
+            found = []
+            for reshard in ("default", "never"):
+                model = sharded(reshard, tied=False, change=scale)
+                model(torch.arange(S)).square().sum().backward()
+                found.append(local_data(model.tok_embeddings.weight.grad).clone())
+            assert torch.equal(*found)
+            assert found[0].count_nonzero() > S * SIZES.dim  # of tokens that did not occur, too
 
     run_ranks(body, tmp_path, 2)
 

@@ -315,6 +315,17 @@ def test_weights_that_are_not_freed_are_held() -> None:
     assert never.gathered_weights - always.gathered_weights == 2 * (8_030_261_248 - 128_256 * 4096 - 4096)
 
 
+def test_copy_engines_are_those_of_a_host() -> None:
+    """Of eight GPUs, over which tensor parallelism goes first: 405B of TP 8 has a shard on each of eight hosts."""
+    for world, tensor, expected in ((2, "1", True), (8, "1", True), (16, "1", False), (8, "4", True), (16, "8", False)):
+        run = checked("8b", world, "none", TP, tensor, "--parallelism.fsdp_copy_engines=default")
+        model = MemoryModel(run.config, run.dimensions, run.float8, world)
+        assert model.copy_engines == expected
+        assert (model.symmetric_memory > 0) == expected
+    pushed = peak("8b", 4, "none", COPIES)
+    assert peak("8b", 4, "none").total - pushed.total == pytest.approx(218_112_000 * 2, rel=0.01)  # a block's place
+
+
 def test_a_short_sequence_peaks_in_a_block_and_a_long_one_in_the_head() -> None:
     """What the head holds grows with the tokens; gathered weights and what is reduced do not."""
     few = peak("8b", 4, "full", *APART, "--training.local_batch_size", "1")

@@ -378,7 +378,10 @@ def test_copy_engines_that_are_not_there_end_the_run(desk: Desk) -> None:
     run = desk.run("no copy engines", 2, "--parallelism.fsdp_copy_engines=always", ends=2)
     assert 'parallelism.fsdp_copy_engines = "always"' in run.output
     assert "blocks: there are none without GPUs" in run.output
-    assert run.receipt["fsdp_copy_engines"]["applied"] == {"blocks": 0, "NCCL since": "there are none without GPUs"}
+    assert run.receipt["fsdp_copy_engines"]["applied"] == {
+        "blocks": 0,
+        "by NCCL, because": "there are none without GPUs",
+    }
 
 
 def test_float8_layers_are_fused(desk: Desk) -> None:

@@ -30,6 +30,7 @@ class Forecast:
     Attributes:
         save_list: of the run; if it is chosen when the run starts, what these rates choose. None: not known.
         memory: of a rank at its peak, or None.
+        symmetric_memory: bytes that copy engines have besides, where they can move blocks.
         step: time of a step, or None.
         tokens_per_second: by GPU.
         rates: of the device that it is predicted for.
@@ -42,10 +43,12 @@ class Forecast:
     step: StepTime | None = None
     tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
+    symmetric_memory: int = 0
 
     def as_dict(self) -> dict[str, object]:
         """All of it in JSON's types: bytes and milliseconds by category."""
         return {
+            "symmetric_memory_bytes": self.symmetric_memory,
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
             "tokens_per_second_per_gpu": self.tokens_per_second,
@@ -95,10 +98,8 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     if not peak.logits and memory.logits >= GIB / 10:
         size = byte_size(memory.logits)
         notes.append(f"the logits ({size}) are not part of the peak: it is later in backward, after they are freed")
-    if (pushed := memory.symmetric_memory) >= GIB / 10:
-        notes.append(f"copy engines move blocks through symmetric memory, {byte_size(pushed)} on top, where they can")
     if time is None:
-        return Forecast(rates, save_list, peak, notes=tuple(notes))
+        return Forecast(rates, save_list, peak, notes=tuple(notes), symmetric_memory=memory.symmetric_memory)
     step = time.step(blocks)
     if sizes.head_width not in rates.attention:
         measured = ", ".join(map(str, rates.attention))
@@ -114,7 +115,8 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
             f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
-    return Forecast(rates, save_list, peak, step, time.tokens_per_second(step), tuple(notes))
+    speed = time.tokens_per_second(step)
+    return Forecast(rates, save_list, peak, step, speed, tuple(notes), memory.symmetric_memory)
 
 
 def in_a_line(problem: Problem) -> str:
@@ -149,10 +151,12 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     """
     text, (gib, device) = "", _device(predicted, device_gib)
     if predicted.memory is not None:
-        title = "peak memory of a rank (CUDA's context and NCCL's buffers come on top)"
+        title = "peak memory of a rank (CUDA's context, NCCL's buffers and symmetric memory come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
-        if predicted.memory.total <= usable(gib):
-            text += f"fits {device}: {byte_size(predicted.memory.total)} of {gib:g} GiB\n"
+        pushed = predicted.symmetric_memory
+        if (needed := predicted.memory.total + pushed) <= usable(gib):
+            of_these = f", {byte_size(pushed)} of them symmetric memory of copy engines" if pushed else ""
+            text += f"fits {device}: {byte_size(needed)} of {gib:g} GiB{of_these}\n"
     if rows := time_rows(predicted):
         text += f"\npredicted step time, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
@@ -182,12 +186,14 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
     gib, device = _device(predicted, device_gib)
     where, saw = ("--device-gib", f"{gib:g}") if device_gib else ("--device", f"{device}, {gib:g} GiB")
-    if predicted.memory.total <= usable(gib):
+    needed, pushed = predicted.memory.total + memory.symmetric_memory, memory.symmetric_memory
+    if needed <= usable(gib):
         return
-    asked = memory, predicted.save_list, usable(gib)
+    asked = memory, predicted.save_list, usable(gib) - pushed
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
-    least = predicted.memory.total / usable(1)
-    want = f"at least {least:.1f} GiB: the predicted peak, with {MARGIN:.1%} of the device left free"
+    besides = f" and {byte_size(pushed)} of symmetric memory" if pushed else ""
+    least = f"at least {needed / usable(1):.1f} GiB"
+    want = f"{least}: the predicted peak{besides}, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
         fix = f"one of these{listed}" + (f"\n          or {more}, more processes" if more else "")

@@ -281,7 +281,8 @@ def uses_copy_engines(config: Config, shards: int) -> bool:
         config: checked.
         shards: ranks over which FSDP splits each parameter.
     """
-    possible = 2 <= shards <= _MOST_PEERS and config.training.mixed_precision_reduce == "float32"
+    on_a_host = shards * config.parallelism.tensor_parallel_degree <= _MOST_PEERS  # of eight GPUs
+    possible = shards >= 2 and on_a_host and config.training.mixed_precision_reduce == "float32"
     asked = config.parallelism.fsdp_copy_engines
     return asked == "always" or (asked == "default" and possible)
 

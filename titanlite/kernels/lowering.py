@@ -282,13 +282,15 @@ def _ask_peers(group: dist.ProcessGroup) -> str | None:
         obstacle = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, not 9.0, on"
     elif not all(torch.cuda.can_device_access_peer(own, i) for i in range(torch.cuda.device_count()) if i != own):
         obstacle = "no peer access between the GPUs of"
-    said = _said_by_all(group, (socket.gethostname(), os.environ.get("SLURM_NODEID"), own, obstacle))
-    for rank, (*_, obstacle) in enumerate(said):
+    may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+    host = socket.gethostname(), os.environ.get("SLURM_NODEID")
+    obstacles, hosts, numbers, shared = zip(*_said_by_all(group, (obstacle, host, own, may_share)), strict=True)
+    for rank, obstacle in enumerate(obstacles):
         if obstacle:
             return f"{obstacle} rank {rank}"
-    if len({(host, node) for host, node, _, _ in said}) > 1:
+    if len(set(hosts)) > 1:
         return "ranks on several hosts"
-    numbers, shared = [number for _, _, number, _ in said], "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    if len(set(numbers)) < len(numbers) and os.environ.get(shared) != "1":
-        return f"ranks with one number for their GPUs, {numbers}: let each see all of the host (CUDA_VISIBLE_DEVICES)"
+    if len(set(numbers)) < len(numbers) and not all(shared):
+        seen = ", ".join(map(str, numbers))
+        return f"ranks with one number for their GPUs, {seen}: let each see all of the host (CUDA_VISIBLE_DEVICES)"
     return None

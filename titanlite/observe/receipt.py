@@ -18,7 +18,7 @@ from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
 
 _SHOWN = 8  # cases named in a message; the file has all
-_NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled", "default")
+_NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Receipt:
 
         Args:
             feature: its name in the file, as "float8".
-            requested: the value of the user's key, as in the config. None, False, 0, "", "none", "off", "disabled" and
-                "default" mean that it was not asked for.
+            requested: the value of the user's key, as in the config. None, False, 0, "", "none", "off" and "disabled"
+                mean that it was not asked for.
             applied: what was done, as JSON: a number, a name, or a dict of details
                 (`{"layers": 224, "lowering": "torchao"}`).
             count: in how many places it was done.

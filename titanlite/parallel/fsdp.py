@@ -30,9 +30,6 @@ from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEm
 if TYPE_CHECKING:
     from titanlite.kernels.device import shard_exchange
 
-LOOKUPS = [Embedding.forward, SequenceParallelEmbedding.forward, VocabParallelEmbedding.forward]
-"""Of embeddings that FSDP need not gather for backward. A user's own may multiply by its weight."""
-
 
 def apply_fsdp(
     model: nn.Module, config: Config, mesh: Mesh, follow: bool = False, by_copy_engines: bool = False
@@ -64,7 +61,7 @@ def apply_fsdp(
     for block in model.layers:  # type: ignore[union-attr]
         fully_shard(block, reshard_after_forward=blocks, **of_blocks)
     if model.output.weight is not model.tok_embeddings.weight:  # type: ignore[union-attr]
-        looks_up = type(model.tok_embeddings).forward in LOOKUPS  # type: ignore[union-attr]
+        looks_up = _looks_up(model.tok_embeddings)  # type: ignore[arg-type]  # before FSDP's hooks
         fully_shard(model.tok_embeddings, reshard_after_forward=blocks, **options)  # type: ignore[arg-type]
         if looks_up:  # backward reads no row of the table
             model.tok_embeddings.set_unshard_in_backward(False)  # type: ignore[union-attr,operator]
@@ -89,10 +86,16 @@ def apply_fsdp(
             block.set_custom_reduce_scatter(reduce)
 
 
+def _looks_up(embedding: nn.Module) -> bool:
+    """Whether backward reads no row of an embedding's table. A user's own may multiply by its weight."""
+    ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
+    return ours and "forward" not in vars(embedding) and not (embedding._forward_hooks or embedding._forward_pre_hooks)
+
+
 def no_copy_engines(mesh: Mesh) -> str | None:
     """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
 
-    If nothing else is in the way, the ranks try to share memory, which they may not be allowed to.
+    If nothing else is in the way, the ranks try to share memory, which the system may not allow.
     """
     if mesh.device.type != "cuda":
         return "there are none without GPUs"

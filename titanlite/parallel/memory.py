@@ -113,7 +113,7 @@ class MemoryModel:
         micro_steps: of a step.
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
             positions with the one and the final norm with the other; `parameters` all of them.
-        copy_engines: whether they gather and reduce blocks: as far as the config says, until a run knows better.
+        copy_engines: whether they gather and reduce blocks, as far as the config says.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
         alone: whether there is nobody to reduce gradients with.
         gradients_follow: whether gradients are made among activations, which are freed meanwhile: not where they are

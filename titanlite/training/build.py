@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite
 from titanlite.checkpoint.collective import on_rank_0
+from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
@@ -49,6 +50,8 @@ class Run:
     """Everything that a step needs.
 
     Attributes:
+        memory: what is known of the run's.
+        no_copy_engines: why they do not move blocks, although that was asked for or is the default; else None.
         chosen: the save-list, if it was chosen here to keep to a budget.
         predicted: the peak; None if the save-list has no price.
         rule_prices: of the save-list, or None.
@@ -56,6 +59,8 @@ class Run:
 
     config: Config
     sizes: ModelRecipe
+    memory: MemoryModel
+    no_copy_engines: str | None
     save_list: SaveList
     chosen: Choice | None
     predicted: Memory | None
@@ -115,8 +120,10 @@ def build(
     warnings: tuple[str, ...] = ()
     if float8 is not None:
         warnings = _float8(model, config, float8, mesh, tokens, receipt)
-    memory, chosen = MemoryModel(config, sizes, float8, dist.get_world_size()), None
-    memory.copy_engines = memory.copy_engines and no_copy_engines(mesh) is None
+    obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
+    # What is predicted is what will run.
+    parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
+    memory, chosen = MemoryModel(replace(config, parallelism=parallelism), sizes, float8, dist.get_world_size()), None
     if save_list is None:
         chosen = _choose(model, config, memory, device)
         save_list = chosen.save_list
@@ -138,6 +145,8 @@ def build(
     return Run(
         config=config,
         sizes=sizes,
+        memory=memory,
+        no_copy_engines=obstacle,
         save_list=save_list,
         chosen=chosen,
         predicted=predicted,

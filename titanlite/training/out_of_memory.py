@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -72,17 +72,21 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
         A warning; None if the run fits, or nothing is known of its memory.
     """
     room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
+    pushed = model.symmetric_memory / GIB  # which is not there yet
+    room -= pushed
     if save_list is None:
         assert budget is not None  # noqa: S101  # `config/check.py` sees to it
         if budget <= room:
             return None
-        want = f"at most {room:.1f}, which this device has free"
+        besides = f" beside {pushed:.1f} for copy engines" if pushed else ""
+        want = f"at most {room:.1f}, which this device has free{besides}"
         fix = f"--activation_checkpoint.budget_gib {math.floor(room)}"
         problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
         return describe("this run may run out of memory", [problem])
     with suppress(RecipeError):
         if model.peak_under(save_list).total > room * GIB:
-            return f"this run is predicted to run out of memory\n{explanation(model, save_list, measured)}"
+            left = replace(measured, could_be_reserved=room)
+            return f"this run is predicted to run out of memory\n{explanation(model, save_list, left)}"
     return None
 
 
@@ -100,7 +104,9 @@ def explained(model: MemoryModel, save_list: SaveList, device: torch.device) -> 
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):  # of symmetric memory
+            raise
         said = ". ".join(str(error).split(". ")[:2]).rstrip(".")
         message = explanation(model, save_list, measure(device))
         raise OutOfMemoryError(f"rank {dist.get_rank()}: {said}\n{message}") from error

@@ -22,7 +22,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.choose_save_list import in_words
-from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction, no_copy_engines
+from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction
 from titanlite.parallel.kept_state import state_of, written
 from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
@@ -228,11 +228,11 @@ def _add_copy_engines(run: Run, blocks: list[nn.Module], receipt: Receipt) -> No
     units = [block._get_fsdp_state()._fsdp_param_group for block in blocks if isinstance(block, FSDPModule)]
     groups = [group for group in units if group is not None]  # else it has no weights
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
-    why = "" if count == len(groups) else no_copy_engines(run.mesh) or "not applied"
-    asked, key = run.config.parallelism.fsdp_copy_engines, "parallelism.fsdp_copy_engines"
-    applied = {"blocks": count, "NCCL since": why} if why else {"blocks": count}
+    why = "" if count == len(groups) else run.no_copy_engines or "not applied"
+    asked = "always" if run.config.parallelism.fsdp_copy_engines == "always" else None
+    applied = {"blocks": count, "by NCCL, because": why} if why else {"blocks": count}
     missed = [Skipped("blocks", why)] if why else []
-    receipt.add("fsdp_copy_engines", asked, applied, count=count, missed=missed, key=key)
+    receipt.add("fsdp_copy_engines", asked, applied, count=count, missed=missed, key="parallelism.fsdp_copy_engines")
 
 
 def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:

@@ -214,7 +214,7 @@ def _train(
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop.begin_steps()
     cleanup.callback(stop.close)  # before what else is closed, which has nothing to save either
-    with explained(memory, run.save_list, device):
+    with explained(run.memory, run.save_list, device):
         if validates_first:
             loop.validate(start)
         last = loop.train(start)
