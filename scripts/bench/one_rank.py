@@ -3,7 +3,7 @@
 train.py as rank 0 of 8, the others only thought: collectives are copies of its own data, in its own memory. Memory is
 that of the layout, the communication library's own aside, and so are all kernels but those of the collectives: the step
 is the layout's if communication took no time. The loss says nothing: a rank that takes its own part for the sum trains
-another model. On a GPU, `async_tensor_parallel` and `fsdp_copy_engines` are refused, which need peers' memory.
+another model. What needs peers' memory on a GPU is refused (`async_tensor_parallel`) or left out (copy engines).
 
 `throughput.py` and `save_lists.py` run it with `--alone`.
 """

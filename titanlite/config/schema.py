@@ -168,7 +168,7 @@ class ActivationCheckpoint:
     recipe: str = "none"
     """Name of a save-list (`titanlite recipes activation_checkpoint`), the path of one, or `auto`: the fastest within `budget_gib`."""
     budget_gib: float | None = None
-    """With `auto`: peak memory, in GiB, that the run may reserve on each GPU (`memory_gib` in metrics.jsonl). CUDA and NCCL need a few GiB more."""
+    """With `auto`: peak memory, in GiB, that the run may reserve on each GPU (`memory_gib` in metrics.jsonl). CUDA, NCCL and copy engines need a few GiB more."""
 
 
 @dataclass(frozen=True)

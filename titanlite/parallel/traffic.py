@@ -4,11 +4,12 @@
 are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
 
     forward          FSDP gathers each unit of weights; vocabulary-parallel loss: two numbers a token and rank
-    backward         FSDP gathers again what it has freed, and sums and scatters gradients; replicas add theirs
+    backward         FSDP gathers again what it has freed, but an untied embedding, and sums and scatters gradients; replicas add theirs
     recomputation    tokens, where the save-list does not keep what was communicated
     update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers
 
-Not counted: what FSDP pads, where the rows of a weight are no multiple of its shards.
+Not counted: what FSDP pads, where the rows of a weight are no multiple of its shards; and the second gather of an
+embedding whose forward is the user's own.
 """
 
 import math
@@ -115,7 +116,7 @@ def units(memory: MemoryModel) -> list[Unit]:
     e = layout.itemsize
     if sizes.tied_embeddings:
         return [unit("tok_embeddings", memory.embedding, e * memory.embedding, (), ends_stay), *blocks]
-    embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), stays=True)  # or is not needed again
+    embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), stays=True)  # or is not read again
     return [embedding, *blocks, unit(HEAD, memory.head, memory.gathered_head, (HEAD,), ends_stay)]
 
 
