@@ -49,7 +49,7 @@ SLACK = 2 * GIB // 5
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in docs/performance.md the furthest two are 1.4 % short, the next 1.2 %."""
+"""Share of a budget that stays free: of the runs in docs/performance.md two are 1.4 % short, the next 1.2 %."""
 
 
 EAGER_LOSS_TOKENS = 256

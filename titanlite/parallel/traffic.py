@@ -4,7 +4,8 @@
 are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
 
     forward          FSDP gathers each unit of weights; vocabulary-parallel loss: two numbers a token and rank
-    backward         FSDP gathers again what it has freed, but an untied embedding, and sums and scatters gradients; replicas add theirs
+    backward         FSDP gathers again what it has freed, but for an untied embedding, and sums and scatters gradients;
+                     replicas add theirs
     recomputation    tokens, where the save-list does not keep what was communicated
     update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers
 
