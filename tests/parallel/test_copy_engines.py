@@ -18,10 +18,12 @@ from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
 from titanlite.kernels.products import MAX_RANKS
+from titanlite.observe.receipt import Receipt
 from titanlite.parallel import fsdp
 from titanlite.parallel.memory import MemoryModel
 from titanlite.training import build
 from titanlite.training.build import Run
+from titanlite.training.receipt import _add_copy_engines
 
 device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
 
@@ -179,6 +181,12 @@ def test_by_default_copy_engines_are_used_where_they_can(
         if not flags:
             expected = MemoryModel(asked[pushes].config, run.sizes, None, world).peak_under(asked[0].save_list)  # type: ignore[arg-type]
             assert run.predicted == expected
+        receipt = Receipt()
+        _add_copy_engines(run, list(run.model.layers), receipt)  # type: ignore[arg-type]
+        if obstacle or pushes:
+            applied = {"blocks": 0, "by NCCL, because": obstacle} if obstacle else {"blocks": len(comms)}
+            assert receipt.entries[0].applied == applied
+            receipt.enforce(strict=True, warn=pytest.fail)  # nobody has asked for them
 
     run_ranks(body, tmp_path, world)
     by_nccl, pushed = (MemoryModel(a.config, a.dimensions, None, world).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
