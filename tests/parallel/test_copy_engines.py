@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,7 @@ def test_by_default_copy_engines_are_used_where_they_can(
         if not flags:
             expected = MemoryModel(asked[pushes].config, run.sizes, None, world).peak_under(asked[0].save_list)  # type: ignore[arg-type]
             assert run.predicted == expected
+            assert run.memory.copy_engines == pushes
         receipt = Receipt()
         _add_copy_engines(run, list(run.model.layers), receipt)  # type: ignore[arg-type]
         if obstacle or pushes:
@@ -193,18 +195,32 @@ def test_by_default_copy_engines_are_used_where_they_can(
     assert pushed.communication < by_nccl.communication
 
 
-def test_ranks_that_may_not_share_memory_leave_all_to_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp, "no_peer_access", lambda group: None)
+def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's, which is another than rank 0's."""
     monkeypatch.setattr(fsdp, "_shard_group", lambda mesh: "shards")
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"))
 
     def body() -> None:
+        refuses = dist.get_rank() == 1
+
         def share(group: str) -> None:
-            raise RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
+            if refuses:
+                raise error
 
         monkeypatch.setattr(device, "AllGather", share)
-        mesh = SimpleNamespace(device=torch.device("cuda"))
-        said = fsdp.no_copy_engines(mesh)  # type: ignore[arg-type]
-        assert said == "symmetric memory: CUDA driver error: operation not permitted"
+        monkeypatch.setattr(fsdp, "no_peer_access", lambda group: None)
+        error: Exception = RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
+        assert fsdp.no_copy_engines(mesh) == "symmetric memory: CUDA driver error: operation not permitted"
+        refuses = False
+        assert fsdp.no_copy_engines(mesh) is None
+        refuses = True
+        for error in (torch.OutOfMemoryError("CUDA out of memory"), dist.DistStoreError("wait timeout")):
+            with pytest.raises(type(error)):
+                fsdp.no_copy_engines(mesh)
+        monkeypatch.setattr(fsdp, "no_peer_access", lambda group: "ranks on several hosts" * dist.get_rank() or None)
+        assert fsdp.no_copy_engines(mesh) == "ranks on several hosts"
 
     run_ranks(body, tmp_path, 2)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import titanlite.training.build as build
 import titanlite.training.loop as loop
@@ -14,6 +15,7 @@ from tests.training.launched import Desk
 from titanlite import recipes
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import OutOfMemoryError
 from titanlite.parallel.block_price import block_prices
 from titanlite.parallel.choose_save_list import Times
 from titanlite.parallel.memory import GIB, MemoryModel, usable
@@ -183,19 +185,44 @@ def test_what_is_predicted_not_to_fit_is_said_before_the_first_step() -> None:
     assert said is not None
     assert said.startswith("this run is predicted to run out of memory\n    saw:  0.0 GiB are reserved")
     assert "want: 103.4 GiB, as predicted" in said
-    assert "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 101.7" in said
-    assert "101.8 are available" in said  # the others are symmetric memory's
-    assert said_before(104, *none) is not None
-    assert said_before(105, *none) is None
+    assert "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 103.0" in said
+    assert said_before(104, *none) is None
 
 
 def test_a_budget_beyond_the_device_is_said_before_the_first_step() -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
     said = said_before(79.4, *auto)
     assert said is not None
-    assert "activation_checkpoint.budget_gib = 90\n      want: at most 78.2, which this device has free beside" in said
-    assert said.endswith("fix:  --activation_checkpoint.budget_gib 78")
-    assert said_before(92, *auto) is None
+    assert "activation_checkpoint.budget_gib = 90\n      want: at most 79.4, which this device has free\n" in said
+    assert said.endswith("fix:  --activation_checkpoint.budget_gib 79")
+    assert said_before(91, *auto) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_this_device"),
+    [
+        ("CUDA driver error: out of memory", True),
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in …", True),
+        ("DataLoader worker (pid 7) is killed by signal: out of memory", False),
+        ("NCCL error: rank 3 said: CUDA error: out of memory", False),
+    ],
+)
+def test_memory_that_is_not_of_the_allocator_is_explained_too(
+    text: str, is_of_this_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml")], world_size=4)
+    model = MemoryModel(run.config, run.dimensions, run.float8, 4)
+    assert run.save_list is not None
+    with (
+        pytest.raises(OutOfMemoryError if is_of_this_device else RuntimeError) as caught,
+        out_of_memory.explained(model, run.save_list, torch.device("cpu")),
+    ):
+        raise RuntimeError(text)
+    if is_of_this_device:
+        assert str(caught.value).startswith(f"rank 0: {text.partition(chr(10))[0]}\n    saw: ")
+    else:
+        assert str(caught.value) == text
 
 
 def test_a_prediction_that_would_fit_is_not_trusted() -> None:

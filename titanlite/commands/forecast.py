@@ -30,7 +30,7 @@ class Forecast:
     Attributes:
         save_list: of the run; if it is chosen when the run starts, what these rates choose. None: not known.
         memory: of a rank at its peak, or None.
-        symmetric_memory: bytes that copy engines have besides, where they can move blocks.
+        symmetric_memory: bytes that copy engines have besides, where they can move blocks, or None.
         step: time of a step, or None.
         tokens_per_second: by GPU.
         rates: of the device that it is predicted for.
@@ -43,13 +43,13 @@ class Forecast:
     step: StepTime | None = None
     tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
-    symmetric_memory: int = 0
+    symmetric_memory: int | None = None
 
     def as_dict(self) -> dict[str, object]:
         """All of it in JSON's types: bytes and milliseconds by category."""
         return {
-            "symmetric_memory_bytes": self.symmetric_memory,
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
+            "symmetric_memory_bytes": self.symmetric_memory,
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "rates_of": self.rates.device,
@@ -130,6 +130,8 @@ def memory_rows(predicted: Forecast) -> list[list[str]]:
     if predicted.memory is None:
         return []
     sizes = predicted.memory.categories() | {"total": predicted.memory.total}
+    if predicted.symmetric_memory:
+        sizes["symmetric memory, on top"] = predicted.symmetric_memory
     return [[name, byte_size(n, beside=sizes["total"])] for name, n in sizes.items()]
 
 
@@ -151,12 +153,11 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     """
     text, (gib, device) = "", _device(predicted, device_gib)
     if predicted.memory is not None:
-        title = "peak memory of a rank (CUDA's context, NCCL's buffers and symmetric memory come on top)"
+        title = "peak memory of a rank (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
-        pushed = predicted.symmetric_memory
+        pushed = predicted.symmetric_memory or 0
         if (needed := predicted.memory.total + pushed) <= usable(gib):
-            of_these = f", {byte_size(pushed)} of them symmetric memory of copy engines" if pushed else ""
-            text += f"fits {device}: {byte_size(needed)} of {gib:g} GiB{of_these}\n"
+            text += f"fits {device}: {byte_size(needed)} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
         text += f"\npredicted step time, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
@@ -189,9 +190,9 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     needed, pushed = predicted.memory.total + memory.symmetric_memory, memory.symmetric_memory
     if needed <= usable(gib):
         return
-    asked = memory, predicted.save_list, usable(gib) - pushed
+    asked = memory, predicted.save_list, usable(gib)
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
-    besides = f" and {byte_size(pushed)} of symmetric memory" if pushed else ""
+    besides = f" and {byte_size(pushed)} of symmetric memory (copy engines, where they can)" if pushed else ""
     least = f"at least {needed / usable(1):.1f} GiB"
     want = f"{least}: the predicted peak{besides}, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)

@@ -148,7 +148,7 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free gathered parameters after forward. `default`: in the embedding and every block but not in the head, which backward needs first."""
     fsdp_copy_engines: Literal["default", "always", "never"] = "default"
-    """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. `default`: where 2 to 8 GPUs of one host, of compute capability 9.0, share each parameter, and `training.mixed_precision_reduce` is float32."""
+    """Gather and reduce blocks by the GPUs' copy engines instead of NCCL, which takes multiprocessors from matmuls. `default`: where 2 to 8 GPUs of one host, which is taken to have 8, share each parameter, have compute capability 9.0, and `training.mixed_precision_reduce` is float32."""
 
 
 @dataclass(frozen=True)

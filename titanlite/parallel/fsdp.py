@@ -36,7 +36,7 @@ def apply_fsdp(
 ) -> None:
     """Shard each block, the embedding and the head as one unit each, in place.
 
-    An embedding is gathered for forward alone, unless it is tied to the head.
+    An embedding is gathered for forward alone, unless it is tied to the head, of the user's class, or hooked.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
@@ -89,7 +89,7 @@ def apply_fsdp(
 def _looks_up(embedding: nn.Module) -> bool:
     """Whether backward reads no row of an embedding's table. A user's own may multiply by its weight."""
     ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
-    return ours and "forward" not in vars(embedding) and not (embedding._forward_hooks or embedding._forward_pre_hooks)
+    return ours and "forward" not in vars(embedding) and not embedding._forward_hooks
 
 
 def no_copy_engines(mesh: Mesh) -> str | None:
@@ -105,6 +105,8 @@ def no_copy_engines(mesh: Mesh) -> str | None:
 
     try:
         shard_exchange.AllGather(_shard_group(mesh))
+    except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
+        raise
     except RuntimeError as error:
         return _said_by_any(f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}")
     return _said_by_any(None)

@@ -29,7 +29,7 @@ class Override:
     Attributes:
         flag: to paste behind the command.
         peak: predicted with it, in bytes.
-        frees: bytes less than without it.
+        frees: bytes less than without it, with those of symmetric memory where the limit is a device's.
     """
 
     flag: str
@@ -40,7 +40,7 @@ class Override:
         return f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
 
 
-def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> list[Override]:
+def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of_device: bool = True) -> list[Override]:
     """List changes with which a run would fit.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
@@ -51,24 +51,31 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float) ->
     Args:
         model: of the run.
         save_list: of the run; it has a price.
-        limit: bytes.
+        limit: bytes of the peak and of symmetric memory.
+        of_device: whether it is a device's; False: `budget_gib`, which is of the peak alone.
     """
-    config, now = model.config, model.peak_under(save_list).total
+    pushed = model.symmetric_memory * of_device
+    config, now = model.config, model.peak_under(save_list).total + pushed
 
     def fitting(changes: "Iterable[_Change]") -> list[Override]:
         found: list[Override] = []
         for change in changes:
-            peak = _peak_if_possible(model, change.config, model.world, change.save_list or save_list)
-            if peak is not None and peak <= limit and peak < now:
-                found.append(Override(change.flag, peak, now - peak))
+            priced = _priced(model, change.config, model.world, change.save_list or save_list)
+            if priced is not None:
+                peak, symmetric = priced
+                if (needed := peak + symmetric * of_device) <= limit and needed < now:
+                    found.append(Override(change.flag, peak, now - needed))
         return sorted(found, key=lambda override: -override.peak)
 
     lists = fitting(_save_lists(config))
-    budget = math.floor(limit / GIB * 10) / 10
+    budget = math.floor((limit - pushed) / GIB * 10) / 10
     if limit < now and model.peak_under(LEAST).total <= usable(budget):
         peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
         flag = f"--activation_checkpoint.budget_gib {budget}"
-        lists = [Override(flag if is_auto else f"--activation_checkpoint.recipe auto {flag}", peak, now - peak), *lists]
+        lists = [
+            Override(flag if is_auto else f"--activation_checkpoint.recipe auto {flag}", peak, now - pushed - peak),
+            *lists,
+        ]
     sequences = sequences_per_step(config, model.world)
     layouts, batches = fitting(_layouts(config, sequences)), fitting(_batches(config))
     if not (lists or layouts or batches):
@@ -91,17 +98,21 @@ def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float) ->
     """
     for more in (model.world << n for n in range(1, 11)):
         change = _over_the_others(_Change(f"--world {more}", model.config))
-        peak = _peak_if_possible(model, change.config, more, save_list)
-        if peak is not None and peak <= limit:
+        priced = _priced(model, change.config, more, save_list)
+        if priced is not None and sum(priced) <= limit:
             return change.flag
     return None
 
 
-def _peak_if_possible(model: MemoryModel, config: Config, world: int, save_list: SaveList) -> int | None:
-    """The predicted peak of a run with a config that has not been checked; None if it cannot be, or has no price."""
+def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList) -> tuple[int, int] | None:
+    """The predicted peak of a run with a config that has not been checked, and its symmetric memory.
+
+    None if it cannot be, or has no price.
+    """
     try:
         check(config, model.sizes, world)
-        return MemoryModel(config, model.sizes, model.float8, world).peak_under(save_list).total
+        other = MemoryModel(config, model.sizes, model.float8, world)
+        return other.peak_under(save_list).total, other.symmetric_memory
     except ConfigError:
         return None
 
@@ -125,7 +136,7 @@ def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None
     least = model.peak_under(LEAST).total
     if least <= usable(budget):
         return
-    flags = overrides_that_fit(model, LEAST, usable(budget))
+    flags = overrides_that_fit(model, LEAST, usable(budget), of_device=False)
     enough = math.ceil(least / usable(1) * 10) / 10
     raised = f"--activation_checkpoint.budget_gib {enough}"
     want = (
@@ -158,8 +169,10 @@ def _save_lists(config: Config) -> Iterator[_Change]:
 
 
 def _layouts(config: Config, sequences: int | None) -> Iterator[_Change]:
-    """More ranks to a layer, with as many sequences a step; fewer replicas, weights that are freed."""
+    """NCCL for blocks; more ranks to a layer, with as many sequences a step; fewer replicas; weights that are freed."""
     mesh = config.parallelism
+    if mesh.fsdp_copy_engines != "never":
+        yield _changed(config, "parallelism", "fsdp_copy_engines", "never")
     for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
         change = _changed(config, "parallelism", "tensor_parallel_degree", degree)
         if sequences and not config.training.global_batch_size:

@@ -10,7 +10,7 @@ are known to the sharding plan, from the model's graph; this file has the others
     update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers
 
 Not counted: what FSDP pads, where the rows of a weight are no multiple of its shards; and the second gather of an
-embedding whose forward is the user's own.
+embedding that is of the user's class, or hooked.
 """
 
 import math

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +23,10 @@ from titanlite.parallel.overrides import overrides_that_fit
 
 _MARGIN = 0.95
 """Of a prediction that says that the run fits, though it did not: what must fit instead."""
+
+
+_OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")
+"""How the error of an allocation begins that is not the caching allocator's, as of symmetric memory."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +70,23 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
     Args:
         model: of the run.
         save_list: what blocks keep; None: what `activation_checkpoint.budget_gib` has room for.
-        measured: of this rank, while it holds nothing yet.
+        measured: of this rank, while it holds nothing but its weights, moments and symmetric memory.
 
     Returns:
         A warning; None if the run fits, or nothing is known of its memory.
     """
     room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
-    pushed = model.symmetric_memory / GIB  # which is not there yet
-    room -= pushed
     if save_list is None:
         assert budget is not None  # noqa: S101  # `config/check.py` sees to it
         if budget <= room:
             return None
-        besides = f" beside {pushed:.1f} for copy engines" if pushed else ""
-        want = f"at most {room:.1f}, which this device has free{besides}"
+        want = f"at most {room:.1f}, which this device has free"
         fix = f"--activation_checkpoint.budget_gib {math.floor(room)}"
         problem = Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
         return describe("this run may run out of memory", [problem])
     with suppress(RecipeError):
         if model.peak_under(save_list).total > room * GIB:
-            left = replace(measured, could_be_reserved=room)
-            return f"this run is predicted to run out of memory\n{explanation(model, save_list, left)}"
+            return f"this run is predicted to run out of memory\n{explanation(model, save_list, measured)}"
     return None
 
 
@@ -105,9 +105,9 @@ def explained(model: MemoryModel, save_list: SaveList, device: torch.device) -> 
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):  # of symmetric memory
+        if not isinstance(error, torch.OutOfMemoryError) and not _OF_THE_DRIVER.match(str(error)):
             raise
-        said = ". ".join(str(error).split(". ")[:2]).rstrip(".")
+        said = ". ".join(str(error).partition("\n")[0].split(". ")[:2]).rstrip(".")
         message = explanation(model, save_list, measure(device))
         raise OutOfMemoryError(f"rank {dist.get_rank()}: {said}\n{message}") from error
 
@@ -140,7 +140,7 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
-    limit = _MARGIN * predicted.total if fits else room
+    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # which the run has already
     if flags := overrides_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]

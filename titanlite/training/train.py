@@ -141,10 +141,10 @@ def _train(
         _check_same("validation.source", held_out.fingerprint)
     cleanup.enter_context(fastest_attention())
     memory = MemoryModel(config, sizes, float8, dist.get_world_size())
-    if text := foreseen(memory, save_list, measure(device)):
-        console.warning(text)
     with explained(memory, save_list or LEAST, device):
         run = build(config, sizes, save_list, float8, device)
+    if text := foreseen(run.memory, save_list, measure(device)):
+        console.warning(text)
     for text in run.warnings:
         console.warning(text)
     sources = {"data.source": shards} | ({"validation.source": held_out} if held_out else {})
