@@ -151,36 +151,31 @@ def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monke
     run_ranks(body, tmp_path, world)
 
 
-REDUCE = "--training.mixed_precision_reduce=bfloat16"
-
-
 @pytest.mark.parametrize(
-    ("world", "flags", "obstacle", "pushes"),
+    ("flags", "obstacle", "pushes"),
     [
-        (2, [], None, True),
-        (2, [], "ranks on several hosts", False),
-        (2, [REDUCE], None, False),
-        (2, ["--parallelism.fsdp_copy_engines=never"], None, False),
-        (2, ["--parallelism.data_parallel_replicate_degree=2"], None, False),
+        ([], None, True),
+        ([], "ranks on several hosts", False),
+        (["--training.mixed_precision_reduce=bfloat16"], None, False),
+        (["--parallelism.fsdp_copy_engines=never"], None, False),
+        (["--parallelism.data_parallel_replicate_degree=2"], None, False),
     ],
 )
 def test_by_default_copy_engines_are_used_where_they_can(
-    world: int, flags: list[str], obstacle: str | None, pushes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], obstacle: str | None, pushes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And memory is predicted for what is used: of blocks neither the whole in flight nor float32 gradients."""
     in_files(tmp_path, monkeypatch)
     monkeypatch.setattr(build, "no_copy_engines", lambda mesh: obstacle)
-    given = ["--training.mixed_precision_param=bfloat16", f"--training.global_batch_size={world}"]
-    asked = [
-        checked(tmp_path, world, [*given, f"--parallelism.fsdp_copy_engines={how}"]) for how in ("never", "always")
-    ]
+    given = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2"]
+    asked = [checked(tmp_path, 2, [*given, f"--parallelism.fsdp_copy_engines={how}"]) for how in ("never", "always")]
 
     def body() -> None:
-        run = assemble(checked(tmp_path, world, [*given, *flags]))
+        run = assemble(checked(tmp_path, 2, [*given, *flags]))
         comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
         assert [isinstance(comm, fsdp.PushedAllGather) for comm in comms] == [pushes] * len(comms)
         if not flags:
-            expected = MemoryModel(asked[pushes].config, run.sizes, None, world).peak_under(asked[0].save_list)  # type: ignore[arg-type]
+            expected = MemoryModel(asked[pushes].config, run.sizes, None, 2).peak_under(asked[0].save_list)  # type: ignore[arg-type]
             assert run.predicted == expected
             assert run.memory.copy_engines == pushes
         receipt = Receipt()
@@ -190,8 +185,8 @@ def test_by_default_copy_engines_are_used_where_they_can(
             assert receipt.entries[0].applied == applied
             receipt.enforce(strict=True, warn=pytest.fail)  # nobody has asked for them
 
-    run_ranks(body, tmp_path, world)
-    by_nccl, pushed = (MemoryModel(a.config, a.dimensions, None, world).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
+    run_ranks(body, tmp_path, 2)
+    by_nccl, pushed = (MemoryModel(a.config, a.dimensions, None, 2).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
     assert pushed.communication < by_nccl.communication
 
 

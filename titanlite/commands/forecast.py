@@ -45,6 +45,12 @@ class Forecast:
     notes: tuple[str, ...] = ()
     symmetric_memory: int | None = None
 
+    @property
+    def on_device(self) -> int:
+        """Bytes that a device must hold, where memory is known: the peak and symmetric memory."""
+        assert self.memory is not None  # noqa: S101
+        return self.memory.total + (self.symmetric_memory or 0)
+
     def as_dict(self) -> dict[str, object]:
         """All of it in JSON's types: bytes and milliseconds by category."""
         return {
@@ -116,7 +122,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
     speed = time.tokens_per_second(step)
-    return Forecast(rates, save_list, peak, step, speed, tuple(notes), memory.symmetric_memory)
+    return Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric_memory=memory.symmetric_memory)
 
 
 def in_a_line(problem: Problem) -> str:
@@ -155,9 +161,8 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     if predicted.memory is not None:
         title = "peak memory of a rank (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
-        pushed = predicted.symmetric_memory or 0
-        if (needed := predicted.memory.total + pushed) <= usable(gib):
-            text += f"fits {device}: {byte_size(needed)} of {gib:g} GiB\n"
+        if predicted.on_device <= usable(gib):
+            text += f"fits {device}: {byte_size(predicted.on_device)} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
         text += f"\npredicted step time, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
@@ -187,13 +192,14 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
     gib, device = _device(predicted, device_gib)
     where, saw = ("--device-gib", f"{gib:g}") if device_gib else ("--device", f"{device}, {gib:g} GiB")
-    needed, pushed = predicted.memory.total + memory.symmetric_memory, memory.symmetric_memory
-    if needed <= usable(gib):
+    if predicted.on_device <= usable(gib):
         return
     asked = memory, predicted.save_list, usable(gib)
     flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
-    besides = f" and {byte_size(pushed)} of symmetric memory (copy engines, where they can)" if pushed else ""
-    least = f"at least {needed / usable(1):.1f} GiB"
+    besides = ""
+    if pushed := predicted.symmetric_memory:
+        besides = f" and {byte_size(pushed)} of symmetric memory (copy engines, where they can)"
+    least = f"at least {predicted.on_device / usable(1):.1f} GiB"
     want = f"{least}: the predicted peak{besides}, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:

@@ -120,7 +120,7 @@ class MemoryModel:
             there already in the next micro-step, nor where their sum is widened on the stream that makes it.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
-        reduced: bytes of an element of a gradient on its way; `moment`, of a moment's.
+        reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's; `moment`, of a moment's.
     """
 
     def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
@@ -144,6 +144,7 @@ class MemoryModel:
         D, V, block = sizes.dim, sizes.vocab_size, self.layout.block
         e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(sizes, t).items()}
         self.copy_engines = uses_copy_engines(config, self.shards)
+        self.reduced_block = e if self.copy_engines else self.reduced
         self.block = block.n_parameters(sizes, t)
         self.embedding, self.head = V * D // t + sizes.max_seq_len * D, V * D // t + block.norm(sizes)
         if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
@@ -157,11 +158,6 @@ class MemoryModel:
         self.gathered_head = e * (self.head - narrow) + narrow
         units = [self.embedding] if sizes.tied_embeddings else [self.embedding, self.head]
         self.parameters = sizes.n_layers * self.block + sum(units)
-
-    @property
-    def reduced_block(self) -> int:
-        """Bytes of an element of a block's gradient on its way."""
-        return self.layout.itemsize if self.copy_engines else self.reduced
 
     @property
     def symmetric_memory(self) -> int:

@@ -61,21 +61,21 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
         found: list[Override] = []
         for change in changes:
             priced = _priced(model, change.config, model.world, change.save_list or save_list)
-            if priced is not None:
-                peak, symmetric = priced
-                if (needed := peak + symmetric * of_device) <= limit and needed < now:
-                    found.append(Override(change.flag, peak, now - needed))
+            if priced is None:
+                continue
+            peak, symmetric = priced
+            needed = peak + symmetric * of_device
+            if needed <= limit and needed < now:
+                found.append(Override(change.flag, peak, now - needed))
         return sorted(found, key=lambda override: -override.peak)
 
     lists = fitting(_save_lists(config))
     budget = math.floor((limit - pushed) / GIB * 10) / 10
     if limit < now and model.peak_under(LEAST).total <= usable(budget):
         peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
-        flag = f"--activation_checkpoint.budget_gib {budget}"
-        lists = [
-            Override(flag if is_auto else f"--activation_checkpoint.recipe auto {flag}", peak, now - pushed - peak),
-            *lists,
-        ]
+        to_auto = "" if is_auto else "--activation_checkpoint.recipe auto "
+        flag = f"{to_auto}--activation_checkpoint.budget_gib {budget}"
+        lists = [Override(flag, peak, now - pushed - peak), *lists]
     sequences = sequences_per_step(config, model.world)
     layouts, batches = fitting(_layouts(config, sequences)), fitting(_batches(config))
     if not (lists or layouts or batches):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.data.shards import Meta
 from titanlite.errors import Problem, StrictError, describe
@@ -103,8 +102,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
     if config.parallelism.async_tensor_parallel:
         _add_async_tensor_parallel(run, receipt)
-    asked = config.parallelism.fsdp_copy_engines == "always" or run.mesh.device.type == "cuda"
-    if asked and uses_copy_engines(config, run.mesh.fsdp.size(-1)):
+    matters = config.parallelism.fsdp_copy_engines == "always" or run.mesh.device.type == "cuda"
+    if matters and (run.memory.copy_engines or run.no_copy_engines):
         _add_copy_engines(run, blocks, receipt)
     _add_dtypes(run, blocks[0], receipt)
     _add_attention(run, len(blocks), receipt)
