@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,53 @@ def test_a_large_document_that_holds_a_separator_is_one_bad_record(
     (source / "b.txt").unlink()
     without = prepare(data.source, data, 256, progress=False)
     assert (shards.fingerprint, shards.meta.shards) == (without.fingerprint, without.meta.shards)
+
+
+PANIC = "a" * 40  # of `panicking`: a regular expression gives up, and the library panics
+
+
+def panicking(folder: Path) -> str:
+    """A tokenizer that fails on texts as published ones do on twelve million spaces."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE({"</s>": 0, **{chr(33 + i): i + 1 for i in range(94)}, "Ġ": 95}, []))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.Split(Regex("(?:a|a|aa)+!"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record_like_any_other(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["one", PANIC, "two", f"{PANIC} again", *["more"] * 5]
+    file, tokenizer = tmp_path / "a.jsonl", panicking(tmp_path)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = Data(str(file), tokenizer, cache_dir=str(tmp_path / "cache"))
+    said = rf"2 bad records so far:\n.*a\.jsonl:2: data\.tokenizer = '{tokenizer}' cannot encode it: .*retry-limit"
+    with pytest.raises(DataError, match=said):
+        prepare(data.source, data, 256, progress=False)
+    shards = prepare(data.source, replace(data, max_bad_records=2), 256, progress=False)
+    assert capfd.readouterr().err == ""
+    assert (shards.meta.documents, shards.meta.n_bad_records) == (7, 2)
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if PANIC not in text))
+    assert prepare(data.source, data, 256, progress=False).fingerprint == shards.fingerprint
+
+
+@pytest.mark.parametrize("at", [0, 2_500, 5_000])
+def test_a_large_document_that_the_tokenizer_fails_on_is_one_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    in_pieces(monkeypatch)
+    text = "word " * 1_000
+    for name, content in {"a": text, "b": text[:at] + PANIC + " " + text[at:], "c": text}.items():
+        (tmp_path / f"{name}.txt").write_text(content)
+    data = Data(f"{tmp_path}/*.txt", panicking(tmp_path), max_bad_records=1, cache_dir=str(tmp_path / "cache"))
+    shards = prepare(data.source, data, 256, progress=False)
+    assert (shards.meta.documents, shards.meta.n_bad_records) == (2, 1)
+    (tmp_path / "b.txt").unlink()
+    assert prepare(data.source, data, 256, progress=False).fingerprint == shards.fingerprint
 
 
 def test_a_byte_that_is_not_utf8_is_found_in_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Tokenizers: ids, separators, and what is no tokenizer."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 
 from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
-from titanlite.data.tokenizer import load
+from titanlite.data.tokenizer import _panics_raised, load
 from titanlite.errors import DataError
 from titanlite.observe.receipt import Receipt
 from titanlite.training.receipt import add_data
@@ -159,9 +161,31 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
 def test_a_word_that_it_has_no_token_for(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({"known": 0, "</s>": 1}, unk_token="<unk>")).save(str(tmp_path / "words.json"))
-    with pytest.raises(DataError, match=r"words.json', which cannot encode a text: .*Missing \[UNK\] token"):
-        load(str(tmp_path / "words.json")).encode_batch(["known", "unknown"])
+    file = tmp_path / "words.json"
+    Tokenizer(models.WordLevel({"known": 0, "</s>": 1}, unk_token="<unk>")).save(str(file))
+    for name, text in {"a": "known", "b": "unknown"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    data = Data(f"{tmp_path}/*.txt", str(file), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"b\.txt: .*words\.json' cannot encode it: .*Missing \[UNK\] token"):
+        prepare(data.source, data, 2, progress=False)
+    shards = prepare(data.source, replace(data, max_bad_records=1), 2, progress=False)
+    assert shards.read(0, shards.tokens).tolist() == [0, 1]
+
+
+def test_a_file_that_the_library_panics_on_is_no_tokenizer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = make_tokenizer(tmp_path / "tokenizer.json")
+    content = json.loads(file.read_text())
+    content["model"]["continuing_subword_prefix"] = "longer than any token"
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="which is no tokenizer: range end index"):
+        load(str(file))
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_print_while_the_library_is_called_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    with _panics_raised():
+        os.write(2, b"of a thread")
+    assert capfd.readouterr().err == "of a thread"
 
 
 def test_fingerprint_follows_content_and_separator(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from titanlite.config.schema import Data
 from titanlite.data.dataset_folder import left_out
 from titanlite.data.sources import CODECS, JSON_LINES, Source, unreadable
+from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError, Problem, describe, nearest
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
@@ -297,7 +298,9 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
                 yield document
     except DataError:
         raise
-    except Exception as e:  # the library raises its own, its back ends' and the network's
+    except BaseException as e:  # the library raises its own, its back ends' and the network's
+        if not isinstance(e, Exception) and not is_panic(e):
+            raise
         fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
         if source.files:
             fix = "correct config, split or file; or name the files without hf:, where data.max_bad_records skips some"

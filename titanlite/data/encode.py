@@ -16,8 +16,7 @@ import numpy as np
 
 from titanlite.data.documents import Document, Tally, documents
 from titanlite.data.sources import Source
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import DataError
+from titanlite.data.tokenizer import Tokenizer, Unencodable
 
 _BATCH_CHARACTERS = 1 << 22  # that are encoded at once
 _PIECE_CHARACTERS = 1 << 17  # of a large document, at least: so that a batch has some for each core
@@ -31,7 +30,7 @@ class Encoded(NamedTuple):
 
     ids: np.ndarray  # [N]
     ends: bool  # its document, with the separator
-    is_bad: bool = False  # the document holds a separator: what came of it does not count, and no more comes
+    is_bad: bool = False  # the document cannot be used: what came of it does not count, and no more comes
 
 
 class _Piece(NamedTuple):
@@ -50,27 +49,27 @@ def encode(
         source: of kind "python", "text" or "dataset".
         text_key: the field of a record that holds its text.
         tokenizer: makes the ids.
-        tally: counts what is read, what comes of it, and the documents that hold a separator.
+        tally: counts what is read, what comes of it, and the documents that cannot be encoded or hold a separator.
         max_tokens: nothing follows the document, or the piece of one, that reaches so many. 0: the whole source.
 
     Yields:
         What was encoded at once, in order; a document may go on from one list to the next.
 
     Raises:
-        DataError: a file or a text cannot be used, or too many records are bad.
+        DataError: a file cannot be used, or too many records are bad.
     """
     is_bad, n_tokens, n_unknown = False, 0, 0  # of the document that a piece is of
     batches = _batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
         n_read = tally.n_bad
-        for n, (piece, ids) in enumerate(zip(batch, tokenizer.encode_batch([p.text for p in batch]), strict=True), 1):
+        for n, (piece, ids) in enumerate(zip(batch, _ids([p.text for p in batch], tokenizer), strict=True), 1):
             ends = piece.ends
-            if not is_bad and (ids == tokenizer.separator_id).any():
-                what = "NUL, which" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}, which"
-                tally.add_bad(piece.place, f"holds {what} separates documents")
+            if isinstance(ids, str) or (ids == tokenizer.separator_id).any():
+                if not is_bad:
+                    tally.add_bad(piece.place, ids if isinstance(ids, str) else _holds_separator(tokenizer))
+                    encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
                 is_bad, n_tokens, n_unknown = True, 0, 0
-                encoded.append(Encoded(ids[:0], ends=False, is_bad=True))
             elif not is_bad:
                 ends = ends or 0 < max_tokens <= tally.n_tokens + n_tokens + len(ids)
                 ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if ends else ids
@@ -91,6 +90,22 @@ def encode(
         tally.check()
         yield encoded
     tally.check()
+
+
+def _ids(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray | str]:
+    """Encode texts; where one cannot be, its reason stands in the place of its ids."""
+    try:
+        return [*tokenizer.encode_batch(texts)]
+    except Unencodable as e:
+        if len(texts) == 1:
+            return [str(e)]
+    half = len(texts) // 2
+    return _ids(texts[:half], tokenizer) + _ids(texts[half:], tokenizer)
+
+
+def _holds_separator(tokenizer: Tokenizer) -> str:
+    what = "NUL" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}"
+    return f"holds {what}, which separates documents"
 
 
 def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:
@@ -136,7 +151,7 @@ def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:
         left, right = text[cut - min(cut, _AROUND_CHARACTERS) : cut], text[cut : cut + _AROUND_CHARACTERS]
         try:
             whole, *parts = tokenizer.encode_batch([left + right, left, right])
-        except DataError:  # it has no token for a word that these ends are cut off
+        except Unencodable:  # it has no token for a word that these ends are cut off
             continue
         if np.array_equal(whole, np.concatenate(parts)):
             return cut

@@ -9,6 +9,10 @@ What the file says of truncation, padding and added special tokens is switched o
 import hashlib
 import json
 import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +22,10 @@ from titanlite.errors import DataError, Problem, describe
 
 _LISTED = 10  # special tokens that a message names
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+
+
+class Unencodable(DataError):
+    """A text that a tokenizer has no ids for, or fails on; says so in one line."""
 
 
 class Tokenizer(Protocol):
@@ -37,6 +45,9 @@ class Tokenizer(Protocol):
 
         Returns:
             One array of ids per text, unsigned, of any width.
+
+        Raises:
+            Unencodable: one of them cannot be encoded; which one is not known.
         """
         ...
 
@@ -62,7 +73,8 @@ class FileTokenizer:
 
         try:
             content = path.read_bytes()
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+            with _panics_raised():
+                self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as e:  # the library raises plain Exception
             raise _unusable(name, f"which is no tokenizer: {e}") from e
         self._tokenizer.no_truncation()
@@ -83,14 +95,43 @@ class FileTokenizer:
         """Encode documents on all cores, uint32.
 
         Raises:
-            DataError: the tokenizer has no token for a word.
+            Unencodable: the tokenizer has no token for a word of one of them, or the library fails on it.
         """
         try:
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            with _panics_raised():
+                encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises plain Exception
-            fix = "add the token that stands for what is unknown, or take a tokenizer that knows every byte"
-            raise _unusable(self.name, f"which cannot encode a text: {e}", fix) from e
+            raise Unencodable(f"data.tokenizer = {self.name!r} cannot encode it: {e}") from e
         return [np.array(e.ids, np.uint32) for e in encoded]
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust raised it for a mistake of its own: it is no Exception, and has no class here."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def _panics_raised() -> Iterator[None]:
+    """Raise a panic as an error, and keep the report from stderr that the library prints before."""
+    stderr = os.dup(2) if sys.__stderr__ else None  # a process may be started without one
+    with tempfile.TemporaryFile() as said:
+        if stderr is not None:
+            os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException as e:
+            if not is_panic(e):
+                raise
+            said.truncate(0)
+            raise RuntimeError(str(e)) from e
+        finally:
+            if stderr is not None:
+                os.dup2(stderr, 2)
+                os.close(stderr)
+                said.seek(0)
+                if others := said.read():  # as of the thread that draws a bar
+                    with suppress(OSError):
+                        os.write(2, others)
 
 
 def load(tokenizer: str) -> Tokenizer:
