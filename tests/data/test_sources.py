@@ -295,7 +295,9 @@ def test_damage_inside_a_parquet_file_names_it(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a", "b", "c"] * 100}), file, compression="none")
     whole = file.read_bytes()
     numbers = b"\x24\x49\x92"  # of texts, two bits each: 0, 1, 2 and again
+    n_rows = b"text\x15\x00\x16\xd8\x04"  # of the column, 300 as a signed varint: with others the library reads none
     damaged = whole.replace(numbers, b"\x24\xff\x92", 1), whole.replace(b"text", b"te\xfft")
+    damaged = *damaged, whole.replace(n_rows, n_rows[:-2] + b"\xff\x04")
     for content in damaged:
         assert content != whole
         file.write_bytes(content)

@@ -245,8 +245,10 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
 
 
 def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
+    import pyarrow
+
     with _parquet(file, text_key, key) as table:
-        start, size, row = tally.n_bytes, file.stat().st_size, 0
+        start, size, row, n_rows = tally.n_bytes, file.stat().st_size, 0, table.metadata.num_rows
         for batch in table.iter_batches(batch_size=256, columns=[text_key]):
             for value in batch.column(0):
                 row += 1
@@ -256,7 +258,9 @@ def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Ite
                     tally.add_bad(f"{file}:{row}", _not_utf8(e))
                 else:
                     yield from _record_document(f"{file}:{row}", record, text_key, tally)
-            tally.n_bytes = start + size * row // table.metadata.num_rows
+            tally.n_bytes = start + size * row // max(row, n_rows)
+        if row != n_rows:  # some damage inside a column ends it early, without an error
+            raise pyarrow.ArrowInvalid(f"{row} rows, where its end says {n_rows}")
 
 
 @contextmanager
