@@ -9,7 +9,7 @@ from titanlite.training.schedule import learning_rate
 
 PEAK, STEPS = 2.0, 100
 COSINE, LINEAR, SQRT = ({"warmup_steps": 20, "decay_type": kind} for kind in ("cosine", "linear", "sqrt"))
-STABLE = {"decay_ratio": 0.4}  # warm-up to 20, constant to 60, decay to 100
+STABLE = {"decay_ratio": 0.4}  # warm-up to 20, constant to 61, decay to 101, one step after the last
 FLOOR = {"min_lr_factor": 0.1}
 TO_ZERO = {"min_lr_factor": 0.0}
 
@@ -20,27 +20,27 @@ TO_ZERO = {"min_lr_factor": 0.0}
         (COSINE, 1, 0.1),
         (COSINE, 10, 1.0),
         (COSINE, 20, 2.0),
-        (COSINE | TO_ZERO, 40, 2 * (1 + math.sqrt(0.5)) / 2),
-        (COSINE | TO_ZERO, 60, 1.0),
-        (COSINE | TO_ZERO, 100, 0.0),
-        (COSINE | FLOOR, 60, 2 * (0.1 + 0.9 * 0.5)),
-        (COSINE | FLOOR, 100, 0.2),
-        (LINEAR | TO_ZERO, 21, 2 * 79 / 80),
-        (LINEAR | TO_ZERO, 80, 0.5),
-        (LINEAR | FLOOR, 100, 0.2),
-        (SQRT | TO_ZERO, 40, 1.0),
-        (SQRT | FLOOR, 100, 0.2),
-        (LINEAR | STABLE | TO_ZERO, 21, 2.0),
-        (LINEAR | STABLE | TO_ZERO, 60, 2.0),
-        (LINEAR | STABLE | TO_ZERO, 80, 1.0),
-        (LINEAR | STABLE | TO_ZERO, 100, 0.0),
-        (SQRT | STABLE | FLOOR, 70, 2 * (0.1 + 0.9 * 0.5)),
-        ({"warmup_steps": 0, "decay_type": "linear"} | TO_ZERO, 1, 2 * 99 / 100),
+        (COSINE | TO_ZERO, 21, 2.0),
+        (COSINE | TO_ZERO, 41, 2 * (1 + math.sqrt(0.5)) / 2),
+        (COSINE | TO_ZERO, 61, 1.0),
+        (COSINE | FLOOR, 61, 2 * (0.1 + 0.9 * 0.5)),
+        (LINEAR | TO_ZERO, 22, 2 * 79 / 80),
+        (LINEAR | TO_ZERO, 81, 0.5),
+        (LINEAR | TO_ZERO, 100, 2 / 80),
+        (LINEAR | FLOOR, 100, 2 * (0.1 + 0.9 / 80)),
+        (SQRT | TO_ZERO, 41, 1.0),
+        (LINEAR | STABLE | TO_ZERO, 22, 2.0),
+        (LINEAR | STABLE | TO_ZERO, 61, 2.0),
+        (LINEAR | STABLE | TO_ZERO, 81, 1.0),
+        (LINEAR | STABLE | TO_ZERO, 100, 2 / 40),
+        (SQRT | STABLE | FLOOR, 71, 2 * (0.1 + 0.9 * 0.5)),
+        ({"warmup_steps": 0, "decay_type": "linear"} | TO_ZERO, 1, 2.0),
+        ({"warmup_steps": 0, "decay_type": "linear"} | TO_ZERO, 100, 2 / 100),
         ({"warmup_steps": 100}, 100, 2.0),  # warm-up is all of the run
-        ({"warmup_steps": 60, "decay_ratio": 0.4, "decay_type": "linear"} | TO_ZERO, 60, 2.0),
+        ({"warmup_steps": 60, "decay_ratio": 0.4, "decay_type": "linear"} | TO_ZERO, 61, 2.0),
         ({"warmup_steps": 20, "min_lr_factor": 1.0}, 77, 2.0),
-        (LINEAR | {"decay_ratio": 0.333} | TO_ZERO, 68, 2 * 32 / 33),  # whole steps: from 67 on
-        ({"warmup_steps": 99} | FLOOR, 100, 0.2),  # decay is one step
+        (LINEAR | {"decay_ratio": 0.333} | TO_ZERO, 69, 2 * 32 / 33),  # whole steps: from 68 on
+        ({"warmup_steps": 99} | TO_ZERO, 100, 2.0),  # a decay of one step would end after it
     ],
 )
 def test_rate(keys, step, rate):
@@ -55,3 +55,25 @@ def test_rises_to_the_peak_and_never_again(keys):
     assert rates[:20] == sorted(rates[:20])
     assert rates[19:] == sorted(rates[19:], reverse=True)
     assert max(rates) == PEAK
+
+
+@pytest.mark.parametrize(
+    ("kind", "ratio", "floor", "rates"),
+    [
+        ("linear", None, 0.0, "0.5 1 1 0.875 0.75 0.625 0.5 0.375 0.25 0.125"),
+        ("linear", None, 0.1, "0.5 1 1 0.8875 0.775 0.6625 0.55 0.4375 0.325 0.2125"),
+        ("linear", 0.8, 0.0, "0.5 1 1 0.875 0.75 0.625 0.5 0.375 0.25 0.125"),
+        ("linear", 0.3, 0.1, "0.5 1 1 1 1 1 1 1 0.7 0.4"),
+        ("cosine", None, 0.0, "0.5 1 1 0.961939766 0.853553391 0.691341716 0.5 0.308658284 0.146446609 0.0380602337"),
+        ("cosine", 0.8, 0.1, "0.5 1 1 0.96574579 0.868198052 0.722207545 0.55 0.377792455 0.231801948 0.13425421"),
+        ("cosine", 0.3, 0.0, "0.5 1 1 1 1 1 1 1 0.75 0.25"),
+        ("sqrt", None, 0.1, "0.5 1 1 0.681801948 0.55 0.448864808 0.363603897 0.288487526 0.220577137 0.158127088"),
+        ("sqrt", 0.3, 0.0, "0.5 1 1 1 1 1 1 1 0.422649731 0.183503419"),
+    ],
+)
+def test_rates_are_those_of_torchtitan(kind, ratio, floor, rates):
+    """Ten steps, two of warm-up, as its v0.2.2 has them, as shares of the peak."""
+    keys = LRScheduler(warmup_steps=2, decay_ratio=ratio, decay_type=kind, min_lr_factor=floor)
+    config = Config(training=Training(steps=10), optimizer=Optimizer(lr=PEAK), lr_scheduler=keys)
+    ours = [learning_rate(step, config) / PEAK for step in range(1, 11)]
+    assert ours == pytest.approx([float(rate) for rate in rates.split()], rel=1e-8)  # nine digits are written

@@ -130,7 +130,7 @@ class LRScheduler:
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: float = 0.1
-    """Learning rate at the last step, as a fraction of the peak."""
+    """Learning rate that the decay ends at, one step after the last, as a fraction of the peak."""
 
 
 @dataclass(frozen=True)

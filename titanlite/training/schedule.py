@@ -13,14 +13,15 @@ def learning_rate(step: int, config: Config) -> float:
         config: `optimizer.lr`, `lr_scheduler.*` and `training.steps`.
 
     Returns:
-        The rate: rises to the peak at step `warmup_steps`, reaches `min_lr_factor` times the peak at the last step.
+        The rate: rises to the peak at step `warmup_steps`, and would fall to `min_lr_factor` times the peak one step
+        after the last, so that the last step trains, too.
     """
     schedule, steps, peak = config.lr_scheduler, config.training.steps, config.optimizer.lr
     warmup = schedule.warmup_steps
     if step <= warmup:
         return peak * step / warmup
     decay_from = warmup if schedule.decay_ratio is None else max(warmup, steps - round(schedule.decay_ratio * steps))
-    progress = max(0, step - decay_from) / max(1, steps - decay_from)  # 0 … 1 within the decay
+    progress = max(0, step - 1 - decay_from) / max(1, steps - decay_from)  # 0 … 1 at the step after the last
     shape = {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "linear": 1 - progress,
