@@ -16,7 +16,7 @@ import numpy as np
 
 from titanlite.data.documents import Document, Tally, documents
 from titanlite.data.sources import Source
-from titanlite.data.tokenizer import Tokenizer, Unencodable
+from titanlite.data.tokenizer import EncodingError, Tokenizer
 
 _BATCH_CHARACTERS = 1 << 22  # that are encoded at once
 _PIECE_CHARACTERS = 1 << 17  # of a large document, at least: so that a batch has some for each core
@@ -96,7 +96,7 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray | str]:
     """Encode texts; where one cannot be, its reason stands in the place of its ids."""
     try:
         return [*tokenizer.encode_batch(texts)]
-    except Unencodable as e:
+    except EncodingError as e:
         if len(texts) == 1:
             return [str(e)]
     half = len(texts) // 2
@@ -151,7 +151,7 @@ def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:
         left, right = text[cut - min(cut, _AROUND_CHARACTERS) : cut], text[cut : cut + _AROUND_CHARACTERS]
         try:
             whole, *parts = tokenizer.encode_batch([left + right, left, right])
-        except Unencodable:  # it has no token for a word that these ends are cut off
+        except EncodingError:  # it has no token for a word that these ends are cut off
             continue
         if np.array_equal(whole, np.concatenate(parts)):
             return cut

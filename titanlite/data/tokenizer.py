@@ -24,7 +24,7 @@ _LISTED = 10  # special tokens that a message names
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 
 
-class Unencodable(DataError):
+class EncodingError(DataError):
     """A text that a tokenizer has no ids for, or fails on; says so in one line."""
 
 
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
             One array of ids per text, unsigned, of any width.
 
         Raises:
-            Unencodable: one of them cannot be encoded; which one is not known.
+            EncodingError: one of them cannot be encoded; which one is not known.
         """
         ...
 
@@ -95,18 +95,18 @@ class FileTokenizer:
         """Encode documents on all cores, uint32.
 
         Raises:
-            Unencodable: the tokenizer has no token for a word of one of them, or the library fails on it.
+            EncodingError: the tokenizer has no token for a word of one of them, or the library fails on it.
         """
         try:
             with _panics_raised():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises plain Exception
-            raise Unencodable(f"data.tokenizer = {self.name!r} cannot encode it: {e}") from e
+            raise EncodingError(f"data.tokenizer = {self.name!r} cannot encode it: {e}") from e
         return [np.array(e.ids, np.uint32) for e in encoded]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library in Rust raised it for a mistake of its own: it is no Exception, and has no class here."""
+    """Return whether it is the panic of a library in Rust, which is no Exception and has no class here."""
     return type(error).__name__ == "PanicException"
 
 
