@@ -10,7 +10,7 @@ import pytest
 from tests.forks import LAUNCHER_VARIABLES
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
-from titanlite.launcher import check_launcher
+from titanlite.launcher import Launcher, check_launcher
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,3 +81,64 @@ def test_a_run_under_srun_touches_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "srun --ntasks-per-node 1 torchrun" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+LOOKS = """
+import sys
+from titanlite.launcher import Launcher
+launcher = Launcher()
+for _ in sys.stdin:
+    print(launcher.is_gone(), flush=True)
+"""
+TOLD = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=1"
+
+
+@pytest.mark.parametrize(
+    ("says", "before", "is_seen"),
+    [
+        (TOLD, "", True),
+        (f"{TOLD} sh -c", "", True),  # a shell stays between, and lives on
+        (f"{TOLD} sh -c", TOLD.replace("RANK=0", "RANK=7"), True),  # of a rank of something else
+        (f"{TOLD.replace(' LOCAL_RANK=0', '')} sh -c", "", True),
+        ("", "", False),
+        ("sh -c", "", False),
+    ],
+)
+def test_a_launcher_that_was_killed_is_gone(tmp_path: Path, says: str, before: str, is_seen: bool) -> None:
+    (tmp_path / "looks.py").write_text(LOOKS)
+    rank = f"{sys.executable} {tmp_path / 'looks.py'}"
+    rank = f"{says} '{rank}; true'" if says.endswith("sh -c") else f"{says} {rank}"
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    clean |= dict(word.split("=") for word in before.split()) | {"PYTHONPATH": str(ROOT)}
+    command = ["sh", "-c", f"{rank}; true"]
+    with subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdin
+        assert launcher.stdout
+        for expected in (False, is_seen):
+            print("look", file=launcher.stdin, flush=True)
+            assert launcher.stdout.readline() == f"{expected}\n"
+            launcher.kill()
+            launcher.wait()
+
+
+@pytest.mark.parametrize("parent", [0, 1])
+def test_in_a_container_there_may_be_none_to_be_seen(monkeypatch: pytest.MonkeyPatch, parent: int) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    launcher = Launcher()
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
+    assert not launcher.is_gone()
+
+
+def test_a_process_that_cannot_be_looked_into_is_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's, or any without /proc."""
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(path)
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    launcher = Launcher()
+    assert not launcher.is_gone()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launcher.is_gone()

@@ -1,6 +1,12 @@
-"""What starts the processes of a run, and whether it has said all that they need; no torch here."""
+"""What starts the processes of a run: whether it has said all that they need, and whether it is still there.
+
+A launcher that is killed ends nobody: its ranks would train on, and hold their GPUs, with nobody to stop them. No torch
+here.
+"""
 
 import os
+from itertools import pairwise
+from pathlib import Path
 
 from titanlite.errors import ConfigError, Problem, describe
 
@@ -35,3 +41,44 @@ def check_launcher() -> None:
         want = "0, or a store of its own for each restart: in a shared one gloo finds the addresses of dead workers"
         fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host, before torchrun"
         raise ConfigError(describe("torchrun", [Problem("--max-restarts", restarts, want, fix)]))
+
+
+class Launcher:
+    """The process that told this one its rank, and what stands between the two, a shell that it was told to run, say.
+
+    The launcher is the nearest ancestor that was not started with this rank's variables itself. Where none is to be
+    seen, as from inside a container whose first process a launcher outside has started, and for a process without a
+    rank, there is nothing to watch. On systems without /proc it is the parent.
+    """
+
+    def __init__(self) -> None:
+        self._line = _up_to_launcher() if "RANK" in os.environ else []
+
+    def is_gone(self) -> bool:
+        """Whether it has ended, or a process between it and this one: who was its child has another parent then."""
+        return any(_parent(child) != parent for child, parent in pairwise(self._line))
+
+
+def _up_to_launcher() -> list[int]:
+    """Process ids from this one's to the launcher's; none if there is no launcher to be seen."""
+    words = {f"{name}={os.environ[name]}".encode() for name in (*_SAID, "LOCAL_RANK") if name in os.environ}
+    line = [os.getpid(), os.getppid()]
+    while line[-1] > 1:  # 0 is a process of another container, 1 the first of this one or of the system
+        try:
+            was_told = words <= set(Path(f"/proc/{line[-1]}/environ").read_bytes().split(b"\0"))
+        except OSError:  # another user's, as Slurm's is, or no Linux
+            was_told = False
+        if not was_told:
+            return line
+        line.append(_parent(line[-1]))
+    return []
+
+
+def _parent(process: int) -> int:
+    """The parent of this process or of an ancestor; 0 if that has ended."""
+    if process == os.getpid():
+        return os.getppid()
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -14,13 +14,14 @@ from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code, leave
-from titanlite.launcher import check_launcher
+from titanlite.launcher import Launcher, check_launcher
 from titanlite.run_folder import RunFolder
 
 
 def main() -> None:
     """Check everything, claim the run's folder, train."""
     check_launcher()
+    launcher = Launcher()  # now: it may end while the rest is read
     run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if run.config.model.file:  # it may touch CUDA when it is imported: on this process's GPU, not on everybody's first
         from titanlite.parallel.process_group import choose_device
@@ -37,7 +38,8 @@ def main() -> None:
 
     from titanlite.training.train import train  # torch is imported here, not before
 
-    train(run.config, run.dimensions, run.save_list, run.float8, folder, notices)
+    watched = launcher if run.config.job.stop_with_launcher else None
+    train(run.config, run.dimensions, run.save_list, run.float8, folder, notices, watched)
 
 
 if __name__ == "__main__":

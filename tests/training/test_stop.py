@@ -307,3 +307,44 @@ def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
     assert ended.status["by"] == "SIGTERM"
     assert ended.checkpoints() == [last]
     assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
+
+
+@pytest.mark.parametrize("between", [(), ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)])
+def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path, between: tuple[str, ...]) -> None:
+    """Also with a shell between, which nobody kills."""
+    name = f"killed agent {len(between)}"
+    argv, folder = desk.flags(name, "--training.steps=100000"), desk.folder / "runs" / name
+    launcher = torchrun(
+        ["--standalone", "--nproc-per-node=2", *between], str(REPOSITORY / "train.py"), argv, tmp_path / "log"
+    )
+    try:
+        wait_for_step(folder, 3)
+    finally:
+        launcher.kill()
+        launcher.wait(30)
+    ended, deadline = Ended(folder, ""), time.monotonic() + 60
+    while ended.status["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    last, by = ended.status["step"], "the end of its launcher (job.stop_with_launcher)"
+    assert (ended.status["state"], ended.status["by"]) == ("stopped", by)
+    assert ended.checkpoints() == [last]
+    assert [row["step"] for row in ended.rows] == list(range(1, last + 1))
+    assert f"{by}: will save and stop at most two steps" in (tmp_path / "log").read_text()
+    assert f"stopped by {by} after step {last}" in (folder / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(("key", "world", "by"), [("true", 2, "launcher"), ("false", 2, None), ("true", 1, None)])
+def test_a_process_without_a_rank_or_told_to_outlives_who_started_it(
+    desk: Desk, key: str, world: int, by: str | None
+) -> None:
+    def plant() -> None:
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1))()
+        stop._LOOK_S = 0.01
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
+
+    flags = (f"--job.stop_with_launcher={key}", "--training.steps=8")
+    run = desk.run(f"left behind {key} {world}", world, *flags, plant=plant)
+    assert run.status["state"] == ("stopped" if by else "finished")
+    assert (by or "") in run.status.get("by", "")

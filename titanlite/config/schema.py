@@ -23,6 +23,8 @@ class Job:
     """Stop before step 2 if a requested feature was not applied, or only partly."""
     stop_after: int = 0
     """Save and exit with code 0 after this step, before `training.steps` is reached. 0: off."""
+    stop_with_launcher: bool = True
+    """Save and stop when the launcher (torchrun, srun, mpirun, a script) has ended without ending its ranks. Set it to false for ranks that a script starts and leaves to themselves. A process without a rank has no launcher."""
     recipe_dirs: tuple[str, ...] = ()
     """Folders with your own recipes, in subfolders `model`, `float8` and `activation_checkpoint`. Reusing the name of a shipped recipe is an error."""
 

@@ -10,19 +10,25 @@ validation or while compiling; the flag travels with the step's own reduction, s
 has left.
 
 One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
+The end of the launcher is a request as SIGTERM is, for nobody else would make one.
 """
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
+from titanlite.launcher import Launcher
+
 _ONE_REQUEST_S = 1.0
 _TAKEN_UP_S = 5.0  # torchrun kills after 30
 _CLOSED = 0  # no signal has this number
+_LOOK_S = 1.0  # for the launcher
+_LAUNCHER_GONE = "the end of its launcher (job.stop_with_launcher)"
 
 
 class StopSignals:
@@ -35,12 +41,14 @@ class StopSignals:
         saves: whether a checkpoint is saved before the run stops; that is what the user is told.
         last_words: called before the process is ended at once: for a signal that its main thread did not take up, or
             for a second request. `received` then has that signal's name.
+        launcher: whose end is taken for a SIGTERM; None: no matter.
     """
 
-    def __init__(self, saves: bool, last_words: Callable[[], object]) -> None:
+    def __init__(self, saves: bool, last_words: Callable[[], object], launcher: Launcher | None = None) -> None:
         self._does = "will save and stop" if saves else "will stop without saving (checkpoint.enable = false)"
         self._last_words = last_words
-        self.received: str | None = None  # name of the first signal
+        self._launcher, self._launcher_is_gone = launcher, False
+        self.received: str | None = None  # name of the first signal, or what it was sent for
         self.is_in_steps = False
         self._before: dict[int, object] = {}
         self._taken_up = threading.Event()
@@ -98,7 +106,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._taken_up.set()
         if self.received is None:
-            self.received = signal.Signals(number).name
+            self.received = self._name(number)
             if not self.is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -110,17 +118,28 @@ class StopSignals:
     def _watch(self) -> None:
         """Read the numbers of signals, which come here whatever the main thread does, and end what does not stop."""
         first: float | None = None
-        while (number := os.read(self._numbers, 1)[0]) != _CLOSED:
+        while (number := self._next()) != _CLOSED:
             if number not in self._before:
                 continue
             is_again = first is not None and time.monotonic() - first > _ONE_REQUEST_S
             first = time.monotonic() if first is None else first
             if is_again or not (self.is_in_steps or self._taken_up.wait(_TAKEN_UP_S)):
-                self.received = signal.Signals(number).name
+                self.received = self._name(number)
                 said = threading.Thread(target=self._last_words, daemon=True)
                 said.start()
                 said.join(_TAKEN_UP_S)  # the disk may be what the main thread waits for
                 os._exit(128 + number)
+
+    def _next(self) -> int:
+        """Wait for the next signal, and send one if the launcher is gone."""
+        while self._launcher and not self.received and not select.select([self._numbers], [], [], _LOOK_S)[0]:
+            if self._launcher.is_gone():
+                self._launcher_is_gone, self._launcher = True, None
+                os.kill(os.getpid(), signal.SIGTERM)
+        return os.read(self._numbers, 1)[0]
+
+    def _name(self, number: int) -> str:
+        return _LAUNCHER_GONE if self._launcher_is_gone else signal.Signals(number).name
 
 
 _entered: StopSignals | None = None

@@ -21,6 +21,7 @@ from titanlite.data.order import epochs
 from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, Problem, describe
 from titanlite.kernels.device.channel import peer_failure
+from titanlite.launcher import Launcher
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.peak_flops import flops_per_token
@@ -53,6 +54,7 @@ def train(
     float8: Float8Recipe | None,
     folder: RunFolder,
     notices: list[str],
+    launcher: Launcher | None = None,
 ) -> None:
     """Train until the last step, `job.stop_after` or a signal, whichever comes first.
 
@@ -63,6 +65,7 @@ def train(
         float8: arithmetic of the linear layers, or None.
         folder: claimed by rank 0.
         notices: what claiming it had to say.
+        launcher: whose end ends the run; None: nobody's.
 
     Raises:
         TitanliteError: what the user can mend, the same on every rank.
@@ -90,7 +93,7 @@ def train(
             kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint"
             console.notice(f"stopped at once by {by}, after step {done}; {kept}")
 
-        stop = StopSignals(config.checkpoint.enable, last_words=say_stopped)
+        stop = StopSignals(config.checkpoint.enable, last_words=say_stopped, launcher=launcher)
         try:
             cleanup.enter_context(stop)
             with folder.write_errors_explained():
