@@ -22,6 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -148,37 +149,63 @@ def two_streams(device: str, group: Ranks) -> list[str]:
     return [text for i, (got, of) in calls for text in differences(f"call {i}", got, of.wanted)]
 
 
-def captured(device: str, group: Ranks) -> list[str]:
+def in_graph(
+    calls: list[Callable[[], list[Tensor]]], n_streams: int, hold_up: Callable[[int], object]
+) -> tuple[torch.cuda.CUDAGraph, list[list[Tensor]]]:
+    """Capture calls on so many streams in turn, each held up, and return their results, too."""
+    graph, outs = torch.cuda.CUDAGraph(), list[list[Tensor]]()
+    streams = [torch.cuda.Stream() for _ in range(n_streams)]
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events
+        origin = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(origin)
+        for i, call in enumerate(calls):
+            with torch.cuda.stream(streams[i % n_streams]):
+                hold_up(i)
+                outs.append(call())
+        for stream in streams:
+            origin.wait_stream(stream)
+    return graph, outs
+
+
+def captured(device: str, group: Ranks, n_streams: int = 1) -> list[str]:
     """Several operators in one CUDA graph, replayed with numbers of their own each time, between eager calls."""
     rounds = [[prepared(case, device, group, r) for case in SEVERAL] for r in range(4)]
     static = [Given([t.clone() for t in of.given.operands], [t.clone() for t in of.given.scales]) for of in rounds[0]]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # buffers grow and kernels are compiled here
-        for of, given in zip(rounds[0], static, strict=True):
-            of.call(given)
-    torch.cuda.current_stream().wait_stream(stream)
+    calls = [partial(of.call, given) for of, given in zip(rounds[0], static, strict=True)]
+    for call in calls:  # buffers grow and kernels are compiled here
+        call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's own thread asks for events
-        outs = [of.call(given) for of, given in zip(rounds[0], static, strict=True)]
+    in_graph(calls, n_streams, partial(delay, device, group))  # one that is never replayed
+    graph, outs = in_graph(calls, n_streams, partial(delay, device, group))
+    beside, main = torch.cuda.Stream(), torch.cuda.current_stream()
     problems: list[str] = []
     for r, calls in enumerate(rounds[1:] + rounds[:1]):
         for of, given in zip(calls, static, strict=True):
             new = [*of.given.operands, *of.given.scales]
             for to, number in zip([*given.operands, *given.scales], new, strict=True):
                 to.copy_(number)
+        delay(device, group, r)
         graph.replay()
         replayed = [[t.clone() for t in ts] for ts in outs]
-        eager = [of.call(of.given) for of in calls]
+        beside.wait_stream(main)  # the caller's part
+        with torch.cuda.stream(beside):
+            delay(device, group, r + 1)
+            eager = [of.call(of.given) for of in calls]
+        main.wait_stream(beside)
         for case, of, mine, theirs in zip(SEVERAL, calls, replayed, eager, strict=True):
             problems += differences(f"replay {r}, {case.id}", mine, of.wanted)
             problems += differences(f"eager call after replay {r}, {case.id}", theirs, of.wanted)
     return problems
 
 
+def captured_on_two_streams(device: str, group: Ranks) -> list[str]:
+    """The same on two streams that the capture forks: edges keep the operators in order."""
+    return captured(device, group, n_streams=2)
+
+
 def groups_take_turns(device: str, mine: list[Ranks]) -> list[str]:
-    """Operators of two groups, one behind the other; then those of each on a stream of its own."""
+    """Operators of two groups, one behind the other; then those of each on a stream of its own; so in a graph, too."""
     order = [(ROWS, 0), (SUM, 1), (ROWS, 1), (COLUMNS, 0), (SUM, 0), (BATCH, 1), (TILES, 0), (TILES, 1)]
     turns = [(r, case, i) for r in range(4) for case, i in order] if mine else []
     ready = [prepared(case, device, mine[i], r) for r, case, i in turns]
@@ -195,6 +222,15 @@ def groups_take_turns(device: str, mine: list[Ranks]) -> list[str]:
             torch.cuda.synchronize()
         for number, (got, of) in enumerate(zip(outs, ready, strict=True)):
             problems += differences(f"{how}, call {number}", got, of.wanted)
+    if streams and ready:
+        graph, outs = in_graph([partial(of.call, of.given) for of in ready], 2, partial(delay, device, mine[0]))
+        for r in range(4):
+            for out in [t for ts in outs for t in ts]:
+                out.fill_(torch.nan)
+            delay(device, mine[0], r)
+            graph.replay()
+            for number, (got, of) in enumerate(zip(outs, ready, strict=True)):
+                problems += differences(f"replay {r}, call {number}", got, of.wanted)
     return problems
 
 
@@ -272,42 +308,65 @@ def counted_far(device: str, group: Ranks) -> list[str]:
 
 
 def shards(device: str, group: Ranks) -> list[str]:
-    """FSDP's collectives, each on a stream of its own and ordered as FSDP does, on ranks that are late in turn."""
+    """FSDP's collectives, as FSDP orders them, gathers on two streams, on ranks that are late in turn; then a graph."""
     from titanlite.kernels.device.shard_exchange import AllGather, ReduceScatter
 
     gather, reduce = AllGather(group.name), ReduceScatter(group.name)
-    ranks, me, compute = len(group.ranks), group.me, torch.cuda.current_stream()
-    gathering, reducing = (torch.cuda.Stream(priority=-1) for _ in range(2))
-    found: list[tuple[str, Tensor, Tensor]] = []
-    copied: list[torch.cuda.Event] = []
-    kept: list[Tensor] = []  # FSDP, too, keeps what another stream reads
-    for r, size in enumerate((1 << 20, 1000, 1 << 18, 8, 1 << 20, 3000, 1 << 19, 24)):
+    ranks, me = len(group.ranks), group.me
+    sizes = (1 << 20, 1000, 1 << 18, 8, 1 << 20, 3000, 1 << 19, 24)
+    given: list[list[Tensor]] = []
+    for r, size in enumerate(sizes):
         rng, dtype = torch.Generator().manual_seed(r), (BF16, torch.float32)[r // 2 % 2]
-        every = [torch.randn(ranks * size, generator=rng).to(device, dtype) for _ in range(ranks)]
+        given.append([torch.randn(ranks * size, generator=rng).to(device, dtype) for _ in range(ranks)])
+    wanted: list[Tensor] = []
+    for size, every in zip(sizes, given, strict=True):
         parts = torch.stack([x.chunk(ranks)[me] for x in every]).float()
-        wanted = parts[0].clone()
+        total = parts[0].clone()
         for part in parts[1:]:
-            wanted += part
+            total += part
+        wanted += [torch.cat([x[:size] for x in every]), total]
+    gathering, reducing = [torch.cuda.Stream(priority=-1) for _ in range(2)], torch.cuda.Stream(priority=-1)
+
+    def issue() -> list[Tensor]:
+        compute, found, copied = torch.cuda.current_stream(), list[Tensor](), list[torch.cuda.Event]()
+        for stream in gathering:
+            stream.wait_stream(compute)
+        for r, (size, every) in enumerate(zip(sizes, given, strict=True)):
+            delay(device, group, r)
+            with torch.cuda.stream(gathering[r % 2]):
+                if r > 1:
+                    gathering[r % 2].wait_event(copied[-2])
+                delay(device, group, r + 5)
+                whole = gather.buffer(ranks * size, every[me].dtype)
+                own = whole.chunk(ranks)[me]
+                own.copy_(every[me][:size])
+                gather(own)
+            reducing.wait_stream(compute)
+            with torch.cuda.stream(reducing):
+                out = torch.empty(size, device=device)
+                reduce(every[me], out)
+            compute.wait_stream(gathering[r % 2])
+            found += [whole.clone(), out]
+            copied.append(compute.record_event())
+        compute.wait_stream(reducing)
+        return found
+
+    def wrong(how: str, found: list[Tensor]) -> list[str]:
         torch.cuda.synchronize()
-        delay(device, group, r)
-        with torch.cuda.stream(gathering):
-            if r > 1:
-                gathering.wait_event(copied[-2])
-            whole = gather.buffer(ranks * size, dtype)
-            own = whole.chunk(ranks)[me]
-            own.copy_(every[me][:size])
-            gather(own)
-        reducing.wait_stream(compute)
-        with torch.cuda.stream(reducing):
-            out = torch.empty(size, device=device)
-            reduce(every[me], out)
-        compute.wait_stream(gathering)
-        found.append((f"round {r}, gathered", whole.clone(), torch.cat([x[:size] for x in every])))
-        copied.append(compute.record_event())
-        found.append((f"round {r}, reduced", out, wanted))
-        kept += every
+        return differences(how, found, wanted)
+
     torch.cuda.synchronize()
-    return [text for name, got, wanted in found for text in differences(name, [got], [wanted])]
+    problems = wrong("at once", issue())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = issue()
+    for r in range(4):
+        for out in found:
+            out.fill_(torch.nan)
+        delay(device, group, r)
+        graph.replay()
+        problems += wrong(f"replay {r}", found)
+    return problems
 
 
 LAYERS, MICRO_BATCHES = 3, 2
@@ -395,6 +454,7 @@ EXTRA = {
     "operators out of step": out_of_step,
     "two streams": two_streams,
     "CUDA graph": captured,
+    "forked CUDA graph": captured_on_two_streams,
     "others get through": others_get_through,
     "counted far": counted_far,
     "shards": shards,
@@ -405,7 +465,9 @@ EXTRA = {
 
 def names(world: int, device: str) -> list[str]:
     """All checks, in the order in which they run."""
-    left_out = [] if device == "cuda" else ["CUDA graph", "others get through", "counted far", "shards"]
+    left_out = (
+        [] if device == "cuda" else ["CUDA graph", "forked CUDA graph", "others get through", "counted far", "shards"]
+    )
     extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
     return [*extra, "groups take turns", "some have met before", *cases]

@@ -54,6 +54,8 @@ def fake_channel(rank: int, ranks: int, capacity: int = 64 << 20) -> SimpleNames
         operator=0,
         n_slots=2,
         begin=lambda n_bytes: capacity,
+        order=lambda: None,
+        make_room=lambda n_bytes: None,
         blocks={},
     )
 

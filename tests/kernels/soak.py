@@ -2,9 +2,10 @@
 
 Operators of random kind and shape in random order, the same on all ranks, while each rank is delayed at random and NCCL
 gathers and scatters on a stream of its own, unless ranks share a GPU. Every result is compared, bit for bit, with the
-operator's first, which has been held against the definition. Now and then a captured graph of several operators is
-replayed in between. With several groups, of consecutive ranks, NCCL runs between them, as FSDP does beside tensor
-parallelism; each has operators of its own.
+operator's first, which has been held against the definition. Operators are on one of two streams, at random on each
+rank. Now and then a graph of several operators, captured on one stream or on two that it forks, is replayed in between,
+behind both and ahead of them. With several groups, of consecutive ranks, NCCL runs between them, as FSDP does beside
+tensor parallelism; each has operators of its own.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kernels.collective_gpu import in_graph
 from tests.kernels.shared_gpus import take_gpu
 from titanlite.kernels import all_gather_matmul as gather
 from titanlite.kernels import matmul_reduce_scatter as scatter
@@ -126,17 +128,19 @@ def main() -> None:
             # Each side rounds to bfloat16, 2⁻⁹, the definition's reduction once more for each rank.
             assert error < 2**-9 * (1 + group.size()), (i, error)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks for events
-        captured = [fused() for fused, _ in ops[:4]]
-
     own, together = random.Random(f"rank {rank}"), random.Random(f"all of {group.group_name}")
+    hold_up = lambda i: torch.cuda._sleep(own.randrange(1_000_000))  # noqa: E731
+    graphs = [in_graph([fused for fused, _ in ops[:8]], n_streams, hold_up) for n_streams in (1, 2)]
     side = torch.cuda.Stream()
     small, large = torch.ones(1 << 20, device="cuda"), torch.empty(network.size() << 20, device="cuda")
-    wrong, replays, start = torch.zeros((), dtype=torch.int64, device="cuda"), 0, time.monotonic()
+    main, replays, start = torch.cuda.current_stream(), 0, time.monotonic()
+    wrong = {stream: torch.zeros((), dtype=torch.int64, device="cuda") for stream in (main, torch.cuda.Stream())}
+    torch.cuda.synchronize()
     for number in range(args.ops):
+        on = own.choice(list(wrong))
         if own.random() < 0.05:
-            torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
+            with torch.cuda.stream(on):
+                torch.cuda._sleep(own.randrange(2_000_000))  # up to a millisecond
         if nccl and number % 4 == 0:
             with torch.cuda.stream(side):
                 dist.all_gather_into_tensor(large, small, group=network)
@@ -144,15 +148,21 @@ def main() -> None:
                 small.fill_(1)
         i = together.randrange(len(ops))
         if together.random() < 0.02:
+            graph, captured = together.choice(graphs)
+            for stream in wrong:
+                main.wait_stream(stream)
             graph.replay()
             replays += 1
-            wrong += sum(differ(got, expected) for got, expected in zip(captured, wanted, strict=False))
-        wrong += differ(ops[i][0](), wanted[i])
+            wrong[main] += sum(differ(got, expected) for got, expected in zip(captured, wanted, strict=False))
+            for stream in wrong:
+                stream.wait_stream(main)
+        with torch.cuda.stream(on):
+            wrong[on] += differ(ops[i][0](), wanted[i])
         if number % 500 == 0:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    wrong = wrong.cpu()
-    dist.all_reduce(wrong)
+    total = torch.stack(list(wrong.values())).sum().cpu()
+    dist.all_reduce(total)
     if rank == 0:
         fused = sum(count for call, count in lowered.items() if call.reason is None)
         reasons = {call.reason for call in lowered if call.reason}
@@ -160,8 +170,8 @@ def main() -> None:
         beside = "beside" if nccl else "without"
         print(f"{args.ops} operators and {replays} replays {beside} NCCL in {seconds:.0f} s, {fused} calls fused")
         print(f"plain: {reasons or 'none'}")
-        print(f"{wrong.item()} results with a wrong bit")
-    os._exit(int(wrong.item() > 0))
+        print(f"{total.item()} results with a wrong bit")
+    os._exit(int(total.item() > 0))
 
 
 if __name__ == "__main__":

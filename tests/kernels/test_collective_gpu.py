@@ -42,3 +42,24 @@ def test_a_piece_is_there_when_this_operator_has_published_it(ranks):
         words = [choose.choice((now, number, 7 - 2**31, 3, 0)) for _ in range(n)]
         wanted = {piece for piece, word in enumerate(words) if word == now}
         assert published(words, number, ranks) == wanted, number
+
+
+@pytest.mark.gpu
+def test_each_capture_has_a_number_which_streams_take_on_with_a_fork():
+    from titanlite.kernels.device.channel import _capture
+
+    origin, forked, other = (torch.cuda.Stream() for _ in range(3))
+    of = lambda *streams: [_capture(stream.cuda_stream) for stream in streams]  # noqa: E731
+    numbers = []
+    for _ in range(2):
+        assert of(origin, forked, other) == [0, 0, 0]
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=origin):
+            numbers += of(origin)
+            assert of(forked) == [0]
+            forked.wait_stream(origin)
+            with torch.cuda.stream(forked):
+                torch.cuda._sleep(1)
+            origin.wait_stream(forked)
+            torch.cuda._sleep(1)
+            assert of(origin, forked, other) == [numbers[-1], numbers[-1], 0]
+    assert 0 < numbers[0] != numbers[1] > 0

@@ -368,33 +368,93 @@ def test_tiles_are_drawn_once_each_and_a_group_of_rows_at_a_time(x_tiles: int, y
 
 
 class Stream:
-    """A CUDA stream's handle, and what was waited for."""
+    """A CUDA stream's handle, the capture that it takes part in, and what was waited for."""
 
     def __init__(self, number: int) -> None:
-        self.cuda_stream, self.waits_for = number, list[int]()
+        self.cuda_stream, self.capture, self.waits_for = number, 0, list[int]()
 
     def wait_stream(self, other: "Stream") -> None:
         self.waits_for.append(other.cuda_stream)
+        assert self.capture in (0, other.capture), "CUDA lets a capture wait for nothing outside of it"
+        self.capture = other.capture  # it joins, as CUDA has it
 
 
-def test_operators_of_two_groups_on_two_streams_come_one_behind_the_other(monkeypatch: pytest.MonkeyPatch):
-    # On two ranks that start them in different orders, each would fill its GPU and wait for the other's.
-    def begin(group: channel.Channel, stream: Stream) -> list[int]:
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Begin an operator on a stream, and return which streams' work it waits for."""
+    streams: dict[int, Stream] = {}
+
+    def begin_on(stream: Stream, of: int = 0, operator: int | None = None) -> list[int]:
+        streams[stream.cuda_stream] = stream
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream.cuda_stream, raising=False)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.capture > 0)
         stream.waits_for.clear()
+        group = channel.Channel.__new__(channel.Channel)
+        group.name, group.device, group.capacity, group.operator = f"g{of}", torch.device("cpu"), 1, operator
+        group.number, group.peers, group._kept = of, [], []
         assert group.begin(1) == 1
         return list(stream.waits_for)
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(channel, "_stream", None)
-    groups, (first, second) = [channel.Channel.__new__(channel.Channel) for _ in range(2)], (Stream(1), Stream(2))
-    for group in groups:
-        group.device, group.capacity = torch.device("cpu"), 1
-    assert begin(groups[0], first) == []
-    assert begin(groups[1], second) == [1]
-    assert begin(groups[0], second) == []
-    assert begin(groups[0], first) == [2]
+    monkeypatch.setattr(channel, "_capture", lambda handle: streams[handle].capture)
+    monkeypatch.setattr(channel, "_last", {})
+    return begin_on
+
+
+def test_operators_of_two_groups_on_two_streams_come_one_behind_the_other(begin: Callable[..., list[int]]):
+    # On two ranks that start them in different orders, each would fill its GPU and wait for the other's.
+    first, second = Stream(1), Stream(2)
+    assert begin(first, of=0) == []
+    assert begin(second, of=1) == [1]
+    assert begin(second, of=0) == []
+    assert begin(first, of=0) == [2]
+
+
+def test_operators_of_one_capture_come_one_behind_the_other(begin: Callable[..., list[int]]):
+    eager, origin, forked = Stream(1), Stream(2), Stream(3)
+    assert begin(eager) == []
+    for capture in (7, 8):
+        origin.capture = forked.capture = capture
+        assert begin(origin) == []  # neither for those outside of the capture, nor for those of the one before
+        assert begin(forked) == [2]
+        assert begin(forked, of=1) == []
+        assert begin(origin, of=1) == [3]
+        origin.capture = forked.capture = 0
+    assert begin(origin) == [1]  # what was captured did not run
+    assert begin(eager) == [2]
+    assert {capture for capture, _ in channel._last} == {0, 8}  # captures that have ended are forgotten
+
+
+def test_captures_of_two_threads_have_an_order_each(begin: Callable[..., list[int]]):
+    streams = [Stream(n) for n in range(1, 5)]
+    for stream, capture in zip(streams, (7, 8, 7, 8), strict=True):
+        stream.capture = capture
+    assert [begin(stream) for stream in streams] == [[], [], [1], [2]]
+    assert [begin(stream) for stream in streams] == [[3], [4], [1], [2]]
+
+
+def test_an_operator_does_not_join_a_capture_of_the_stream_that_it_comes_behind(begin: Callable[..., list[int]]):
+    warm, other = Stream(1), Stream(2)
+    begin(warm)
+    warm.capture = 7
+    with pytest.raises(RuntimeError, match=r"(?s)group g0: .*being captured\n  want: .*\n  fix: "):
+        begin(other)
+    assert other.capture == 0
+    warm.capture = 0
+    assert begin(other) == [1]
+
+
+def test_each_of_fsdps_collectives_has_an_order_of_its_own(begin: Callable[..., list[int]]):
+    gather, reduce = {"of": 1, "operator": channel.FSDP_GATHER}, {"of": 2, "operator": channel.FSDP_REDUCE}
+    streams = [Stream(n) for n in range(1, 4)]
+    for capture in (0, 7):
+        for stream in streams:
+            stream.capture = capture
+        assert begin(streams[0]) == []
+        assert begin(streams[1], **gather) == []  # beside the matmul
+        assert begin(streams[2], **reduce) == []
+        assert begin(streams[0], **gather) == [2]
+        assert begin(streams[0]) == []
 
 
 def test_slots_that_have_grown_are_another_launch(launches: Launches):

@@ -10,6 +10,8 @@ e takes slot e mod 2 of the memory, whatever its kind:
 A signal from one rank to another is a count that only grows, to e + 1; to wait is to see e + 1 from every rank. Nothing
 else keeps a rank from overwriting what a peer has yet to read, so the model looks at every state that can be reached.
 
+A second model has operators of several streams, which GPUs may begin in different orders.
+
 A step happens at once here, and takes time on a GPU. Nothing is lost by that: if a write may overlap a read there, both
 orders of the two are among the interleavings here, and one of them reads the wrong number. Nor by the fixed order in
 which an operator visits its peers, as each visit may be as early or as late as any.
@@ -171,3 +173,104 @@ def test_slots_must_be_counted_over_both_kinds():
 def test_ranks_must_agree_on_the_order():
     assert "reads" in (first_fault(["AR", "RA"], Protocol()) or "")
     assert "nobody can go on" in (first_fault(["AA", "A"], Protocol()) or "")
+
+
+class Operator(NamedTuple):
+    """An operator among those that every rank issues.
+
+    Attributes:
+        group: ranks that meet in it.
+        stream: on which a rank issues it.
+    """
+
+    group: tuple[int, ...]
+    stream: int
+
+
+def first_fault_of_streams(issued: Sequence[Sequence[Operator]], room: int, ordered: bool) -> str | None:
+    """Search all ways in which GPUs may run operators of several streams for two that meet wrongly, or a deadlock.
+
+    An operator that has begun holds its GPU until it ends; another begins beside it if there is room. It reads its
+    group's epoch e, signals e + 1, waits until all ranks of the group have, and ends by counting the epoch on.
+
+    Args:
+        issued: each rank's operators in the order in which it issues them, by which ranks know one from another.
+        room: how many operators a GPU runs at once.
+        ordered: whether an operator waits for the end of all that the rank issued before, else of its stream's.
+
+    Returns:
+        The fault in words, or None.
+    """
+    names = [[(op, ops[:i].count(op)) for i, op in enumerate(ops)] for ops in issued]
+    before = [
+        [[j for j in range(i) if ordered or ops[j].stream == op.stream] for i, op in enumerate(ops)] for ops in issued
+    ]
+    # Of each rank, of each operator: the epoch that it took, or None, and whether it has ended.
+    start = tuple(((None, False),) * len(ops) for ops in issued)
+    seen, left = {start}, [start]
+
+    def signalled(state: tuple, rank: int, group: tuple[int, ...], epoch: int) -> list[tuple[Operator, int]]:
+        far = zip(issued[rank], names[rank], state[rank], strict=True)
+        return [name for op, name, (taken, _) in far if op.group == group and taken == epoch]
+
+    while left:
+        state = left.pop()
+        stuck = True
+        for me, far in enumerate(state):
+            for i, (op, name) in enumerate(zip(issued[me], names[me], strict=True)):
+                taken, ended = far[i]
+                if taken is None:
+                    running = sum(at is not None and not over for at, over in far)
+                    if running == room or not all(far[j][1] for j in before[me][i]):
+                        continue
+                    epoch = sum(over and of.group == op.group for of, (_, over) in zip(issued[me], far, strict=True))
+                    if signalled(state, me, op.group, epoch):
+                        return f"rank {me}: two operators take epoch {epoch}"
+                    now = epoch, False
+                elif not ended:
+                    met = [signalled(state, peer, op.group, taken) for peer in op.group]
+                    if [] in met:
+                        continue
+                    if any(theirs != [name] for theirs in met):
+                        return f"rank {me}: {name} meets another operator"
+                    now = taken, True
+                else:
+                    continue
+                stuck = False
+                reached = (*state[:me], (*far[:i], now, *far[i + 1 :]), *state[me + 1 :])
+                if reached not in seen:
+                    seen.add(reached)
+                    left.append(reached)
+        if stuck and not all(over for far in state for _, over in far):
+            return "nobody can go on"
+    return None
+
+
+BOTH, OTHERS, ENDS = (0, 1), (1, 2), (0, 2)
+
+
+def issued(ranks: int, *operators: tuple[tuple[int, ...], int]) -> list[list[Operator]]:
+    """Each rank's part of what all issue in one order."""
+    return [[Operator(*op) for op in operators if me in op[0]] for me in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("operators", "room", "found"),
+    [
+        (issued(2, (BOTH, 0), (BOTH, 1)), 1, "meets another operator"),
+        (issued(2, (BOTH, 0), (BOTH, 1)), 2, "two operators take epoch 0"),
+        (issued(3, (BOTH, 0), (OTHERS, 1), (ENDS, 0)), 1, "nobody can go on"),
+        (issued(4, ((0, 1, 2, 3), 0), (BOTH, 1), ((2, 3), 1), ((0, 1, 2, 3), 0)), 1, "nobody can go on"),
+        (issued(4, (BOTH, 0), ((2, 3), 0), ((0, 2), 1), ((1, 3), 1)), 1, "nobody can go on"),
+    ],
+    ids=["one-group-alone", "one-group-beside", "a-ring-of-groups", "a-group-within", "rows-and-columns"],
+)
+def test_operators_of_two_streams_need_an_order(operators: list[list[Operator]], room: int, found: str):
+    assert found in (first_fault_of_streams(operators, room, ordered=False) or "")
+    assert first_fault_of_streams(operators, room, ordered=True) is None
+
+
+def test_an_order_of_streams_must_be_that_of_all_ranks():
+    first, second = Operator(BOTH, 0), Operator((0, 1, 2), 1)
+    for room in (1, 2):
+        assert first_fault_of_streams([[first, second], [second, first], [second]], room, ordered=True)

@@ -45,7 +45,9 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
         channel.number = channel.operator = operator
         channel.flags = channel.peer_flags = channel.epoch = channel.deadline = channel.failure = channel
 
-        def grow(n_bytes: int) -> None:
+        def make_room(n_bytes: int) -> None:
+            if n_bytes <= channel.capacity:
+                return
             channel.capacity, size = n_bytes, n_slots * n_bytes
             mine = folder / f"{names[channel.rank]}-{n_bytes}"
             mine.write_bytes(b"\xff" * size)
@@ -54,7 +56,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
             channel.peers = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
             channel.slots = channel.peers[channel.rank]
 
-        channel.grow = grow
+        channel.make_room, channel.order = make_room, lambda: None
         return channel
 
     def ready(kernel, key, blocks, tensors, arguments, **options):

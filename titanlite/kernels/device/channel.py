@@ -1,12 +1,19 @@
 """The memory that the ranks of a group share for their collective matmuls, or for one of FSDP's collectives.
 
 One channel for each group and use: flags, slots of data, counters. The slots grow when an operator needs more, which
-is a collective like the operator itself, and not possible while a CUDA graph is captured. The collective matmuls of a
-process run in the order in which they are issued, whatever group and stream they are issued on: two that filled a GPU
-in turn, and another GPU the other way round, would wait for each other. A graph does not come by here: its capture is
-to be on one stream, and its replays in order with the process's other operators.
+is a collective like the operator itself, and not possible while a CUDA graph is captured.
+
+The collective matmuls of a process run in the order in which they are issued, whatever group and stream they are issued
+on: two that filled a GPU in turn, and another GPU the other way round, would wait for each other. So do the calls of
+each of FSDP's collectives, which would take each other's signals for their own. Within one capture, edges of the graph
+hold them in order. Two duties are the caller's; otherwise results are wrong, or kernels end the run at their deadline:
+
+    all ranks issue operators in one order      from one thread at a time, therefore
+    a replay, which does not come by here,      its stream waits for that of the last operator or replay, and that of
+    overlaps neither operators nor replays      the next one for it
 """
 
+import ctypes
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -107,8 +114,44 @@ class Channel:
         Returns:
             Distance of the two slots in bytes.
         """
-        global _stream
+        self.order()
+        self.make_room(n_bytes)
+        return self.capacity
+
+    def order(self) -> None:
+        """Have the current stream wait for the last operator that the next must not run beside.
+
+        Raises:
+            RuntimeError: it ran on a stream that is captured by now, of which nothing outside can wait.
+        """
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
+        key = capture, None if self.operator is None else self.number
+        last = _last.get(key)
+        if last is not None and last.cuda_stream == stream:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if last is not None:
+            if _capture(last.cuda_stream) != capture:
+                raise RuntimeError(
+                    f"group {self.name}: an operator outside of CUDA-graph capture comes behind one on a stream that "
+                    "is being captured\n"
+                    "  want: operators outside once the capture has ended, or a capture on a stream of its own\n"
+                    "  fix:  with torch.cuda.graph(graph, stream=torch.cuda.Stream())"
+                )
+            current.wait_stream(last)
+        elif capture:  # a new one: those that have ended are forgotten
+            for of, on in list(_last.items()):
+                if of[0] and _capture(on.cuda_stream) != of[0]:
+                    del _last[of]
+        _last[key] = current
+
+    def make_room(self, n_bytes: int) -> None:
+        """Have slots of a size, which a graph under capture keeps.
+
+        Args:
+            n_bytes: per slot, equal on all ranks.
+        """
         if torch.cuda.is_current_stream_capturing():
             if n_bytes > self.capacity:
                 raise RuntimeError(
@@ -117,15 +160,8 @@ class Channel:
                 )
             if not self._kept or self._kept[-1][0] is not self.slots:
                 self._kept.append((self.slots, self.peers, self.peer_slots))
-            return self.capacity
-        if _stream is None or stream != _stream.cuda_stream:
-            current = torch.cuda.current_stream(self.device)
-            if _stream is not None:
-                current.wait_stream(_stream)
-            _stream = current
-        if n_bytes > self.capacity:
+        elif n_bytes > self.capacity:
             self.grow(n_bytes)
-        return self.capacity
 
     def grow(self, n_bytes: int) -> None:
         """Make room, when all that the GPU runs has ended; a collective.
@@ -149,8 +185,24 @@ class Channel:
 
 _channels: dict[tuple[str, int | None], Channel] = {}
 _numbers = count()
-_stream: torch.cuda.Stream | None = None
-"""Of the last operator of this process."""
+_last: dict[tuple[int, int | None], torch.cuda.Stream] = {}
+"""Streams of the last operators, by capture, 0 outside of any, and by channel: None for all collective matmuls."""
+
+
+def _capture(stream: int) -> int:
+    """Return the number, unique in this process, of the CUDA-graph capture that a stream takes part in; 0: none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    args = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    error = _driver().cuStreamGetCaptureInfo_v2(*args)
+    if error:
+        raise RuntimeError(f"cuStreamGetCaptureInfo ended with CUDA's error {error}")
+    return number.value if status.value else 0
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """Return CUDA's driver: torch has no call that tells captures apart."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channel:

@@ -76,8 +76,7 @@ class _Exchange:
             [size]: this call's until the same slot is given again.
         """
         to, n_bytes = self.channel, size * dtype.itemsize
-        if n_bytes > to.capacity:
-            to.grow(n_bytes)
+        to.make_room(n_bytes)
         self.turn = (self.turn + 1) % to.n_slots
         assert to.slots is not None  # noqa: S101
         first = self.turn * to.capacity
@@ -97,6 +96,7 @@ class _Exchange:
             _meet, to.number, 1, (),
             lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, *met), num_warps=1,
         )  # fmt: skip  # one warp: a second that gave up first would take down what the first has to say
+        to.order()
         meet()
         for i in range(1, to.ranks):  # every rank begins with another peer
             peer = (to.rank + i) % to.ranks
