@@ -34,11 +34,11 @@ def test_secrets_are_kept_out_of_what_is_said(
 
     assert exit_code(fails) == code
     said = capsys.readouterr().err
-    assert said.endswith("GET https://user:***@host: refused\n")
+    assert said.endswith("GET https://***@host: refused\n")
     assert ("Traceback" in said) == (error is OSError)
     if error is OSError or rank:
         message = json.loads(told.read_text())["message"]
-        assert message["message"] == f"{error.__name__}: GET https://user:***@host: refused"
+        assert message["message"] == f"{error.__name__}: GET https://***@host: refused"
         assert "@host: refused" in message["extraInfo"]["py_callstack"]
         assert "defgh" not in told.read_text()
 

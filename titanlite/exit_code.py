@@ -10,11 +10,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from titanlite.durable import write_durably
 from titanlite.errors import TitanliteError
-from titanlite.redact import redact
+from titanlite.redact import redact_stream, redact_tree
 
 _RANK_0_SPEAKS_S = 5.0
 _TORCHRUN_CLOCK_S = 1.0  # it dates failures to the second
@@ -35,7 +35,7 @@ def exit_code(action: Callable[[], object]) -> int:
         before training, 130 for Ctrl-C. The message of the mistake, or the bug's traceback, is then on stderr, without
         secrets.
     """
-    print_whatever_the_encoding()
+    guard_streams()
     try:
         action()
     except TitanliteError as error:
@@ -55,10 +55,12 @@ def exit_code(action: Callable[[], object]) -> int:
     return 0
 
 
-def print_whatever_the_encoding() -> None:
-    """A terminal of ASCII gets escapes, and not an error."""
+def guard_streams() -> None:
+    """Have standard output and standard error tell no secret, and a terminal of ASCII get escapes, and not an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        redact_stream(stream)
 
 
 def leave(code: int) -> NoReturn:
@@ -79,9 +81,9 @@ def leave(code: int) -> NoReturn:
 
 
 def _say(text: str) -> None:
-    """Write to stderr what is no secret; a terminal that is gone is told nothing."""
+    """Write to stderr; a terminal that is gone is told nothing."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(redact(text))
+        sys.stderr.write(text)
 
 
 def _record(error: Exception) -> None:
@@ -100,10 +102,5 @@ def _record(error: Exception) -> None:
     with contextlib.suppress(OSError, ValueError):
         get_error_handler().record_exception(error)
         os.environ["TORCHELASTIC_ERROR_FILE"] = told
-        write_durably(Path(told), json.dumps(json.loads(beside.read_text(), object_hook=_redacted)))  # in place of both
+        write_durably(Path(told), json.dumps(redact_tree(json.loads(beside.read_text()))))  # in place of both
         time.sleep(_TORCHRUN_CLOCK_S)
-
-
-def _redacted(part: dict[str, Any]) -> dict[str, Any]:
-    """One object of the error file, whose message and traceback torchrun shows."""
-    return {key: redact(value) if isinstance(value, str) else value for key, value in part.items()}

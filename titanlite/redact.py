@@ -1,19 +1,102 @@
-"""Keep secrets of the environment out of what a run or a command writes.
+"""Keep secrets out of what a run or a command says and records.
 
-The config has no key for a secret, and the environment is never logged. What is left is the text of other people's
-exceptions: an HTTP error may carry the URL with its token. Such text goes through `redact` before it is shown.
+A secret is the value of an environment variable that is named like one, the user part of a URL (of which a password
+that the environment holds is hidden on its own, too), a token in a URL's query, or what a header `Authorization` says.
+Each is replaced by `***`. Most come with the text of other people's exceptions; so standard output and standard error
+redact whatever is written to them, a library's words and a traceback too, and every file of a run its text.
+
+Stacks that faulthandler prints, and what a library of C++ writes to a descriptor of its own accord, pass by.
 """
 
+import json
 import os
 import re
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, cast
+from urllib.parse import quote, unquote
 
-_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.IGNORECASE)
+STAR = "***"
+_SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PAT|CREDENTIALS?)$", re.IGNORECASE)
 _SHORTEST = 8  # shorter values are words, not secrets, and would be cut out of ordinary text
+# Up to the last @ of the authority. A secret key of S3 may hold slashes as it stands: where no @ comes before the first
+# of them, up to the first one behind, unless what looks like a password is the port of http, or an address in brackets.
+_USER = re.compile(
+    r"""(:(?:\\?/){2})(?:[^\s/?\#]*@
+        | (?!\[)(?!(?:(?<=http://)|(?<=https://))[^\s/?\#:]*:\d+(?:[/?\#\s]|$))[^\s/?\#:@]*:(?:(?!://)[^\s@])*@)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_QUOTED_USER = re.compile(r"(%3A%2F%2F)(?:(?!%2F|%3F|%23)[^\s/?#&])*%40", re.IGNORECASE)
+_QUERY = re.compile(
+    r"""((?:[?&;\#]|%3F|%26)[\w.~-]*?(?:key|key_?id|token|secret|passw(?:or)?d|pwd|credentials?|signature|sig|auth)
+        (?:=|%3D))[^\s&;\#"'<>]+""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_HEADER = re.compile(
+    r"""(\bauthorization\\?["']?\s*[:=]\s*(?:\\?["'])?(?:(?:bearer|basic|token)\s+)?)[^\s"',]+""", re.IGNORECASE
+)
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")  # may come from a file, and not from the environment
 
 
 def redact(text: str) -> str:
-    """Replace the value of each environment variable that is named like a secret by `***`."""
+    """Replace every secret in a text by `***`."""
+    for secret in sorted(_of_environment(), key=len, reverse=True):
+        text = text.replace(secret, STAR)
+    return _HUB_TOKEN.sub(STAR, _HEADER.sub(rf"\1{STAR}", redact_urls(text)))
+
+
+def redact_urls(text: str) -> str:
+    """Replace the user part of every URL in a text, and the tokens in its query, by `***`; whatever the environment is.
+
+    So a text that is read again, as a run's config is, compares with itself.
+    """
+    return _QUERY.sub(rf"\1{STAR}", _QUOTED_USER.sub(rf"\1{STAR}%40", _USER.sub(rf"\1{STAR}@", text)))
+
+
+def redact_tree(value: Any, how: Callable[[str], str] = redact) -> Any:
+    """Redact each string in tables and lists that are nested.
+
+    Args:
+        value: of any type; one that is no string, table or list stays as it is.
+        how: redacts one string.
+    """
+    if isinstance(value, str):
+        return how(value)
+    if isinstance(value, Mapping):
+        return {key: redact_tree(one, how) for key, one in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [redact_tree(one, how) for one in cast("list[Any]", value)]
+    return value
+
+
+def redact_stream(stream: TextIO) -> None:
+    """Have a stream redact what is written to it from now on, by whom ever."""
+    if "write" not in vars(stream):
+        write = stream.write
+        stream.write = lambda text: write(redact(text))
+
+
+def _of_environment() -> set[str]:
+    """The secrets that environment variables hold, as they stand and as a text may spell them."""
+    secrets: set[str] = set()
     for name, value in os.environ.items():
-        if len(value) >= _SHORTEST and _SECRET_NAME.search(name):
-            text = text.replace(value, "***")
-    return text
+        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file that has it
+            secrets.add(value)
+        if "@" in value and "://" in value:
+            for found in re.finditer(r"://([^\s/?#]*)@", value):
+                user, _, password = found[1].partition(":")
+                secrets.add(password or user)
+    spelt = {unquote(secret) for secret in secrets} | secrets
+    spelt |= {form(secret) for secret in spelt for form in (quote, _quote_all, _as_json, _as_repr)}
+    return {secret for secret in spelt if len(secret) >= _SHORTEST}
+
+
+def _quote_all(text: str) -> str:
+    return quote(text, safe="")
+
+
+def _as_json(text: str) -> str:
+    return json.dumps(text)[1:-1]
+
+
+def _as_repr(text: str) -> str:
+    return repr(text)[1:-1]

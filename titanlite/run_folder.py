@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import tomli
+import tomli_w
 
 from titanlite.byte_size import byte_size
 from titanlite.config.schema import Config, Model
 from titanlite.durable import earlier, require_writable, write_durably
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dimensions
+from titanlite.redact import redact_tree, redact_urls
 
 _AT_WORK_S = 60.0  # status.json is renewed every ten seconds while steps are made
 # What makes a run this run: with another value, its checkpoints would not load, or they and its curves would mean
@@ -107,6 +109,8 @@ class RunFolder:
     def record(self, config_toml: str, save_list_toml: str | None = None) -> None:
         """Write `config.toml`, and a chosen save-list; call once it is certain that the claimed run trains with them.
 
+        The user part of a URL is left out: who starts a run from what is recorded writes it in again.
+
         Where it was another one, that, its receipt and the save-list chosen for it are kept as `config.earlier-1.toml`
         and so on; how far a start is to go, and from where, makes no other.
 
@@ -114,6 +118,7 @@ class RunFolder:
             config_toml: the resolved config as TOML text.
             save_list_toml: for `activation_checkpoint.toml`; None if it was not chosen for this start.
         """
+        config_toml = tomli_w.dumps(redact_tree(tomli.loads(config_toml), redact_urls))
         before = _trained(self.config.read_text(encoding="utf-8")) if self.config.exists() else None
         if before is not None and before != _trained(config_toml):
             config, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
@@ -219,14 +224,14 @@ class RunFolder:
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""
         try:
-            before = dotted(tomli.loads(self.config.read_text(encoding="utf-8")))
+            before = dotted(redact_tree(tomli.loads(self.config.read_text(encoding="utf-8")), redact_urls))
         except FileNotFoundError:
             return []
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as e:
             problem = Problem("config.toml", str(e), "the config of this run", "restore it, or choose another job.name")
             raise ConfigError(describe(str(self.path), [problem])) from None
         # A key that a former version did not know had, in effect, its default.
-        default, now = dotted(asdict(Config())), dotted(asdict(config))
+        default, now = dotted(asdict(Config())), dotted(redact_tree(asdict(config), redact_urls))
         was = default | before
         changed = [key for key in was if was[key] != now.get(key)]
         identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
@@ -288,7 +293,7 @@ def _has_content(path: Path) -> bool:
 
 def _trained(config_toml: str) -> dict[str, Any]:
     """What of a config all starts of a run have, if nothing was changed."""
-    keys = dotted(tomli.loads(config_toml))
+    keys = dotted(redact_tree(tomli.loads(config_toml), redact_urls))
     return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
 
 

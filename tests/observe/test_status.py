@@ -137,7 +137,7 @@ def test_a_secret_in_an_exception_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setenv("HOT_KEY", "step")  # too short to be one
     status = Status(tmp_path / "status.json")
     status.failed(OSError("GET https://user:hf_abcdefgh@host: step refused"))
-    assert read(tmp_path / "status.json")["error"]["message"] == "GET https://user:***@host: step refused"
+    assert read(tmp_path / "status.json")["error"]["message"] == "GET https://***@host: step refused"
     assert redact("nothing") == "nothing"
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import titanlite
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe, nearest
-from titanlite.exit_code import print_whatever_the_encoding
-from titanlite.redact import redact
+from titanlite.exit_code import guard_streams
 
 _COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume")
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr, or 130 if
         interrupted.
     """
-    print_whatever_the_encoding()
+    guard_streams()
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("--help", "-h"):
         sys.stdout.write(_overview())
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
         return importlib.import_module(f"{__name__}.{_module(name)}").run(rest)
     except TitanliteError as error:
-        sys.stderr.write(redact(f"{error}\n"))
+        sys.stderr.write(f"{error}\n")
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

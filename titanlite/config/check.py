@@ -220,6 +220,10 @@ def _check_names(config: Config, problems: Problems) -> None:
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
         want = "the name of a folder, of at most 255 bytes"
         problems.add("job.name", show(name), want, f'name = "{Config().job.name}" (the default)')
+    for key, folder in (("job.dump_folder", config.job.dump_folder), ("data.cache_dir", config.data.cache_dir)):
+        if "://" in folder:
+            fix = "mount what is behind the URL, and name the folder that it is mounted on"
+            problems.add(key, show(folder), "a folder of this host's, and no URL", fix)
     if config.model.file and not config.model.file.endswith(".py"):
         problems.add("model.file", show(config.model.file), "a Python file", 'file = "my_model.py"')
     elif config.model.file and not os.path.isfile(config.model.file):

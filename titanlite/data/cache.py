@@ -19,6 +19,7 @@ from pathlib import Path
 
 from titanlite.data.progress import Progress
 from titanlite.errors import DataError
+from titanlite.redact import redact
 
 _POLL_SECONDS = 0.1
 
@@ -45,7 +46,7 @@ def make_once(
     """
     if folder.exists():
         return
-    failed = f"failed, {terms}: "
+    failed = redact(f"failed, {terms}: ")
     lock_file = folder.with_name(folder.name + ".lock")
     with progress, _lock(lock_file, lambda done: progress.update(done, total)) as (lock, has_waited):
         if folder.exists():
@@ -68,7 +69,7 @@ def make_once(
             unfinished.rename(folder)
         except DataError as e:
             os.truncate(lock, 0)
-            os.pwrite(lock, f"{failed}{e}".encode(errors="backslashreplace"), 0)
+            os.pwrite(lock, redact(f"{failed}{e}").encode(errors="backslashreplace"), 0)
             raise
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -29,6 +29,7 @@ from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
 from titanlite.durable import require_writable
 from titanlite.errors import DataError, Problem, describe
+from titanlite.redact import redact_urls
 
 _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
 
@@ -191,12 +192,13 @@ def _folder(
 ) -> Path:
     """The place of a source's shards, there or not."""
     identity = name = dtype
+    source_name = redact_urls(source.name)
     if tokenizer is not None:
         identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
     max_tokens = _max_tokens(source, data)
     cut = f" {max_tokens} by pieces" if max_tokens else ""
-    inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source.name} {identity} {stamps}{cut}".encode(), digest_size=8)
-    return Path(data.cache_dir).expanduser() / f"{_slug(source.name)}-{_slug(name)}-{inputs.hexdigest()}"
+    inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
+    return Path(data.cache_dir).expanduser() / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
 
 
 def _count_if_small(

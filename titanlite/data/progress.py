@@ -4,6 +4,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from titanlite.redact import redact
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
@@ -21,7 +23,7 @@ class Progress:
     """
 
     def __init__(self, title: str, enable: bool, notice: str = "") -> None:
-        self._title, self._enable, self._notice, self._n_bytes = title, enable, notice, 0
+        self._title, self._enable, self._notice, self._n_bytes = redact(title), enable, notice, 0
         self._console: Console | None = None
         self._bar: Bar | None = None
         self._started = self._last_line = time.monotonic()

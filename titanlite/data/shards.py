@@ -23,6 +23,7 @@ import numpy as np
 
 from titanlite.durable import write_durably
 from titanlite.errors import DataError, Problem, describe
+from titanlite.redact import redact_tree
 
 VERSION = 1
 _SHARD_TOKENS = 1 << 27
@@ -63,7 +64,9 @@ class Meta:
 
     def write(self, folder: Path) -> None:
         """Write meta.json, to be readable after a power cut."""
-        write_durably(folder / "meta.json", json.dumps(dataclasses.asdict(self), indent=1))
+        content = dataclasses.asdict(self)
+        content = redact_tree(content) | {"shards": content["shards"]}  # whose paths are opened
+        write_durably(folder / "meta.json", json.dumps(content, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> "Meta":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.redact import STAR
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
@@ -83,6 +84,8 @@ def resolve(source: str, key: str = "data.source") -> Source:
         fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
         if near := nearest(source, _STDLIB):
             fix = f"did you mean {near}?"
+        elif f"://{STAR}@" in source:
+            fix = f"write the user and password that a record leaves out where {STAR} stands"
         elif _HUB_NAME.fullmatch(source) and not os.path.isdir(source.partition("/")[0]):
             fix = f"{fix}; a dataset of the hub of that name is hf:{source}"
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))

@@ -89,14 +89,13 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""
-        text = redact(text)
         self._log(text)
         if self._on_terminal:
             self._show(self._whose() + text)
 
     def warning(self, text: str) -> None:
         """Say something that the user may want to change. Shown by the first rank of each host."""
-        text = f"warning: {redact(text)}"
+        text = f"warning: {text}"
         self._log(text)
         if self._on_terminal:
             self._show(self._whose() + text, style="yellow")
@@ -104,7 +103,7 @@ class Console:
     def failed(self, error: BaseException) -> None:
         """Note in the log file what ended this rank; the terminal is told when the process ends."""
         bug = [] if isinstance(error, TitanliteError) else traceback.format_exception(error)
-        self._log(redact(f"failed: {''.join(bug).rstrip() or error}"))
+        self._log(f"failed: {''.join(bug).rstrip() or error}")
 
     def close(self) -> None:
         """Leave the terminal and the log file in order."""
@@ -117,12 +116,12 @@ class Console:
         return f"[rank {self._rank}] " if self._rank else ""
 
     def _log(self, text: str) -> None:
-        self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {text}\n")
+        self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {redact(text)}\n")
 
     def _show(self, text: str, style: str = "", done: int | None = None) -> None:
         """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
         if self._stream is not None:
-            self._draw(partial(self._print, self._stream, text, style, done))
+            self._draw(partial(self._print, self._stream, redact(text), style, done))
 
     def _draw(self, write: Callable[[], None]) -> None:
         """Write to the terminal, and never again if that fails."""

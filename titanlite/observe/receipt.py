@@ -16,6 +16,7 @@ from pathlib import Path
 
 from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
+from titanlite.redact import redact_tree
 
 _SHOWN = 8  # cases named in a message; the file has all
 _NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
@@ -94,7 +95,7 @@ class Receipt:
             }
             for entry in self.entries
         ]
-        write_durably(path, json.dumps(rows, indent=2) + "\n")
+        write_durably(path, json.dumps(redact_tree(rows), indent=2) + "\n")
 
     def enforce(self, strict: bool, warn: Callable[[str], object]) -> None:
         """Hold what was applied against what was requested.

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from titanlite.errors import TitanliteError
-from titanlite.redact import redact
+from titanlite.redact import redact_tree
 
 _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
 
@@ -78,7 +78,7 @@ class Status:
         """
         if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
             return
-        self._write("failed", error={"type": type(error).__name__, "message": redact(str(error)), "rank": self._rank})
+        self._write("failed", error={"type": type(error).__name__, "message": str(error), "rank": self._rank})
 
     def _another_ended(self) -> bool:
         """Whether another rank failed, or rank 0 was stopped."""
@@ -109,7 +109,7 @@ class Status:
             if self._has_stopped and state in ("running", "failed"):
                 return
             self._has_stopped |= state == "stopped"
-            text = json.dumps(content, indent=2) + "\n"
+            text = json.dumps(redact_tree(content), indent=2) + "\n"
             try:
                 beside.write_text(text)
                 beside.replace(self._path)

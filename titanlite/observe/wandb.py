@@ -25,7 +25,7 @@ from pathlib import Path
 
 from titanlite.config.schema import Config
 from titanlite.durable import write_durably
-from titanlite.redact import redact
+from titanlite.redact import redact, redact_tree
 
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
 _FINISH_TIMEOUT_S = 60.0  # what wandb has not sent by then stays on disk
@@ -55,12 +55,12 @@ class WandbRun:
             own.mkdir(parents=True, exist_ok=True)  # or wandb writes to a temporary folder
             work = {
                 "mode": self._mode,
-                "project": config.metrics.wandb_project,
-                "group": config.metrics.wandb_group,
-                "name": config.job.name,
+                "project": redact(config.metrics.wandb_project),
+                "group": redact(config.metrics.wandb_group),
+                "name": redact(config.job.name),
                 "id": _run_id(own / "run_id"),
                 "folder": str(folder.resolve()),
-                "config": asdict(config),
+                "config": redact_tree(asdict(config)),
                 "metrics": str(metrics.resolve()),
                 "from": metrics.stat().st_size,
                 "trainer": os.getpid(),

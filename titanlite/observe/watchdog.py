@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from titanlite.observe.roll_call import RollCall, line_of
+from titanlite.redact import redact
 
 _LAST_WORDS_S = 10.0  # for `on_timeout`, which may hang on the same disk as the run
 
@@ -140,7 +141,7 @@ class Watchdog:
         for file in (sys.__stderr__, self._log):
             with contextlib.suppress(OSError, ValueError):
                 if file is not None:
-                    file.write(f"watchdog: {text}\n")
+                    file.write(redact(f"watchdog: {text}\n"))
                     file.flush()
                     if stacks:
                         faulthandler.dump_traceback(file, all_threads=True)
