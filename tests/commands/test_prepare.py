@@ -32,12 +32,14 @@ def write_run(tmp_path: Path, vocab_size: int = 256, **data: object) -> list[str
 
 def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = write_run(tmp_path)
+    (tmp_path / "in" / "README.md").touch()
     assert run(argv) == 0
     out = capsys.readouterr().out.splitlines()
     data = Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache")
     shards = prepare(data.source, data, 256, progress=False)
-    assert out[:7] == [
+    assert out[:8] == [
         f"{tmp_path}/in",
+        "  files        1 file taken; passed over: 1 .md",
         "  documents    2",
         "  tokens       8 as uint16, by bytes",
         "  trained on   5,000 epochs in 10,000 steps, times the number of data-parallel ranks",
@@ -45,8 +47,9 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
         "  bad records  1",
         f"    {tmp_path}/in/a.jsonl:2: not JSON: Expecting value: line 1 column 1 (char 0)",
     ]
-    assert out[7] == f"  folder       {shards.folder}"
-    assert out[8:11] == [f"{tmp_path}/held_out.txt", "  documents    1", "  tokens       6 as uint16, by bytes"]
+    assert out[8] == f"  folder       {shards.folder}"
+    assert out[9:11] == [f"{tmp_path}/held_out.txt", "  files        1 file taken"]
+    assert out[11:13] == ["  documents    1", "  tokens       6 as uint16, by bytes"]
     assert len([line for line in out if "epoch" in line]) == 1  # held-out text is not trained on
     assert run([*argv, "--training.global_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]) == 0
     assert "  trained on   3 epochs in 3 steps\n" in capsys.readouterr().out
@@ -73,7 +76,7 @@ def test_what_max_tokens_leaves_out_is_said(tmp_path: Path, capfd: pytest.Captur
     assert run(write_run(tmp_path, max_tokens=4)) == 0
     out, error = capfd.readouterr()
     assert f"preparing {tmp_path}/in, data.max_tokens 4\n" in error
-    assert out.splitlines()[1:4] == [
+    assert out.splitlines()[2:5] == [
         "  documents    1",
         "  tokens       4 as uint16, by bytes",
         "  cut          the source has more; data.max_tokens = 4 leaves it out",

@@ -125,6 +125,7 @@ def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "llama3 debug, 1,705,216 parameters" in said
     assert "replicate 1 × shard 4 × tensor 2: 8 processes" in said
     assert "65,536 tokens a step, 6,553,600 in 100 steps; 8 micro-steps" in said
+    assert " files taken\n  folder " in said
     assert os.path.join("outputs", "run") in said
     assert main(["validate", file, "--model.dim", "512"]) == 0
     said = capsys.readouterr().out

@@ -88,6 +88,131 @@ def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
         resolve(f"hf:{tmp_path / 'snapshot'}").stamps()
 
 
+def lines(path: Path, text: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"text": text or path.name}) + "\n")
+    return path
+
+
+def test_each_file_of_a_folder_is_taken_once_whatever_links_lead_to_it(tmp_path: Path) -> None:
+    """A link upwards, two folders that are linked to each other, a link to a folder, to a file, and a hard link."""
+    root = tmp_path / "in"
+    for name in ("a.jsonl", "sub/b.jsonl", "one/c.jsonl", "two/d.jsonl"):
+        lines(root / name)
+    for link, target in {
+        "self": ".",
+        "sub/up": "..",
+        "one/other": "../two",
+        "two/other": "../one",
+        "a_link": "sub",
+        "0.jsonl": "a.jsonl",
+    }.items():
+        (root / link).symlink_to(target)
+    (root / "sub" / "hard.jsonl").hardlink_to(root / "sub" / "b.jsonl")
+    for source in (root, root / "**", root / "**" / "*.jsonl", f"{root}/**/**/*.jsonl", f"{root}/*/../**/*.jsonl"):
+        found = resolve(str(source))
+        names = ["a.jsonl", "one/c.jsonl", "sub/b.jsonl", "two/d.jsonl"]
+        assert sorted(f.relative_to(root).as_posix() for f in found.files) == names
+    told = "4 files taken; met twice and taken once: 7, as "
+    assert resolve(str(root)).count == f"{told}{root}/0.jsonl"
+    assert sorted(read(str(root))[0]) == ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
+    assert read(f"{root}/0.jsonl")[0] == ["a.jsonl"]  # if it is asked for
+
+
+@pytest.mark.parametrize("pattern", ["star/**/en/**/*.jsonl", "**/**/*.jsonl", "star/**", "**/en/*/../*/*.jsonl"])
+def test_a_pattern_with_several_ways_to_a_file_takes_it_once(pattern: str, tmp_path: Path) -> None:
+    files = [lines(tmp_path / "star" / "en" / name) for name in ("en/a.jsonl", "x/b.jsonl")]
+    found = resolve(str(tmp_path / pattern))
+    assert list(found.files) == files
+    assert found.count == "2 files taken"
+
+
+def test_a_folder_that_a_pattern_matches_is_read(tmp_path: Path) -> None:
+    """As Spark and Dask write them: a folder of parts that is named like a file."""
+    spark = tmp_path / "spark"
+    (spark / "b.parquet").mkdir(parents=True)
+    write_parquet(spark / "a.parquet", text=["one"])
+    write_parquet(spark / "b.parquet" / "part-0.snappy.parquet", text=["two"])
+    for name in ("_SUCCESS", ".part-0.snappy.parquet.crc"):
+        (spark / "b.parquet" / name).touch()
+    for pattern in ("*.parquet", "*", "**/*.parquet", ""):
+        assert read(str(spark / pattern))[0] == ["one", "two"]
+        assert resolve(str(spark / pattern)).count == "2 files taken; passed over: 1 _SUCCESS"
+    lines(spark / "deep" / "er" / "c.jsonl", "three")
+    assert read(f"{spark}/*")[0] == ["one", "two", "three"]
+    assert read(f"{spark}/*/")[0] == ["two", "three"]
+
+
+def test_what_is_passed_over_is_counted_by_its_ending(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl")
+    for name in ("b.md", "sub/c.md", "Makefile", "a.jsonl~", ".hidden.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "endless").symlink_to("endless")
+    passed = "2 .md, 1 Makefile, 1 .jsonl~, 1 endless"
+    said = resolve(str(tmp_path)).count
+    assert said.startswith("1 file taken; passed over: 2 .md, ")
+    assert sorted(said.partition("over: ")[2].split(", ")) == sorted(passed.split(", "))
+
+
+def test_two_snapshots_of_one_blob_are_one_file(tmp_path: Path) -> None:
+    blob = lines(tmp_path / "blobs" / "0a1b", "of a hub")
+    for name in ("snapshots/1/train.jsonl", "snapshots/2/train.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).symlink_to(blob)
+    assert read(str(tmp_path))[0] == ["of a hub"]
+    said = resolve(str(tmp_path)).count
+    assert (
+        said == f"1 file taken; passed over: 1 0a1b; met twice and taken once: 1, as {tmp_path}/snapshots/2/train.jsonl"
+    )
+
+
+@pytest.mark.parametrize("copy", ["a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.JSONL"])
+def test_a_copy_beside_its_compressed_form_is_refused(copy: str, tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl")
+    lines(tmp_path / "b.jsonl.gz")  # of which there is no other
+    assert len(resolve(str(tmp_path)).files) == 2
+    (tmp_path / copy).write_bytes(b"\x00")
+    for source in (tmp_path, tmp_path / "*"):
+        with pytest.raises(DataError, match=r"as if one were made from the other\n.*want: the records of each") as e:
+            resolve(str(source))
+        assert "a.jsonl" in str(e.value)
+        assert copy in str(e.value)
+
+
+@pytest.mark.parametrize("end", ["part", "incomplete", "tmp", "crdownload", "aria2"])
+def test_a_download_that_was_not_ended_is_refused(end: str, tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl")
+    lines(tmp_path / f"b.parquet.{end}")
+    lines(tmp_path / f"notes.{end}")
+    for source in (f"{tmp_path}", f"{tmp_path}/b*"):
+        with pytest.raises(DataError, match=rf"first {tmp_path}/b\.parquet\.{end}\n(.|\n)*fix:  end the download"):
+            resolve(source)
+
+
+def test_endings_are_known_in_any_case(tmp_path: Path) -> None:
+    texts = ["one", "two", "three"]
+    lines(tmp_path / "A.JSONL", texts[0])
+    (tmp_path / "B.Jsonl.GZ").write_bytes(gzip.compress(b'{"text": "two"}\n'))
+    write_parquet(tmp_path / "C.PARQUET", text=texts[2:])
+    (tmp_path / "D.TXT").write_text("four")
+    assert read(str(tmp_path))[0] == [*texts, "four"]
+    with pytest.raises(DataError, match=r"data\.text_key = 'body'"):
+        check_text_key(resolve(str(tmp_path)), Data(text_key="body"))
+    (tmp_path / "E.BIN").touch()
+    with pytest.raises(DataError, match="want: token files or text, not both"):
+        resolve(str(tmp_path))
+    assert resolve(f"{tmp_path}/E.BIN").kind == "tokens"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "b.jsonl")
+    for source in (tmp_path, tmp_path / "b.jsonl"):
+        with pytest.raises(DataError, match=r"matches .*/b\.jsonl, a pipe or a device\n"):
+            resolve(str(source))
+
+
 @pytest.mark.parametrize("source", ["disk", "disk/**/*.jsonl", "hf:./disk"])
 def test_what_a_file_system_keeps_for_itself_is_no_part_of_a_source(source: str, bound_by_permissions: None) -> None:
     Path("disk/lost+found").mkdir(parents=True)

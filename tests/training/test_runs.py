@@ -378,6 +378,7 @@ def test_a_run_says_its_epochs(desk: Desk) -> None:
     flags = (f"--data.source={desk.folder}/epochs.txt", "--training.seq_len=100", "--training.steps=5")
     flags += ("--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--training.local_batch_size=1")
     first = desk.run("epochs", 1, *flags, "--training.global_batch_size=50", "--job.stop_after=3")
+    assert "\ndata.source: 1 file taken\n" in first.output
     assert "\ndata.source: 10,001 tokens, 2.5 epochs in 5 steps\n" in first.output
     second = desk.run("epochs", 1, *flags, "--training.global_batch_size=25")
     assert "\ndata.source: 10,001 tokens, 2 epochs in 5 steps\n" in second.output

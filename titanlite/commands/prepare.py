@@ -54,6 +54,7 @@ def _summary(shards: TokenShards, epochs: str) -> str:
     meta = shards.meta
     lines = [
         meta.source,
+        *[f"  files        {shards.files}"] * bool(shards.files),
         f"  documents    {meta.documents:,}" if meta.tokenizer else "  documents    not counted in token files",
         f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'another program'}",
         *[f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"]

@@ -309,6 +309,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     if n_tokens is not None:
         n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world, step or 0, samples)}"
+    files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
     shards = "(all remaining)" if shard == -1 else shard
     rows = {
         "model": _model(checked),
@@ -316,6 +317,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         "batch": tokens,
         "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}{limit}, {ids}{length}",
+        **({"files": files} if files else {}),
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
     ahead = (source for key, source in inputs.sources.items() if key not in inputs.shards)

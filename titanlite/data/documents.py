@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from titanlite.config.schema import Data
 from titanlite.data.dataset_folder import left_out
-from titanlite.data.sources import CODECS, JSON_LINES, Source, unreadable
+from titanlite.data.sources import CODECS, JSON_LINES, Source, ending, unreadable
 from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError, Problem, describe, nearest
 
@@ -100,9 +100,9 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
     for file in source.files:
         start = tally.n_bytes
         try:
-            if file.name.endswith(JSON_LINES):
+            if ending(file) in JSON_LINES:
                 yield from _jsonl_documents(file, text_key, tally)
-            elif file.suffix == ".parquet":
+            elif ending(file) == ".parquet":
                 yield from _parquet_documents(file, text_key, tally, source.key)
             else:
                 yield from _text_document(file, tally, skip=source.kind == "python")
@@ -121,10 +121,10 @@ def check_text_key(source: Source, data: Data) -> None:
     """
     if source.kind != "text":
         return
-    of_each_kind = ([f for f in source.files if f.name.endswith(suffix)][:1] for suffix in (".parquet", JSON_LINES))
+    of_each_kind = ([f for f in source.files if ending(f) in kinds][:1] for kinds in ((".parquet",), JSON_LINES))
     for file in chain(*of_each_kind):
         try:
-            if file.name.endswith(JSON_LINES):
+            if ending(file) in JSON_LINES:
                 _check_records(file, data)
             else:
                 with _parquet(file, data.text_key, source.key):
@@ -198,12 +198,13 @@ def _blocks(file: Path, tally: Tally) -> Iterator[str]:
 def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """Open a file of lines, compressed or not; the second tells how many of its bytes have been read."""
     with file.open("rb") as data:
-        if file.suffix not in CODECS:
+        codec = CODECS.get(file.suffix.lower())
+        if codec is None:
             yield data, data.tell
             return
         import pyarrow
 
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(data), CODECS[file.suffix])  # damage is an OSError
+        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(data), codec)  # damage is an OSError
         with io.BufferedReader(cast(io.RawIOBase, stream)) as lines:
             yield lines, data.tell
 

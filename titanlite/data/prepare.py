@@ -90,7 +90,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
         make_once(folder, make, terms, Progress(title, progress, whole_from_hub(found, data)), total)
     except OSError as e:
         raise _unusable_cache(data, e) from e
-    shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "")
+    shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count)
     _check_meta(shards.meta, data, vocab_size, key)
     return shards
 
@@ -209,7 +209,7 @@ def _count_if_small(
     """
     max_tokens, n_bytes = _max_tokens(source, data), source.n_bytes()
     check_text_key(source, data)
-    is_packed = any(f.suffix in (".parquet", *CODECS) for f in source.files)
+    is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
     is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
@@ -283,10 +283,10 @@ def _check_cache_is_outside(source: Source, data: Data) -> None:
     name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):
         name = name.partition("**")[0] or os.curdir
-    if source.kind not in ("text", "dataset") or not os.path.isdir(os.path.expanduser(name)):
-        return
     folder, cache = (Path(path).expanduser().resolve() for path in (name, data.cache_dir))
-    if cache.is_relative_to(folder):
+    is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
+    is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
+    if source.kind in ("text", "dataset") and (is_inside or is_matched):
         want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
         fix = "set data.cache_dir to another folder, or leave it out for the default"
         raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))

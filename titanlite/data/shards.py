@@ -99,13 +99,14 @@ class TokenShards:
     Args:
         folder: of meta.json.
         tokenizer: fingerprint of the tokenizer that made the ids; "" where that is not known.
+        files: of its source that were taken, passed over and met twice, in words.
 
     Raises:
         DataError: meta.json cannot be read, or a shard is missing or has another size than it says.
     """
 
-    def __init__(self, folder: Path, tokenizer: str = "") -> None:
-        self.folder, self.tokenizer = folder, tokenizer
+    def __init__(self, folder: Path, tokenizer: str = "", files: str = "") -> None:
+        self.folder, self.tokenizer, self.files = folder, tokenizer, files
         self.meta = Meta.read(folder)
         self.tokens = self.meta.tokens
         self.fingerprint = self.meta.fingerprint

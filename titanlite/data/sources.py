@@ -5,15 +5,19 @@
                                             lines of JSON also compressed, as .jsonl.gz, .json.gz, .jsonl.zst, .json.zst
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
-Names only: what is in the files is read by documents.py. No torch here: a source that matches nothing is reported
-before torch is imported.
+Names only: what is in the files is read by documents.py. Each file is taken once, however many names lead to it, and
+what lies beside those that are taken is counted. No torch here: a source that matches nothing is reported before torch
+is imported.
 """
 
+import fnmatch
 import glob
 import hashlib
 import os
 import re
 import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,8 +29,13 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
-# Not read, but not left out of a folder in silence either.
+# Not read, but not passed over in a folder either.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
+_UNFINISHED = tuple(
+    f"{name}{end}"
+    for name in SUFFIXES
+    for end in (".aria2", ".crdownload", ".download", ".incomplete", ".part", ".partial", ".tmp")
+)
 
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
@@ -41,6 +50,7 @@ class Source:
     kind: Literal["python", "text", "tokens", "dataset"]
     files: tuple[Path, ...]  # sorted; of a dataset: those below its folder, empty if it is on the hub
     dataset: tuple[str, str | None, str] | None = None  # path or hub name, config, split
+    count: str = ""  # of the files that were taken, passed over and met twice, in words; of a dataset: ""
 
     def stamps(self) -> list[tuple[str, int, int]]:
         """Path, size [bytes] and modification time [ns] of every file: what tells a changed input.
@@ -72,10 +82,12 @@ def resolve(source: str, key: str = "data.source") -> Source:
         DataError: nothing matches, a folder cannot be read, a suffix is unknown, or token files are mixed with text.
     """
     if source in _STDLIB:
-        return Source(source, key, "python", _stdlib_files(held_out=source.endswith("held_out")))
+        files = _stdlib_files(held_out=source.endswith("held_out"))
+        return Source(source, key, "python", files, count=f"{len(files):,} files taken")
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
-    files = _matches(source, key)
+    walk = _Walk(source, key)
+    files = walk.files()
     if not files:
         known = f"{', '.join(_STDLIB)}, hf:<dataset>, or a path, folder or glob of {', '.join(SUFFIXES)}"
         saw = f"{source!r}, which matches no file (working directory: {Path.cwd()})"
@@ -89,20 +101,49 @@ def resolve(source: str, key: str = "data.source") -> Source:
         elif _HUB_NAME.fullmatch(source) and not os.path.isdir(source.partition("/")[0]):
             fix = f"{fix}; a dataset of the hub of that name is hf:{source}"
         raise DataError(describe("data", [Problem(key, saw, known, fix)]))
-    unknown = [f for f in files if not f.name.endswith(SUFFIXES)]
+    _check_kinds(source, key, files)
+    kind = "tokens" if ending(files[0]) == ".bin" else "text"
+    return Source(source, key, kind, tuple(files), count=walk.count(len(files)))
+
+
+def ending(file: Path | str) -> str:
+    """Return the one of `SUFFIXES` that a file's name ends in, in whatever case it is written; "" if it is none."""
+    name = os.path.basename(file).lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
+def _check_kinds(source: str, key: str, files: list[Path]) -> None:
+    """Refuse files that cannot be read, that are no text beside text, or that hold the same as another."""
+    unknown = [f for f in files if not ending(f)]
     if unknown:
         saw = f"{source!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
-        known = next((suffix for f in files for suffix in SUFFIXES if f.name.endswith(suffix)), ".txt")
+        known = next((suffix for f in files if (suffix := ending(f))), ".txt")
         fix = f"narrow the pattern, as in {str(unknown[0].parent / f'*{known}')!r}"
-        fix = f"decompress them, or {fix}" if unknown[0].name.endswith(_COMPRESSED) else f"{fix}, or rename the files"
+        name = unknown[0].name.lower()
+        if name.endswith(_COMPRESSED):
+            fix = f"decompress them, or {fix}"
+        elif name.endswith(_UNFINISHED):
+            fix = f"end the download, or delete what is left of it; or {fix}"
+        else:
+            fix = f"{fix}, or rename the files"
         raise DataError(describe("data", [Problem(key, saw, "files named " + ", ".join(SUFFIXES), fix)]))
-    tokens = [f for f in files if f.suffix == ".bin"]
+    tokens = [f for f in files if ending(f) == ".bin"]
     if tokens and len(tokens) < len(files):
-        text = next(f for f in files if f.suffix != ".bin")
+        text = next(f for f in files if ending(f) != ".bin")
         saw = f"{source!r}, which matches token files ({tokens[0]}, …) and text ({text}, …)"
         fix = f"give one of them, as in {str(tokens[0].parent / '*.bin')!r}"
         raise DataError(describe("data", [Problem(key, saw, "token files or text, not both", fix)]))
-    return Source(source, key, "tokens" if tokens else "text", tuple(files))
+    if odd := next((f for f in files if os.path.exists(f) and not os.path.isfile(f)), None):
+        saw, fix = f"{source!r}, which matches {odd}, a pipe or a device", "write what comes out of it to a file"
+        raise DataError(describe("data", [Problem(key, saw, "files", fix)]))
+    stems: dict[str, Path] = {}
+    for file in files:
+        if ending(file) in JSON_LINES:
+            other = stems.setdefault(str(file)[: -len(ending(file))], file)
+            if other != file:
+                saw = f"{source!r}, which matches {other} and {file.name}, as if one were made from the other"
+                fix = f"narrow the pattern, as in {str(file.parent / f'*{ending(other)}')!r}, or move one of them away"
+                raise DataError(describe("data", [Problem(key, saw, "the records of each file once", fix)]))
 
 
 def unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
@@ -126,37 +167,105 @@ def _is_held_out(relative_path: str) -> bool:
     return int.from_bytes(digest, "little") % 20 == 0
 
 
-def _matches(source: str, key: str) -> list[Path]:
-    path = os.path.expanduser(source)
-    if os.path.isdir(path):
-        found = [f for f in _glob(_all_below(path), source, key) if f.endswith((*SUFFIXES, *_COMPRESSED))]
-    else:
-        found = [path] if os.path.exists(path) else _glob(path, source, key)
-    # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the suffix.
-    # One to nothing, whose content was never fetched, stays too: it is refused where the file is looked at.
-    files = [f for f in sorted(found) if os.path.isfile(f) or not os.path.exists(f)]
-    folders = {folder: Path(folder).resolve() for folder in set(map(os.path.dirname, files))}
-    return [folders[os.path.dirname(f)] / os.path.basename(f) for f in files]
+class _Walk:
+    """Finds the files of a source; each folder is entered once for a pattern, so that a link upwards ends."""
 
+    def __init__(self, source: str, key: str) -> None:
+        self._source, self._key = source, key
+        self._entered: dict[tuple[int, int, tuple[str, ...]], str] = {}
+        self._again: list[str] = []  # files and folders that another name has led to
+        self._passed: list[str] = []  # files of a folder that have no known ending
 
-def _all_below(folder: str) -> str:
-    return os.path.join(glob.escape(folder), "**", "*")
+    def files(self) -> list[Path]:
+        """Return what the source names, sorted; of a folder that it names or matches, the files below that are read."""
+        path = os.path.expanduser(self._source)
+        found: list[str] = []
+        for match in [path] if os.path.lexists(path) else self._matches(*_parts(path)) if path else []:
+            if not os.path.isdir(match):
+                found.append(match)
+                continue
+            for file in self.below(match):
+                known = ending(file) or file.lower().endswith((*_COMPRESSED, *_UNFINISHED))
+                (found if known else self._passed).append(file)
+        # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the
+        # suffix. One to nothing, whose content was never fetched, stays too: it is refused where the file is looked at.
+        files = self._once(found)
+        folders = {folder: Path(folder).resolve() for folder in set(map(os.path.dirname, files))}
+        return [folders[os.path.dirname(f)] / os.path.basename(f) for f in files]
 
+    def below(self, folder: str) -> Iterator[str]:
+        """Yield the files of a folder, of all that it has."""
+        return (f for f in self._matches(folder, ("**", "*")) if not os.path.isdir(f))
 
-def _glob(pattern: str, source: str, key: str) -> list[str]:
-    """What matches. A folder that cannot be searched is a mistake: glob leaves it out without a word."""
-    above = pattern
-    while glob.has_magic(above):
-        above, name = os.path.split(above)
-        look = os.listdir if glob.has_magic(name) else os.stat
-        for folder in glob.glob(os.path.join(above or os.curdir, ""), recursive=True):
-            if os.path.basename(folder.rstrip(os.sep)) == "lost+found":
-                continue  # the file system's own, at the top of a disk
+    def count(self, n_taken: int) -> str:
+        """Say how many files were taken, passed over and met twice."""
+        said = [f"{n_taken:,} file{'s' * (n_taken != 1)} taken"]
+        if passed := set(self._passed):
+            said.append(f"passed over: {by_ending(passed)}")
+        if again := set(self._again):
+            said.append(f"met twice and taken once: {len(again):,}, as {min(again)}")
+        return "; ".join(said)
+
+    def _once(self, found: Iterable[str]) -> list[str]:
+        """Return each file once, sorted, by the name that is no link where there is one."""
+        taken: dict[tuple[int, int] | str, str] = {}
+        for file in sorted(set(found), key=lambda f: (os.path.islink(f), f)):
             try:
-                look(os.path.join(folder, os.curdir))  # itself, and so that it must be one that may be entered
-            except OSError as e:
-                raise unreadable(source, key, folder, e) from e
-    return glob.glob(pattern, recursive=True)
+                stat = os.stat(file)
+                same = taken.setdefault((stat.st_dev, stat.st_ino), file)
+            except OSError:
+                same = taken.setdefault(file, file)
+            self._again += [file] * (same != file)
+        return sorted(taken.values())
+
+    def _matches(self, folder: str, parts: tuple[str, ...]) -> Iterator[str]:
+        """Yield what a pattern matches below a folder; one that cannot be searched is a mistake of the user's."""
+        if not parts:
+            yield folder
+            return
+        part, rest = parts[0], parts[1:]
+        try:
+            inside = os.path.join(folder, os.curdir)  # itself, and so that it must be one that may be entered
+            stat, entries = os.stat(inside), list[os.DirEntry[str]]()
+            if glob.has_magic(part):
+                with os.scandir(inside) as all_of_it:  # what is no link first: its name is the one to be told
+                    entries = sorted(all_of_it, key=lambda e: (e.is_symlink(), e.name))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as e:
+            raise unreadable(self._source, self._key, folder, e) from e
+        met = self._entered.get((stat.st_dev, stat.st_ino, parts))
+        self._entered[stat.st_dev, stat.st_ino, parts] = met or folder
+        if met is not None:
+            self._again += [folder] * (os.path.normpath(met) != os.path.normpath(folder))
+            return
+        if part == "**":
+            yield from self._matches(folder, rest)
+        elif not entries and not glob.has_magic(part) and os.path.lexists(os.path.join(folder, part)):
+            yield from self._matches(os.path.join(folder, part), rest)
+        for entry in entries:
+            # Not hidden ones, and not the file system's own, at the top of a disk.
+            if entry.name == "lost+found" or (entry.name.startswith(".") and not part.startswith(".")):
+                continue
+            path = os.path.join(folder, entry.name)
+            if part == "**":
+                if entry.is_dir(follow_symlinks=False) or (entry.is_symlink() and os.path.isdir(path)):
+                    yield from self._matches(path, parts)
+            elif fnmatch.fnmatchcase(entry.name, part):
+                yield from self._matches(path, rest)
+
+
+def _parts(pattern: str) -> tuple[str, tuple[str, ...]]:
+    """Split a pattern into the folder where it starts and its parts; of `**` in a row one, `*` behind a last one."""
+    parts = [*pattern.split(os.sep), *["*"] * pattern.endswith("**")]
+    start = os.sep if pattern.startswith(os.sep) else ""
+    return start, tuple(p for p, before in zip(parts, ["", *parts], strict=False) if p != "**" or before != "**")
+
+
+def by_ending(files: Iterable[Path | str]) -> str:
+    """Count files by what their names end in, the most frequent first: `2 .md, 1 Makefile`."""
+    counts = Counter(os.path.splitext(f)[1] or os.path.basename(f) for f in files).most_common()
+    return ", ".join(f"{n:,} {suffix}" for suffix, n in counts)
 
 
 def _resolve_dataset(source: str, key: str) -> Source:
@@ -170,6 +279,6 @@ def _resolve_dataset(source: str, key: str) -> Source:
         saw = f"{source!r}, and there is no folder {path} (working directory: {Path.cwd()})"
         raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
     config, split = [*parts[1:], "", ""][:2]
-    below = sorted(map(Path, _glob(_all_below(path), source, key))) if os.path.isdir(path) else []
-    files = tuple(f.resolve() for f in below if f.is_file() or not f.exists())  # a link to nothing is refused by name
-    return Source(source, key, "dataset", files, (path, config or None, split or "train"))
+    below = _Walk(source, key).below(path) if os.path.isdir(path) else ()
+    files = sorted({Path(f).resolve() for f in below})  # a link to nothing is refused by name
+    return Source(source, key, "dataset", tuple(files), (path, config or None, split or "train"))

@@ -152,6 +152,8 @@ def _train(
         console.warning(text)
     sources = {"data.source": shards} | ({"validation.source": held_out} if held_out else {})
     for key, source in sources.items():
+        if source.files:
+            console.notice(f"{key}: {source.files}")
         for text in add_data(run.receipt, key, source.meta):
             if rank == 0:
                 console.warning(text)
