@@ -1,3 +1,4 @@
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,9 @@ from titanlite.commands.export import run
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Data, Model, Training
 from titanlite.config.write import to_toml
+from titanlite.data.documents import Tally
+from titanlite.data.encode import encode
+from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import load
 from titanlite.errors import CheckpointError
 from titanlite.models.find import build_model
@@ -26,12 +30,18 @@ SIZES = ModelRecipe("", n_layers=2, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128
 
 
 def make_run(
-    folder: Path, architecture: str = "llama3", file: str = "", tokenizer: str = "bytes", fingerprint: str = "bytes"
+    folder: Path,
+    architecture: str = "llama3",
+    file: str = "",
+    tokenizer: str = "bytes",
+    fingerprint: str = "bytes",
+    add_bos_token: bool = False,
 ) -> tuple[RunFolder, dict[str, Tensor]]:
     """A run with checkpoints of the steps 5 and 10, and the weights of the latter."""
     made, model = RunFolder(folder / "run"), Model(name=architecture, file=file)  # type: ignore[arg-type]
     made.path.mkdir()
-    made.record(to_toml(Config(model=model, data=Data(tokenizer=tokenizer), training=Training(seq_len=8))))
+    data = Data(tokenizer=tokenizer, add_bos_token=add_bos_token)
+    made.record(to_toml(Config(model=model, data=data, training=Training(seq_len=8))))
     built = build_model(Model(name="llama3"), SIZES, 8)
     weights = {f"model/{name}": torch.randn(parameter.shape) for name, parameter in built.named_parameters()}
     for step in (5, 10):
@@ -137,12 +147,66 @@ def test_what_stands_beside_the_tokenizer_goes_along(tmp_path: Path) -> None:
     from tokenizers import models
 
     tokenizers.Tokenizer(models.WordLevel({"a": 0, "<stop>": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>", "chat_template": "{{ x }}"}')
     tokenizer = load(str(tmp_path / "tokenizer.json"))
     made, _ = make_run(tmp_path, tokenizer=tokenizer.name, fingerprint=tokenizer.fingerprint)
     run([str(made.path), "--out", str(tmp_path / "out")])
-    assert (tmp_path / "out/tokenizer_config.json").read_text() == '{"eos_token": "<stop>"}'
+    written = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert (written["eos_token"], written["chat_template"]) == ("<stop>", "{{ x }}")
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 1
+
+
+def encoding_otherwise(path: Path, post_processor: str) -> None:
+    """A tokenizer.json of which training leaves something out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: n for n, token in enumerate(["<s>", "</s>", *alphabet, "ab"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")], dropout=0.5))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    special = [("<s>", 0), ("</s>", 1)]
+    if post_processor:
+        tokenizer.post_processor = processors.TemplateProcessing(post_processor, None, special)
+    tokenizer.save(str(path))
+    (path.parent / "tokenizer_config.json").write_text('{"add_bos_token": true, "tokenizer_class": "LlamaTokenizer"}')
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("post_processor", ["", "<s> $A", "<s> $A </s>"])
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_what_is_exported_encodes_as_training_did(tmp_path: Path, post_processor: str, add_bos: bool) -> None:
+    import tokenizers
+
+    (tmp_path / "theirs").mkdir()
+    encoding_otherwise(tmp_path / "theirs/tokenizer.json", post_processor)
+    tokenizer, text = load(str(tmp_path / "theirs/tokenizer.json"), add_bos), "Hello world, abababab"
+    made, _ = make_run(tmp_path, tokenizer=tokenizer.name, fingerprint=tokenizer.fingerprint, add_bos_token=add_bos)
+    run([str(made.path), "--out", str(tmp_path / "out")])
+
+    file = tmp_path / "a.txt"
+    file.write_text(text)
+    tally = Tally(str(file), "data.source", 0)
+    ((encoded,),) = encode(resolve(str(file)), "text", tokenizer, tally)
+    trained = encoded.ids.tolist()
+    assert trained.pop() == tokenizer.separator_id == 1
+    assert (trained[0] == 0) == add_bos
+    assert len(trained) == add_bos + 18  # each "ab" is one token, of " abababab" too
+    exported = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    assert [exported.encode(text).ids for _ in range(3)] == [trained] * 3
+    assert exported.decode(trained).strip() == text
+    assert json.loads((tmp_path / "out/config.json").read_text())["bos_token_id"] == (0 if add_bos else 1)
+    config = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert config["add_bos_token"] == add_bos
+    assert config["add_prefix_space"]
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        assert theirs(text).input_ids == trained
 
 
 def test_of_token_files_the_tokenizer_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.weight_decay import parameter_names
+from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
 from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load
@@ -93,8 +94,14 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
         return checked_run([*given, *flags]).hints
 
     for tokenizer in ("bytes", str(own)):
-        (hint,) = hints("--data.tokenizer", tokenizer)
+        hint = hints("--data.tokenizer", tokenizer)[-1]
         assert f'data.tokenizer = "{tokenizer}" is not {folder / "tokenizer.json"}' in hint
+    (unused,) = hints("--data.tokenizer", str(folder / "tokenizer.json"))
+    assert "its truncation to 4 tokens is switched off, its padding is switched off, its post_processor, " in unused
+    exported = FileTokenizer("", folder / "tokenizer.json").as_used()
+    (folder / "tokenizer.json").write_text(exported)
+    make_tokenizer(own)
+    assert [text[:20] for text in hints("--data.tokenizer", str(own))] == [unused[:20]]
     assert hints("--data.tokenizer", str(folder / "tokenizer.json")) == ()
     (tmp_path / "ids.bin").write_bytes(bytes(10_000))
     assert hints("--data.source", str(tmp_path / "ids.bin")) == ()

@@ -116,6 +116,25 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(
     assert max(pieces) < 1000 + 2 * 256  # a piece with what was left of the block before
 
 
+@pytest.mark.parametrize("flags", [{"lstrip": True, "rstrip": True}, {"single_word": True}, {"normalized": True}])
+def test_the_tokens_of_pieces_are_those_of_the_whole_whatever_is_said_of_added_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool]
+) -> None:
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    file = bpe(tmp_path, "gpt2")
+    made = Tokenizer.from_file(file)
+    made.normalizer = normalizers.Lowercase()
+    made.add_tokens([AddedToken(token, **flags) for token in ("word", "two", "x", "\n\n", "go")])
+    made.save(file)
+    tokenizer, source = load(file), write_as("txt", tmp_path, a_text(50_000))
+    whole = tokens_of(source, tokenizer)
+    in_pieces(monkeypatch)
+    lengths = count_texts(monkeypatch, FileTokenizer)
+    assert tokens_of(source, tokenizer) == whole
+    assert len([n for n in lengths if n > 80]) > 50
+
+
 @pytest.mark.parametrize("gap", ["\n", "\n\n", "\r\n", " "])
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_are_seams_whatever_lies_between_words(

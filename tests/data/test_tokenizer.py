@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from titanlite.config.schema import Data
-from titanlite.data.prepare import prepare
+from titanlite.config.schema import Config, Data
+from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.tokenizer import _panics_raised, load
 from titanlite.errors import DataError
 from titanlite.observe.receipt import Receipt
@@ -59,6 +61,148 @@ def test_a_file_is_used_without_truncation_padding_or_special_words(
     assert plain.decode(ids.tolist(), skip_special_tokens=False) == text
     (short,) = tokenizer.encode_batch(["hello"])
     assert len(short) < 4
+
+
+TEXT = " Hello world, hello there <|endoftext|> abc"
+
+
+def altered(tmp_path: Path, **fields: Any) -> Path:
+    """A tokenizer.json that only encodes, but for these fields; `model__dropout` is one of `model`."""
+    path = make_tokenizer(tmp_path / "tokenizer.json")
+    content = json.loads(path.read_text()) | {"truncation": None, "padding": None, "post_processor": None}
+    for name, value in fields.items():
+        *section, key = name.split("__")
+        (content[section[0]] if section else content)[key] = value
+    path.write_text(json.dumps(content))
+    return path
+
+
+def before_text(*tokens: str, after: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A post_processor that puts tokens around each text."""
+    ids = {token: {"id": token, "ids": [0], "tokens": [token]} for token in (*tokens, *after)}
+    first, last = ([{"SpecialToken": {"id": token, "type_id": 0}} for token in some] for some in (tokens, after))
+    single = [*first, {"Sequence": {"id": "A", "type_id": 0}}, *last]
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": ids}
+
+
+SPECIAL = {"id": 0, "content": "<|endoftext|>", "special": True}
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+PADDING["pad_to_multiple_of"] = None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("truncation", TRUNCATION, "its truncation to 4 tokens is switched off"),
+        ("padding", PADDING, "its padding is switched off"),
+        ("model__dropout", 0.5, "its dropout of 0.5 is switched off"),
+        ("model__dropout", 0.0, ""),
+        (
+            "post_processor",
+            before_text("<|endoftext|>"),
+            r"its post_processor, which adds <\|endoftext\|>, is not used; ",
+        ),
+        ("post_processor", before_text(after=("<|endoftext|>",)), r"its post_processor, which adds <\|endoftext\|>, "),
+        (
+            "post_processor",
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "",
+        ),
+        ("decoder", None, ""),
+        ("model__ignore_merges", True, ""),
+        *[("added_tokens", [SPECIAL | FLAGS | {flag: True}], "") for flag in FLAGS],
+    ],
+)
+def test_what_would_change_the_corpus_is_switched_off_and_told(
+    tmp_path: Path, field: str, value: Any, said: str
+) -> None:
+    plain = load(str(altered(tmp_path)))
+    assert plain.unused == ""
+    (expected,) = plain.encode_batch([TEXT])
+    tokenizer = load(str(altered(tmp_path, **{field: value})))
+    for _ in range(5):
+        (ids,) = tokenizer.encode_batch([TEXT])
+        assert ids.tolist() == expected.tolist()
+    assert (tokenizer.unused == "") == (said == "")
+    assert re.search(said, tokenizer.unused)
+
+
+LOWER, PREFIX = {"type": "Lowercase"}, {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("normalizer", LOWER),
+        ("normalizer", {"type": "Sequence", "normalizers": [LOWER, {"type": "Prepend", "prepend": "a"}]}),
+        ("pre_tokenizer", PREFIX | {"trim_offsets": True}),
+        ("model__end_of_word_suffix", "d"),
+        ("model__unk_token", "<|endoftext|>"),
+        *[
+            (
+                "added_tokens",
+                [SPECIAL | FLAGS, {"id": 300, "content": "world", "special": False} | FLAGS | {flag: True}],
+            )
+            for flag in FLAGS
+        ],
+    ],
+)
+def test_what_else_a_file_says_is_used_as_its_library_does(tmp_path: Path, field: str, value: Any) -> None:
+    from tokenizers import Tokenizer
+
+    path = altered(tmp_path, **{field: value})
+    library, tokenizer = Tokenizer.from_file(str(path)), load(str(path))
+    library.encode_special_tokens = True
+    (ids,) = tokenizer.encode_batch([TEXT])
+    assert ids.tolist() == library.encode(TEXT, add_special_tokens=False).ids
+    assert tokenizer.unused == ""
+
+
+def test_documents_begin_with_the_bos_token_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>", "<s>", "<other>"))
+    plain, begun = load(str(path)), load(str(path), add_bos=True)
+    assert (plain.bos_id, begun.bos_id) == (None, 1)
+    assert plain.fingerprint != begun.fingerprint
+    texts = ["hello", "world " * 300, "there"]  # the second goes through in pieces
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    monkeypatch.setattr("titanlite.data.encode._PIECE_CHARACTERS", 256)
+    data = Data(f"{tmp_path}/a.jsonl", str(path), cache_dir=str(tmp_path / "cache"))
+    without = prepare(data.source, data, 300, progress=False)
+    shards = prepare(data.source, replace(data, add_bos_token=True), 300, progress=False)
+    assert shards.folder != without.folder
+    expected = [id for ids in plain.encode_batch(texts) for id in (1, *ids.tolist(), 0)]
+    assert shards.read(0, shards.tokens).tolist() == expected
+    assert without.read(0, without.tokens).tolist() == [id for id in expected if id != 1]
+    first = replace(data, add_bos_token=True, max_tokens=2)
+    cut = prepare(data.source, first, 300, progress=False)
+    assert cut.tokens == expected.index(0) + 1
+
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<other>"}')
+    assert load(str(path), add_bos=True).bos_id == 2
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "</s>"}')
+    with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*whose bos_token is its eos_token"):
+        load(str(path), add_bos=True)
+
+
+def test_a_bos_token_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false with tokenizer `bytes`"):
+        load("bytes", add_bos=True)
+    path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>",))
+    with pytest.raises(
+        DataError, match=r"begins documents, as data.add_bos_token asks for, one of <\|begin(.|\n)*bos_t"
+    ):
+        load(str(path), add_bos=True)
+    np.arange(9, dtype="<u2").tofile(tmp_path / "a.bin")
+    data = Data(f"{tmp_path}/a.bin", add_bos_token=True, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false for token files such as"):
+        prepare(data.source, data, 300, progress=False)
+    with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false for token files such as"):
+        check_inputs(Config(data=data), 300)
 
 
 def test_vocabulary_is_the_largest_id_and_one(tmp_path: Path) -> None:

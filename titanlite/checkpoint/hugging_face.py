@@ -82,7 +82,8 @@ def export(
             free = shutil.disk_usage(tmp).free
             if free < 1.01 * n_bytes:
                 raise OSError(f"needs {byte_size(n_bytes)}, {byte_size(free)} are free")
-            _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end))
+            begin = {} if tokenizer is None or tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
+            _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end) | begin)
             if tokenizer is not None:
                 _write_tokenizer(tmp, tokenizer, seq_len)
             say(f"verifying {checkpoint}")
@@ -229,21 +230,30 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
     import tokenizers
     from tokenizers import decoders, models
 
+    kind: dict[str, Any] = {}
     if isinstance(tokenizer, FileTokenizer):
-        given = Path(os.path.expanduser(tokenizer.name)).parent
-        shutil.copyfile(os.path.expanduser(tokenizer.name), folder / "tokenizer.json")
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            if (given / name).is_file():
-                shutil.copyfile(given / name, folder / name)
+        given, content = Path(os.path.expanduser(tokenizer.name)).parent, tokenizer.as_used()
+        if (given / "tokenizer_config.json").is_file():
+            kind = json.loads((given / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if (given / "special_tokens_map.json").is_file():
+            shutil.copyfile(given / "special_tokens_map.json", folder / "special_tokens_map.json")
+        if kind.get("eos_token") is None:
+            kind["eos_token"] = tokenizer.token(tokenizer.separator_id)
+        if tokenizer.bos_id is not None:
+            kind["bos_token"] = tokenizer.token(tokenizer.bos_id)
     else:
         each = {f"<0x{byte:02X}>": byte for byte in range(256)}
         whole = tokenizers.Tokenizer(models.BPE(vocab=each, merges=[], byte_fallback=True))
         whole.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        (folder / "tokenizer.json").write_text(whole.to_str(pretty=True), encoding="utf-8")  # save hides OSErrors
-    if not (folder / "tokenizer_config.json").exists():
-        end = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(tokenizer.separator_id)
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": seq_len}
-        _write_json(folder / "tokenizer_config.json", kind)
+        content = whole.to_str(pretty=True)
+        kind["eos_token"] = f"<0x{tokenizer.separator_id:02X}>"
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")  # the library's own writer hides OSErrors
+    # Any other class, and what is left out here, would have transformers take tokenizer.json apart and change it.
+    adds = {"add_bos_token": tokenizer.bos_id is not None, "add_eos_token": False}
+    before = json.loads(content)["pre_tokenizer"] or {}
+    adds |= {key: before[key] for key in ("add_prefix_space",) if key in before}
+    kind = {"model_max_length": seq_len} | kind | {"tokenizer_class": "PreTrainedTokenizerFast"} | adds
+    _write_json(folder / "tokenizer_config.json", kind)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

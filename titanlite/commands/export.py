@@ -63,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
     publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
     sizes = _sizes(checkpoint, state["model"])
-    tokenizer = _tokenizer(given.get("--tokenizer", config.data.tokenizer), state["tokenizer"])
+    name = given.get("--tokenizer", config.data.tokenizer)
+    tokenizer = _tokenizer(name, config.data.add_bos_token, state["tokenizer"])
     export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: _say(f"  {line}"))
     if tokenizer is None:
         _say("  no tokenizer: the run read token files")
@@ -130,12 +131,12 @@ def _sizes(checkpoint: Path, saved: dict[str, Any]) -> ModelRecipe:
     return cast(ModelRecipe, sizes)
 
 
-def _tokenizer(name: str, fingerprint: str) -> Tokenizer | None:
+def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
     """The run's tokenizer, or None if it read token files."""
     if not fingerprint:
         return None
     is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
-    tokenizer = load(name) if is_there else None
+    tokenizer = load(name, add_bos) if is_there else None
     if tokenizer is None or tokenizer.fingerprint != fingerprint:
         saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
         want = f"the tokenizer that the run was trained with; {saw}"

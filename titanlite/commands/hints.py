@@ -6,6 +6,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
@@ -54,11 +55,19 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
         if config.data.tokenizer == "bytes":
             is_same = len(json.loads(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
         else:
-            is_same = Path(config.data.tokenizer).expanduser().read_bytes() == content
+            ours = Path(config.data.tokenizer).expanduser().read_bytes()
+            is_same = ours == content or _of_text(ours) == _of_text(content)
     except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
         is_same = False
     why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
     return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
+
+
+def _of_text(tokenizer: bytes) -> dict[str, Any]:
+    """What a tokenizer.json says of a document's ids: an exported one may differ in the rest."""
+    said = json.loads(tokenizer)
+    said["model"]["dropout"] = None
+    return {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
 def longer_than_trained(config: Config) -> tuple[str, ...]:

@@ -147,6 +147,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     if problems or dimensions is None or inputs is None:
         raise problems.error(ConfigError)
     hints += unaligned_vocabulary(config, dimensions) + trained_on(config, inputs.sources) + unread_environment(config)
+    hints += (inputs.unused,) if inputs.unused else ()
     if config.checkpoint.initial_load_path and not _resumes(config):
         hints += other_tokenizer(config, inputs.sources) + longer_than_trained(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints)

@@ -63,6 +63,8 @@ class Data:
     """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl (also .gz, .zst), .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
     tokenizer: str = "bytes"
     """`bytes` (256 ids, NUL separates documents) or the path of a tokenizer.json."""
+    add_bos_token: bool = False
+    """Begin each document with the tokenizer's token for that, as `<|begin_of_text|>`: the `bos_token` of the tokenizer_config.json beside it. Not for token files."""
     text_key: str = "text"
     """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
     max_tokens: int = 0

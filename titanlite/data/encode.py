@@ -58,7 +58,7 @@ def encode(
     Raises:
         DataError: a file cannot be used, or too many records are bad.
     """
-    is_bad, n_tokens, n_unknown = False, 0, 0  # of the document that a piece is of
+    is_bad, n_tokens, n_unknown = False, 0, 0  # of the document that a piece is of, up to there
     batches = _batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
@@ -71,6 +71,8 @@ def encode(
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
                 is_bad, n_tokens, n_unknown = True, 0, 0
             elif not is_bad:
+                if tokenizer.bos_id is not None and not n_tokens:
+                    ids = np.insert(ids, 0, tokenizer.bos_id)
                 ends = ends or 0 < max_tokens <= tally.n_tokens + n_tokens + len(ids)
                 ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if ends else ids
                 encoded.append(Encoded(ended, ends))

@@ -41,6 +41,7 @@ class Inputs:
     sources: dict[str, Source]
     tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
     shards: dict[str, TokenShards]  # of those that are prepared already
+    unused: str = ""  # of the tokenizer's file, in words
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
@@ -63,9 +64,10 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     """
     found = resolve(source, key)
     _check_cache_is_outside(found, data)
+    _check_used_whole(found, data)
     max_tokens, tokenizer = _max_tokens(found, data), None
     if found.kind != "tokens":
-        tokenizer = load(data.tokenizer)
+        tokenizer = load(data.tokenizer, data.add_bos_token)
         _check_vocabulary(tokenizer, vocab_size)
     dtype = _dtype(found, tokenizer, vocab_size)
     try:
@@ -129,12 +131,13 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
 
     def load_tokenizer() -> None:
         nonlocal tokenizer
-        tokenizer = load(config.data.tokenizer)
+        tokenizer = load(config.data.tokenizer, config.data.add_bos_token)
         if vocab_size is not None:
             _check_vocabulary(tokenizer, vocab_size)
 
     def check_source(key: str, at_least: int | None) -> None:
         source, counted = found[key], None
+        _check_used_whole(source, config.data)
         used = None if source.kind == "tokens" else tokenizer
         # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
@@ -160,7 +163,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError(*problems)
-    return Inputs(found, tokens, shards)
+    return Inputs(found, tokens, shards, tokenizer.unused if tokenizer else "")
 
 
 def check_cache(inputs: Inputs, data: Data) -> None:
@@ -243,13 +246,22 @@ def whole_from_hub(source: Source, data: Data) -> str:
 
 def _max_tokens(source: Source, data: Data) -> int:
     """Tokens at which reading ends; 0: it does not. Held-out text stays the same, however much is trained on."""
-    if source.key != "data.source" or data.max_tokens <= 0:  # less is out of range, and reported
-        return 0
-    if source.kind == "tokens":
-        want = f"0 for token files such as {source.name!r}, which are used whole"
-        problem = Problem("data.max_tokens", str(data.max_tokens), want, "max_tokens = 0, or name fewer files")
-        raise DataError(describe("data", [problem]))
-    return data.max_tokens
+    return max(0, data.max_tokens) if source.key == "data.source" else 0  # less is out of range, and reported
+
+
+def _check_used_whole(source: Source, data: Data) -> None:
+    """Refuse keys that do nothing to token files."""
+    if source.kind != "tokens":
+        return
+    problems: list[Problem] = []
+    such = f"for token files such as {source.name!r}, which are used"
+    if _max_tokens(source, data):
+        fix = "max_tokens = 0, or name fewer files"
+        problems.append(Problem("data.max_tokens", str(data.max_tokens), f"0 {such} whole", fix))
+    if data.add_bos_token:
+        problems.append(Problem("data.add_bos_token", "true", f"false {such} as they are", "add_bos_token = false"))
+    if problems:
+        raise DataError(describe("data", problems))
 
 
 def _is_folder(path: Path, unknown: bool = False) -> bool:

@@ -3,7 +3,9 @@
 `bytes` needs no file and no download: 256 ids, the UTF-8 bytes themselves; NUL, which text does not hold, separates.
 Everything else is a `tokenizer.json` as Hugging Face writes it, read by the `tokenizers` library. Text is text: special
 tokens that occur in it as words are encoded as words, so that a web page about <|endoftext|> does not end a document.
-What the file says of truncation, padding and added special tokens is switched off, as it would change the corpus.
+What else the file says of encoding is used, but for what would change the corpus: truncation, padding, dropout, and the
+tokens that its post_processor adds; `data.add_bos_token` has the one that begins documents. `unused` says so, and
+`as_used` is the file without it.
 """
 
 import hashlib
@@ -22,6 +24,7 @@ from titanlite.errors import DataError, Problem, describe
 
 _LISTED = 10  # special tokens that a message names
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+_BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
 
 class EncodingError(DataError):
@@ -34,8 +37,10 @@ class Tokenizer(Protocol):
     name: str  # as the user wrote it
     vocab_size: int  # largest id + 1
     separator_id: int  # follows every document
+    bos_id: int | None  # precedes every document; None: nothing does
     unknown_id: int | None  # stands for text that there is no token for; None if there is one for all
     fingerprint: str  # equal for equal encodings
+    unused: str  # of its file, and in the user's words; "" if nothing
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents, without separators.
@@ -58,7 +63,9 @@ class ByteTokenizer:
     name = fingerprint = "bytes"
     vocab_size = 256
     separator_id = 0
+    bos_id: int | None = None
     unknown_id: int | None = None
+    unused = ""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents as their UTF-8 bytes, uint8."""
@@ -68,28 +75,94 @@ class ByteTokenizer:
 class FileTokenizer:
     """A tokenizer.json."""
 
-    def __init__(self, name: str, path: Path) -> None:
+    def __init__(self, name: str, path: Path, add_bos: bool = False) -> None:
         import tokenizers
 
         try:
-            content = path.read_bytes()
+            self._content = path.read_bytes()
             with _panics_raised():
-                self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+                self._tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
         except Exception as e:  # the library raises plain Exception
             raise _unusable(name, f"which is no tokenizer: {e}") from e
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = name
         self.vocab_size = max(ids.values(), default=-1) + 1
         special = [str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
-        self.separator_id = _separator(name, path, ids, special)
-        if isinstance(self._tokenizer.model, tokenizers.models.Unigram):  # which does not tell
-            self.unknown_id = json.loads(content)["model"].get("unk_id")
+        ends = "a token that separates documents"
+        self.separator_id = _special_token(name, path, ids, special, "eos_token", SEPARATORS, ends)
+        self.bos_id = None
+        if add_bos:
+            begins = "a token that begins documents, as data.add_bos_token asks for"
+            self.bos_id = _special_token(name, path, ids, special, "bos_token", _BEGINNINGS, begins)
+            if self.bos_id == self.separator_id:
+                want = (
+                    f"false with a tokenizer whose bos_token is its eos_token, as {name!r}: documents follow it anyway"
+                )
+                raise DataError(
+                    describe("data", [Problem("data.add_bos_token", "true", want, "add_bos_token = false")])
+                )
+        model = self._tokenizer.model
+        if isinstance(model, tokenizers.models.Unigram):  # which does not tell
+            self.unknown_id = json.loads(self._content)["model"].get("unk_id")
         else:
-            self.unknown_id = ids.get(self._tokenizer.model.unk_token or "")
-        self.fingerprint = hashlib.blake2b(content + b"%d" % self.separator_id, digest_size=16).hexdigest()
+            self.unknown_id = ids.get(model.unk_token or "")
+        dropout: float | None = getattr(model, "dropout", None)
+        self.unused = self._switch_off(dropout)
+        decides = self._content + b"%d" % self.separator_id
+        decides += b"" if self.bos_id is None else b" after %d" % self.bos_id
+        decides += b" without dropout" if dropout else b""
+        self.fingerprint = hashlib.blake2b(decides, digest_size=16).hexdigest()
+
+    def _switch_off(self, dropout: float | None) -> str:
+        """Let the file encode text and nothing else; say what it would do beside that."""
+        unused: list[str] = []
+        if (truncation := self._tokenizer.truncation) is not None:
+            unused.append(f"its truncation to {truncation['max_length']} tokens is switched off")
+            self._tokenizer.no_truncation()
+        if self._tokenizer.padding is not None:
+            unused.append("its padding is switched off")
+            self._tokenizer.no_padding()
+        if dropout:
+            unused.append(f"its dropout of {dropout:g} is switched off")
+            self._tokenizer.model.dropout = None
+        self._tokenizer.encode_special_tokens = True
+        try:
+            with _panics_raised():
+                whole = self._tokenizer.encode("a")
+        except Exception:  # it has no token for it
+            whole = self._tokenizer.encode("")
+        begin = [] if self.bos_id is None else [self.bos_id]
+        of_text = [n for n, is_added in zip(whole.ids, whole.special_tokens_mask, strict=True) if not is_added]
+        self._is_as_processed = whole.ids == begin + of_text
+        if len(of_text) < len(whole.ids) and not self._is_as_processed:
+            added = [t for t, is_added in zip(whole.tokens, whole.special_tokens_mask, strict=True) if is_added]
+            instead = "" if begin else "; data.add_bos_token = true begins documents with the tokenizer's bos_token"
+            unused.append(f"its post_processor, which adds {' and '.join(added)}, is not used{instead}")
+        self._is_as_written = self._is_as_processed and not unused
+        return ", ".join(unused) and f"data.tokenizer = {self.name!r}: {', '.join(unused)}"
+
+    def token(self, number: int) -> str:
+        """Return the token of an id that it has."""
+        return str(self._tokenizer.id_to_token(number))
+
+    def as_used(self) -> str:
+        """Return a tokenizer.json that encodes a text as a document is encoded here, the separator left out."""
+        if self._is_as_written:
+            return self._content.decode()
+        content: dict[str, Any] = json.loads(self._content) | {"truncation": None, "padding": None}
+        if "dropout" in content["model"]:
+            content["model"]["dropout"] = None
+        if not self._is_as_processed:
+            content["post_processor"] = None if self.bos_id is None else self._begins_with(self.bos_id)
+        return json.dumps(content, ensure_ascii=False, indent=2)
+
+    def _begins_with(self, number: int) -> dict[str, Any]:
+        bos = self.token(number)
+        begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+        text, second = ({"Sequence": {"id": which, "type_id": kind}} for kind, which in enumerate("AB"))
+        known = {bos: {"id": bos, "ids": [number], "tokens": [bos]}}
+        single = [begin, text]
+        return {"type": "TemplateProcessing", "single": single, "pair": [*single, second], "special_tokens": known}
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents on all cores, uint32.
@@ -134,19 +207,23 @@ def _panics_raised() -> Iterator[None]:
                         os.write(2, others)
 
 
-def load(tokenizer: str) -> Tokenizer:
+def load(tokenizer: str, add_bos: bool = False) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
     Args:
         tokenizer: `bytes`, or the path of a tokenizer.json.
+        add_bos: `data.add_bos_token`.
 
     Returns:
         The tokenizer.
 
     Raises:
-        DataError: no such file, it is not a tokenizer, or no token of it separates documents.
+        DataError: no such file, it is not a tokenizer, or no token of it separates documents, or begins them.
     """
     if tokenizer == "bytes":
+        if add_bos:
+            want, fix = "false with tokenizer `bytes`, which has no such token", "false, or name a tokenizer.json"
+            raise DataError(describe("data", [Problem("data.add_bos_token", "true", want, fix)]))
         return ByteTokenizer()
     path = Path(os.path.expanduser(tokenizer))
     if os.path.isfile(path / "tokenizer.json"):
@@ -156,28 +233,30 @@ def load(tokenizer: str) -> Tokenizer:
         if tokenizer.count("/") == 1 and not tokenizer.startswith((".", "/", "~")) and path.suffix != ".json":
             fix += f"; or fetch it: hf download {tokenizer} tokenizer.json tokenizer_config.json --local-dir FOLDER"
         raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", fix)
-    return FileTokenizer(tokenizer, path)
+    return FileTokenizer(tokenizer, path, add_bos)
 
 
-def _separator(name: str, path: Path, ids: dict[str, int], special: list[str]) -> int:
-    """The id of the end-of-text token: the one that tokenizer_config.json names, else the first known one."""
+def _special_token(
+    name: str, path: Path, ids: dict[str, int], special: list[str], key: str, usual: tuple[str, ...], wanted: str
+) -> int:
+    """The id of the token that tokenizer_config.json names under a key, else of the first usual one."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:
-            eos: Any = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+            token: Any = json.loads(config.read_text(encoding="utf-8")).get(key)
         except (ValueError, AttributeError) as e:
             raise _unusable(name, f"beside which {config} is not a JSON object: {e}", "correct that file") from e
-        eos = eos.get("content") if isinstance(eos, dict) else eos
-        if eos is not None:
-            if not isinstance(eos, str) or eos not in ids:
-                saw = f"which has no token {eos!r}, though {config} names it as eos_token"
-                raise _unusable(name, saw, "correct eos_token")
-            return ids[eos]
-    found = [s for s in SEPARATORS if s in ids]
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            if not isinstance(token, str) or token not in ids:
+                saw = f"which has no token {token!r}, though {config} names it as {key}"
+                raise _unusable(name, saw, f"correct {key}")
+            return ids[token]
+    found = [s for s in usual if s in ids]
     if not found:
         saw = f"{name!r}, whose special tokens are {', '.join(special[:_LISTED])}{', …' * (len(special) > _LISTED)}"
-        want = f"a token that separates documents, one of {', '.join(SEPARATORS)}"
-        fix = f'name the token in {config}: {{"eos_token": "…"}}'
+        want = f"{wanted}, one of {', '.join(usual)}"
+        fix = f'name the token in {config}: {{"{key}": "…"}}'
         raise DataError(describe("data", [Problem("data.tokenizer", saw if special else repr(name), want, fix)]))
     return ids[found[0]]
 
