@@ -280,10 +280,10 @@ def test_a_job_at_work_is_foreseen(tmp_path: Path, state: str, age_s: float, is_
     said = json.loads(folder.status.read_text())
     said["updated"] = (datetime.now(UTC) - timedelta(seconds=age_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
     folder.status.write_text(json.dumps(said))
-    told = folder.foresee(Config())
-    assert len(told) == is_told
-    if is_told:
-        assert f"in use by another job (process {os.getpid()} on {socket.gethostname()}, at step 7 " in told[0]
+    told = folder.seems_in_use()
+    assert bool(told) == is_told
+    if told:
+        assert f"in use by another job (process {os.getpid()} on {socket.gethostname()}, at step 7 " in told
     folder.claim(Config())  # the lock decides
     folder.release()
 
@@ -291,7 +291,7 @@ def test_a_job_at_work_is_foreseen(tmp_path: Path, state: str, age_s: float, is_
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"updated": 1}', '{"state": "running", "updated": "2026-01-01"}'])
 def test_a_status_of_another_kind_is_no_job(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
-    assert RunFolder(tmp_path).foresee(Config()) == []
+    assert RunFolder(tmp_path).seems_in_use() is None
 
 
 HOLDER = """

@@ -97,14 +97,26 @@ class RunFolder:
             config: the resolved config.
 
         Returns:
-            Keys that changed since the run was last started, and whether a job seems to be at work.
+            Keys that changed since the run was last started.
 
         Raises:
             ConfigError: as `claim` says.
         """
         with self._access_explained(config):
             require_writable(self.path)
-            return self._check(config) + self._at_work()
+            return self._check(config)
+
+    def seems_in_use(self) -> str | None:
+        """Say so if a job has just said in `status.json` that it is running; else None."""
+        try:
+            said = json.loads(self.status.read_text(encoding="utf-8"))
+            age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
+            if said["state"] != "running" or age_s > _AT_WORK_S:
+                return None
+            job = f"process {said['pid']} on {said['host']}, at step {said['step']} {max(0, age_s):.0f} s ago"
+        except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours
+            return None
+        return f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"
 
     def record(self, config_toml: str, save_list_toml: str | None = None) -> None:
         """Write `config.toml`, and a chosen save-list; call once it is certain that the claimed run trains with them.
@@ -208,18 +220,6 @@ class RunFolder:
         notices = self._compare(config)
         self._check_new(config)
         return notices
-
-    def _at_work(self) -> list[str]:
-        """A line about the job that has just said in `status.json` that it is running, or none."""
-        try:
-            said = json.loads(self.status.read_text(encoding="utf-8"))
-            age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
-            if said["state"] != "running" or age_s > _AT_WORK_S:
-                return []
-            job = f"process {said['pid']} on {said['host']}, at step {said['step']} {max(0, age_s):.0f} s ago"
-        except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours
-            return []
-        return [f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"]
 
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""

@@ -13,8 +13,10 @@ from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.validate import checked_run
+from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
 from titanlite.launcher import Launcher, check_launcher
+from titanlite.parallel.host_memory import lack_of_memory
 from titanlite.run_folder import RunFolder
 
 
@@ -22,24 +24,30 @@ def main() -> None:
     """Check everything, claim the run's folder, train."""
     check_launcher()
     launcher = Launcher()  # now: it may end while the rest is read
-    run = checked_run(sys.argv[1:], world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    run = checked_run(sys.argv[1:], world)
+    if lack := lack_of_memory(run.config, run.dimensions, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(lack)
     if run.config.model.file:  # it may touch CUDA when it is imported: on this process's GPU, not on everybody's first
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
     check_with_torch(run)
-    folder, notices = RunFolder.of(run.config), [*run.hints]
+    folder, notices, warnings = RunFolder.of(run.config), [*run.hints], [*run.warnings]
     if os.environ.get("RANK", "0") == "0":
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
             lack = lack_of_room(folder.checkpoints, run.config, run.dimensions)
-            notices += [lack] if lack else []
+            warnings += [lack] if lack else []
 
     from titanlite.training.train import train  # torch is imported here, not before
 
     watched = launcher if run.config.job.stop_with_launcher else None
-    train(run.config, run.dimensions, run.save_list, run.float8, folder, notices, watched)
+    train(run.config, run.dimensions, run.save_list, run.float8, folder, notices, warnings, watched)
 
 
 if __name__ == "__main__":

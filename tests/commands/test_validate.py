@@ -28,6 +28,7 @@ from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load
 
 CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
+LITTLE = "0.2% of the model's ids can occur"
 WORLDS = {"debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
 
 
@@ -40,7 +41,8 @@ def _where_nothing_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     path = tmp_path / "run.toml"
-    path.write_text('[model]\nflavor = "debug"\n[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 10\n')
+    chosen = 'model.flavor = "debug"\ndata.source = "python_stdlib"\n'
+    path.write_text(f"{chosen}[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 10\n")
     return str(path)
 
 
@@ -50,6 +52,8 @@ def test_every_shipped_config_passes(path: Path) -> None:
         checked = checked_run(["--config", str(path)], world_size=world)
         assert checked.config.job.name == path.stem
         assert checked.hints == ()
+        is_small = checked.dimensions.vocab_size == 256  # the others name their model, and the ids of `bytes`
+        assert [text.partition(":")[2] for text in checked.warnings] == [] if is_small else [LITTLE]
     floats = checked_run(["--config", str(path), "--float8.recipe", "rowwise"], world_size=None)
     assert floats.float8 == load("float8", "rowwise")
 
@@ -66,16 +70,16 @@ def test_validation_on_text_that_is_trained_on(file: str, tmp_path: Path) -> Non
         (tmp_path / f"{name}.txt").write_text("x" * 10_000)
     flags = ["--config", file, "--validation.enable", "--data.source"]
 
-    def hints(source: str, held_out: str, *more: str) -> tuple[str, ...]:
-        return checked_run([*flags, source, "--validation.source", held_out, *more]).hints
+    def warnings(source: str, held_out: str, *more: str) -> tuple[str, ...]:
+        return checked_run([*flags, source, "--validation.source", held_out, *more]).warnings
 
     said = "is part of data.source (2 of its 2 files): it is trained on, and its loss is not that of held-out text"
-    assert hints(f"{tmp_path}", f"{tmp_path}/[bc].txt") == (f'validation.source = "{tmp_path}/[bc].txt" {said}',)
-    (cut,) = hints(f"{tmp_path}", f"{tmp_path}", "--data.max_tokens=9")
+    assert warnings(f"{tmp_path}", f"{tmp_path}/[bc].txt") == (f'validation.source = "{tmp_path}/[bc].txt" {said}',)
+    (cut,) = warnings(f"{tmp_path}", f"{tmp_path}", "--data.max_tokens=9")
     assert "(3 of its 3 files): it is trained on, unless data.max_tokens leaves it out, and its loss" in cut
-    assert hints(f"{tmp_path}/a.txt", f"{tmp_path}/[bc].txt") == ()
-    assert "(the same dataset, config and split)" in hints(f"hf:{tmp_path}", f"hf:{tmp_path}")[0]
-    assert hints(f"hf:{tmp_path}", f"hf:{tmp_path}::test") == ()
+    assert warnings(f"{tmp_path}/a.txt", f"{tmp_path}/[bc].txt") == ()
+    assert "(the same dataset, config and split)" in warnings(f"hf:{tmp_path}", f"hf:{tmp_path}")[0]
+    assert warnings(f"hf:{tmp_path}", f"hf:{tmp_path}::test") == ()
 
 
 def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
@@ -91,7 +95,9 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     given += ["--checkpoint.initial_load_path", str(folder)]
 
     def hints(*flags: str) -> tuple[str, ...]:
-        return checked_run([*given, *flags]).hints
+        checked = checked_run([*given, *flags])
+        others = "not chosen", "ids can occur"
+        return (*checked.hints, *(text for text in checked.warnings if not any(said in text for said in others)))
 
     for tokenizer in ("bytes", str(own)):
         hint = hints("--data.tokenizer", tokenizer)[-1]
@@ -122,6 +128,32 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     assert hints("--job.name", "run") == ()  # it goes on from there
     with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):
         hints("--job.name", "run", "--checkpoint.enable", "false")
+
+
+def test_what_was_not_chosen_and_ids_that_cannot_occur(tmp_path: Path) -> None:
+    def warnings(text: str, *flags: str) -> tuple[str, ...]:
+        (tmp_path / "mine.toml").write_text(text)
+        return checked_run(["--config", str(tmp_path / "mine.toml"), *flags]).warnings
+
+    (tmp_path / "text.txt").write_text("x" * 100_000)
+    left, few = warnings("")
+    assert left.startswith('model.flavor = "8B", data.source = "python_stdlib", data.tokenizer = "bytes": not chosen,')
+    assert few.startswith('data.tokenizer = "bytes" has 256 ids and model.vocab_size is 128,256: 0.2% of the model')
+    chosen = f'model.flavor = "1B"\ndata.source = "{tmp_path}/text.txt"\n'
+    left, few = warnings(chosen)
+    assert left.startswith('data.tokenizer = "bytes": not chosen,')
+    assert LITTLE in few
+    assert LITTLE in warnings(chosen, "--data.tokenizer=bytes")[0]  # chosen, and still not the model's
+    assert warnings(chosen, "--model.vocab_size=256") == ()  # the ids of `bytes` are its own
+    assert warnings(chosen, "--model.vocab_size=284") == ()  # padded
+    assert len(warnings(chosen, "--model.vocab_size=288")) == 2
+    (held_out,) = warnings(chosen, "--model.vocab_size=256", "--validation.enable")
+    assert held_out.startswith('validation.source = "python_stdlib_held_out": not chosen')
+    own = str(make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",)))
+    assert warnings(chosen, "--model.vocab_size=271", "--data.tokenizer", own) == ()
+    assert "ids can occur" in warnings(chosen, "--data.tokenizer", own)[0]
+    (tmp_path / "ids.bin").write_bytes(bytes(100_000))  # which has no use for a tokenizer
+    assert warnings(chosen, f"--data.source={tmp_path}/ids.bin") == ()
 
 
 def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:

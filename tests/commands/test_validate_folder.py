@@ -174,13 +174,13 @@ def test_it_says_of_prepared_text_that_it_is_another(
 ) -> None:
     cache, at = f"--data.cache_dir={tmp_path}/cache", step_folder(folder.checkpoints, 100)
     state(at, corpus="another", tokenizer="bytes")
-    other = "  data.source holds different text than before: this epoch's samples are shuffled anew\n"
+    other = "  warning: data.source holds different text than before: this epoch's samples are shuffled anew\n"
     assert "different" not in validate(capsys, cache)[1]  # nobody knows yet
     assert main(["prepare", *FLAGS, cache]) == 0
     capsys.readouterr()
     assert validate(capsys, cache)[1].count(other) == 1
     state(at, tokenizer="another")
-    assert "  data.tokenizer is a different file than before, so" in validate(capsys, cache)[1]
+    assert "  warning: data.tokenizer is a different file than before, so" in validate(capsys, cache)[1]
     (shards,) = checked_run([*FLAGS, cache, "--validation.enable=false"]).inputs.shards.values()
     state(at, corpus=shards.fingerprint)
     assert "different" not in validate(capsys, cache)[1]

@@ -232,7 +232,7 @@ def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
         assert load(data.tokenizer).unknown_id == 3
         meta = prepare(data.source, data, 4, progress=False).meta
         assert (meta.tokens, meta.n_unknown, meta.n_bad_records) == (8, 2, 1)  # a bad record's do not count
-        (_, warning) = add_data(Receipt(), "data.source", meta)
+        (_, warning) = add_data(Receipt(), "data.source", meta, 256)
         assert warning.endswith("2 tokens (25.00%) stand for text that " + data.tokenizer + " does not know")
     Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "t.json"))
     assert load(str(tmp_path / "t.json")).unknown_id is None

@@ -74,9 +74,17 @@ def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk)
 
 def test_all_bad_records_are_named_if_they_are_few() -> None:
     receipt, meta = Receipt(), Meta("x", "bytes", "uint16", (), "", n_bad_records=1, bad_records=("x:2: no",))
-    (warning,) = training_receipt.add_data(receipt, "data.source", meta)
+    (warning,) = training_receipt.add_data(receipt, "data.source", meta, 256)
     assert warning == "data.source = x: 1 bad record skipped (data.max_bad_records):\n      x:2: no"
     assert receipt.entries[0].skipped == (Skipped("x:2: no", "a bad record"),)
+
+
+def test_token_files_with_few_ids_of_the_model(desk: Desk) -> None:
+    source = desk.folder / "ids.bin"
+    source.write_bytes(bytes(range(200)) * 40)  # as uint16, the largest is 199 · 256 + 198
+    flags = [f"--data.source={source}", "--model.vocab_size=65536", "--job.stop_after=1"]
+    said = f"warning: data.source = {source} has 51,143 ids and model.vocab_size is 65,536: 78.0% of"
+    assert desk.run("few ids", 2, *flags).output.count(said) == 1
 
 
 def test_bad_records_are_counted_and_the_first_ones_named(desk: Desk) -> None:

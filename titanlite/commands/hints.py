@@ -1,4 +1,4 @@
-"""Hints about a config that passed every check: what works, but not as well, or not as was probably meant.
+"""Of a config that passed every check: what works, but not as well (hints), or not as was probably meant (warnings).
 
 `titanlite validate` prints them, and a run says them before its first step.
 """
@@ -8,10 +8,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.build import show
+from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
+from titanlite.data.prepare import Inputs
 from titanlite.data.sources import Source
-from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.tokenizer import ByteTokenizer, few_ids
+
+
+def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[str, ...]:
+    """Say so if many ids of the model can never occur in its text; of token files, that is known when they were read.
+
+    Args:
+        config: the run.
+        inputs: what it reads.
+        vocab_size: of the model.
+
+    Returns:
+        One warning, or none.
+    """
+    if inputs.tokenizer is None or inputs.sources["data.source"].kind == "tokens":
+        return ()
+    n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
+    fix = f"name the model's tokenizer.json in data.tokenizer, or set model.vocab_size = {n_ids}"
+    told = few_ids(n_ids, whose, vocab_size, fix)
+    return (told,) if told else ()
+
+
+def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> tuple[str, ...]:
+    """Name what makes a run the one that is meant, and was left to a default: model, source, tokenizer.
+
+    Args:
+        config: the run.
+        is_own_vocabulary: whether the tokenizer's ids are the model's, as those of `bytes` are of a model of 256.
+        origin: the place of each key that was given.
+
+    Returns:
+        One warning, or none.
+    """
+    chooses = {"model.flavor": config.model.flavor, "data.source": config.data.source}
+    if not is_own_vocabulary:
+        chooses["data.tokenizer"] = config.data.tokenizer
+    if config.validation.enable and config.data.source != Config().data.source:  # that which is held out of it
+        chooses["validation.source"] = config.validation.source
+    left = [f"{key} = {show(value)}" for key, value in chooses.items() if key not in origin.places]
+    return (f"{', '.join(left)}: not chosen, but the default; give what you mean to train",) if left else ()
 
 
 def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:

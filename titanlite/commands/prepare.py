@@ -38,8 +38,9 @@ def run(argv: Sequence[str]) -> int:
     if config.validation.enable:
         sources["validation.source"] = config.validation.source
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    if checked.inputs.unused:
-        console.print(checked.inputs.unused)
+    notices = [f"warning: {text}" for text in checked.warnings] + [checked.inputs.unused]
+    for notice in filter(None, notices):
+        console.print(notice)
     for key, source in sources.items():
         shards = prepare(source, config.data, vocab_size, progress=True, key=key)
         console.print(_summary(shards, _epochs(config, shards.meta) if key == "data.source" else ""))

@@ -16,7 +16,14 @@ from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
-from titanlite.commands.hints import longer_than_trained, other_tokenizer, trained_on, unaligned_vocabulary
+from titanlite.commands.hints import (
+    longer_than_trained,
+    not_chosen,
+    other_tokenizer,
+    other_vocabulary,
+    trained_on,
+    unaligned_vocabulary,
+)
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
@@ -35,6 +42,7 @@ from titanlite.errors import ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, obstacle, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.check_save_list import check_save_list
+from titanlite.parallel.host_memory import lack_of_memory, shows_gpus
 from titanlite.parallel.overrides import check_budget
 from titanlite.run_folder import RunFolder
 
@@ -64,6 +72,7 @@ class CheckedRun:
     origin: Origin
     inputs: Inputs
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
+    warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
 
 
 def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRun:
@@ -146,11 +155,14 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
             attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
     if problems or dimensions is None or inputs is None:
         raise problems.error(ConfigError)
-    hints += unaligned_vocabulary(config, dimensions) + trained_on(config, inputs.sources) + unread_environment(config)
+    hints += unaligned_vocabulary(config, dimensions) + unread_environment(config)
+    few = other_vocabulary(config, inputs, dimensions.vocab_size)
+    warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
     hints += (inputs.unused,) if inputs.unused else ()
     if config.checkpoint.initial_load_path and not _resumes(config):
-        hints += other_tokenizer(config, inputs.sources) + longer_than_trained(config)
-    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints)
+        warnings += other_tokenizer(config, inputs.sources)
+        hints += longer_than_trained(config)
+    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints, warnings)
 
 
 def _resumes(config: Config) -> bool:
@@ -233,38 +245,40 @@ def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
-    found, told, step, samples = list[TitanliteError](), (), None, 0
+    found, step, samples = list[TitanliteError](), None, 0
     try:
         check_cache(checked.inputs, checked.config.data)
     except TitanliteError as error:
         found.append(error)
     try:
-        told, step, samples = _foreseen(checked, given.world)
+        checked, step, samples = _foreseen(checked, given.world)
     except TitanliteError as error:
         found.append(error)
     if found:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
-    checked = replace(checked, hints=(*checked.hints, *told))
     sys.stdout.write(summary(checked, given.file, given.world, step, samples))
     return 0
 
 
-def _foreseen(checked: CheckedRun, world: int | None) -> tuple[Sequence[str], int | None, int]:
-    """What a start would say of the run's folder, the step that it would resume from, and the samples until there."""
+def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int | None, int]:
+    """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
     told, step, samples = folder.foresee(config), None, 0
+    warnings = [folder.seems_in_use()]
+    if not shows_gpus():
+        warnings.append(lack_of_memory(config, checked.dimensions))
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
-        lack = lack_of_room(folder.checkpoints, config, checked.dimensions)
-        told += [lack] if lack else []
+        warnings.append(lack_of_room(folder.checkpoints, config, checked.dimensions))
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
         samples = int(state.get("samples", 0))
         if shards := checked.inputs.shards.get("data.source"):
-            told += [text] if (text := other_text(state, shards.fingerprint, shards.tokenizer)) else []
+            warnings.append(other_text(state, shards.fingerprint, shards.tokenizer))
         told += [idle] if (idle := nothing_to_do(config, step)) else []
-    return told, step, samples
+    hints, warnings = (*checked.hints, *told), (*checked.warnings, *filter(None, warnings))
+    return replace(checked, hints=hints, warnings=warnings), step, samples
 
 
 def summary(checked: CheckedRun, file: str, world: int | None, step: int | None, samples: int = 0) -> str:
@@ -323,8 +337,11 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     }
     ahead = (source for key, source in inputs.sources.items() if key not in inputs.shards)
     long = (whole_from_hub(source, config.data) for source in ahead)  # which a run says when it does it
-    hints = "".join(f"  {hint}\n" for hint in (*checked.hints, *long) if hint)
-    return f"{file}: no problems\n" + hints + "".join(f"  {name:8}  {text}\n" for name, text in rows.items())
+    n = len(checked.warnings)
+    lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]
+    lines += ["  warning: " + text.replace("\n", "\n  ") for text in checked.warnings]
+    lines += [f"  {hint}" for hint in (*checked.hints, *long) if hint]
+    return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
 
 
 def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:

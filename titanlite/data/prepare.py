@@ -41,7 +41,12 @@ class Inputs:
     sources: dict[str, Source]
     tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
     shards: dict[str, TokenShards]  # of those that are prepared already
-    unused: str = ""  # of the tokenizer's file, in words
+    tokenizer: Tokenizer | None  # of text; not loaded where all sources are token files
+
+    @property
+    def unused(self) -> str:
+        """Say what of the tokenizer's file is not used, if anything."""
+        return self.tokenizer.unused if self.tokenizer else ""
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
@@ -163,7 +168,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError(*problems)
-    return Inputs(found, tokens, shards, tokenizer.unused if tokenizer else "")
+    return Inputs(found, tokens, shards, tokenizer)
 
 
 def check_cache(inputs: Inputs, data: Data) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from titanlite.errors import DataError, Problem, describe
 
 _LISTED = 10  # special tokens that a message names
+_LEAST_SHARE = 0.9  # of a vocabulary: of published models, whose tables are padded, tokenizers have 0.99 and more
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
@@ -234,6 +235,24 @@ def load(tokenizer: str, add_bos: bool = False) -> Tokenizer:
             fix += f"; or fetch it: hf download {tokenizer} tokenizer.json tokenizer_config.json --local-dir FOLDER"
         raise _unusable(tokenizer, f"and there is no such file (working directory: {Path.cwd()})", fix)
     return FileTokenizer(tokenizer, path, add_bos)
+
+
+def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
+    """Say so if many of a model's ids can never occur: the vocabulary is not its own.
+
+    Args:
+        n_ids: of the text, as far as one can know: the largest and one.
+        whose: `key = value` of what has them.
+        vocab_size: of the model.
+        fix: what to set instead.
+
+    Returns:
+        A warning, or None.
+    """
+    if n_ids >= _LEAST_SHARE * vocab_size:
+        return None
+    share = f"{n_ids / vocab_size:.1%} of the model's ids can occur"
+    return f"{whose} has {n_ids:,} ids and model.vocab_size is {vocab_size:,}: {share}; {fix}"
 
 
 def _special_token(

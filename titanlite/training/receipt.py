@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.data.shards import Meta
+from titanlite.data.tokenizer import few_ids
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.kernels.lowering import lowered
@@ -30,17 +31,18 @@ from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
 
 
-def add_data(receipt: Receipt, key: str, meta: Meta) -> list[str]:
+def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[str]:
     """Add what a source gave, and what of it is not trained on.
 
     Args:
         receipt: of the run.
         key: "data.source" or "validation.source".
         meta: of its shards.
+        vocab_size: of the model.
 
     Returns:
-        Warnings: of bad records which were skipped, as many named as there are places kept of; and of text that the
-        tokenizer does not know.
+        Warnings: of bad records which were skipped, as many named as there are places kept of; of text that the
+        tokenizer does not know; and of token files with few of the model's ids.
     """
     applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
     if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
@@ -65,6 +67,11 @@ def add_data(receipt: Receipt, key: str, meta: Meta) -> list[str]:
     if meta.n_unknown:
         share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
         warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
+    if not meta.tokenizer:
+        n_ids = 1 + max(shard.max_id for shard in meta.shards)
+        fix = "set model.vocab_size to that of the tokenizer that made the files"
+        if few := few_ids(n_ids, f"{key} = {meta.source}", vocab_size, fix):
+            warnings.append(few)
     return warnings
 
 

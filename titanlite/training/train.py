@@ -54,6 +54,7 @@ def train(
     float8: Float8Recipe | None,
     folder: RunFolder,
     notices: list[str],
+    warnings: list[str],
     launcher: Launcher | None = None,
 ) -> None:
     """Train until the last step, `job.stop_after` or a signal, whichever comes first.
@@ -64,7 +65,8 @@ def train(
         save_list: which activations are kept; None: chosen to keep to `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
         folder: claimed by rank 0.
-        notices: what claiming it had to say.
+        notices: what the checks and claiming it had to say.
+        warnings: what of it the user may want to change.
         launcher: whose end ends the run; None: nobody's.
 
     Raises:
@@ -76,6 +78,8 @@ def train(
         cleanup.callback(console.close)
         for notice in notices:
             console.notice(notice)
+        for warning in warnings:
+            console.warning(warning)
         saved = complete_steps(folder.checkpoints)
         step = saved[-1] if saved else 0
         status = Status(folder.status, step, rank)
@@ -154,7 +158,7 @@ def _train(
     for key, source in sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
-        for text in add_data(run.receipt, key, source.meta):
+        for text in add_data(run.receipt, key, source.meta, sizes.vocab_size):
             if rank == 0:
                 console.warning(text)
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)

@@ -1,0 +1,71 @@
+"""Whether a host without a GPU has the memory that the weights of a run need, known before torch is imported.
+
+It is the least that a run takes: of activations, gathered weights and the interpreter nothing is said. So what is
+refused here would have ended in the allocator, or been killed, after minutes.
+"""
+
+import os
+from pathlib import Path
+
+from titanlite.byte_size import byte_size
+from titanlite.config.architectures import block_of, n_parameters
+from titanlite.config.build import show
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.errors import Problem, Report, describe
+
+_MOMENTS = {"float32": 8, "bfloat16": 4}  # bytes of both, of an element
+_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1 of control groups
+_GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
+
+
+def lack_of_memory(config: Config, sizes: ModelRecipe, world: int = 1, on_host: int | None = None) -> Report | None:
+    """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
+
+    Args:
+        config: checked.
+        sizes: the model's dimensions.
+        world: number of processes.
+        on_host: those of this host; not given: all of them.
+
+    Returns:
+        The refusal of a start, which a host with GPUs need not heed; None if there is enough, or the model's size is
+        not known without its file.
+    """
+    block = block_of(config.model, sizes)
+    if block is None:
+        return None
+    each, replicas = 8 + _MOMENTS[config.optimizer.state_dtype], config.parallelism.data_parallel_replicate_degree
+    on_host = on_host or world
+    need, there = n_parameters(block, sizes) * each * replicas * on_host // world, _memory_of_host()
+    if need <= there:
+        return None
+    want = f"weights, gradients and moments that fit in {byte_size(there, need)}, which it has; in float32"
+    if config.optimizer.state_dtype == "bfloat16":
+        want += ", moments in bfloat16"
+    want += f", they take {byte_size(need)}" + (f" with {on_host} of {world} processes" if on_host != world else "")
+    fix = "train on GPUs, or choose a smaller model (`titanlite recipes model` lists them)"
+    problem = Problem("model.flavor", show(config.model.flavor), want, fix)
+    return describe("this host shows no GPU, and has too little memory for the run", [problem])
+
+
+def shows_gpus() -> bool:
+    """Tell, without torch, whether this host seems to have GPUs that the process may use."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return False
+    return any(any(Path("/dev").glob(device)) for device in _DEVICES)
+
+
+def _memory_of_host() -> int:
+    """Bytes of the machine, or of the control group that this process is confined to."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):  # "" is version 2, which has all of them in one tree
+            continue
+        own = _TREE / controllers / path.lstrip("/")
+        for file in (folder / name for folder in (own, *own.parents) for name in _LIMITS):
+            if file.exists() and (limit := file.read_text().strip()).isdecimal():  # else "max"
+                limits.append(int(limit))
+    return min(limits)
