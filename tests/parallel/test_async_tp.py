@@ -1,5 +1,6 @@
 """The pass on models of DTensors: all collectives of a block are fused, training is the same, strict mode is strict."""
 
+import re
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -291,7 +293,7 @@ def strict_cases() -> None:
         assert f"all_gather_matmul 6×16, 16×12: {reason}" in failed
         assert error(product, kernel, kernel._replace(reason=reason, declared=True)) == ""
     # None fused.
-    assert "no collective: in what was compiled" in error(lambda x, w: x @ w, kernel)
+    assert "no collective: was found in any graph that was compiled" in error(lambda x, w: x @ w, kernel)
     alone = error(lambda x, w: gather(x).relu() @ w, kernel)
     assert "a pair fused" in alone
     assert "all_gather_into_tensor: relu stands between it and mm" in alone
@@ -299,6 +301,43 @@ def strict_cases() -> None:
 
 def test_strict(tmp_path):
     run_ranks(strict_cases, tmp_path, 2)
+
+
+def gathers_outside_of_graphs() -> None:
+    whole = functional.all_gather_single if hasattr(functional, "all_gather_single") else functional.all_gather_tensor
+    # As torch 2.11 does, which does not look into what makes one tensor of what was gathered along another dim than 0.
+    functional._maybe_view_chunk_cat = torch.compiler.disable(functional._maybe_view_chunk_cat)
+    w, kernel = tensor(16, 8), Lowered("all_gather_matmul", "2×4×16, 16×8")
+
+    def product(x: Tensor, dim: int) -> Tensor:
+        return whole(x, dim, group()) @ w
+
+    def products(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        return whole(x, 0, group()) @ w, whole(x, dim, group()) @ w
+
+    for f, dim, fused, found in (
+        (product, 0, 1, ""),
+        (products, 1, 1, "1 of 1 collectives fused"),
+        (product, 1, 0, "no collective: was found in any graph"),
+    ):
+        torch._dynamo.reset()
+        report: list[Pair] = []
+        with torch.no_grad():
+            torch.compile(f, options=fusing(report), dynamic=False)(tensor(2, 4, 16), dim)
+        assert [pair.fused for pair in report] == [True] * fused, report
+        lowered.update([kernel])
+        if not found:
+            check_fused(report)
+            continue
+        with pytest.raises(StrictError) as error:
+            check_fused(report)
+        said, here = str(error.value), rf"{re.escape(__file__)}:\d+, in "
+        assert found in said
+        assert re.search(rf"{whole.__name__}: torch broke off the graph and ran it outside, {here}", said), said
+
+
+def test_a_gather_that_torch_runs_outside_of_its_graphs(tmp_path):
+    run_ranks(gathers_outside_of_graphs, tmp_path, 2)
 
 
 def test_a_graph_from_the_cache_was_compiled_by_this_pass():

@@ -11,8 +11,8 @@ transposes a graph has, up to each matmul, and from there it is known which oper
 dim. What else reads the gathered tensor reads the operator's first result. Results keep shape, dtype and strides.
 
 Nothing is missed in silence: each collective is in the returned table, with the reason if it was left alone. "Fused"
-says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`, and
-`check_fused` looks at both.
+says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`. A collective
+that torch leaves out of its graphs, at a break, is in no table. `check_fused` looks at all three.
 
     report: list[Pair] = []
     model = torch.compile(model, options=fusing(report))
@@ -28,10 +28,12 @@ Reading order: this file, `fuse_gather.py`, `gathered.py`, `fuse_scatter.py`; be
 """
 
 import logging
+import re
 from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
+from torch._dynamo.utils import graph_break_reasons
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
@@ -150,22 +152,43 @@ def check_fused(report: list[Pair]) -> None:
         report: the one that `fusing` was given.
 
     Raises:
-        StrictError: a pair that is missed and not `declared`, an operator without its kernel, or none fused; with the
-            reasons.
+        StrictError: a pair that is missed and not `declared`, an operator of this process without its kernel, a gather
+            or scatter that torch ran outside of this process's graphs, or none fused; with the reasons.
     """
     n_fused, want = sum(pair.fused for pair in report), "every pair fused"
     cases = [(pair.collective, pair.reason) for pair in report if not (pair.fused or pair.declared)]
     cases += [(f"{op} {shapes}", reason) for op, shapes, reason, declared in lowered if reason and not declared]
     if not n_fused:
         want = "a pair fused"
-        cases = [(pair.collective, pair.reason) for pair in report] or [("no collective", "in what was compiled")]
+        nothing = ("no collective", "was found in any graph that was compiled")
+        cases = [(pair.collective, pair.reason) for pair in report] or [nothing]
     elif not lowered:
         cases.append(("no operator", "has run on a GPU; a CPU computes their definitions"))
+    cases += _outside_of_graphs()
     if cases:
         lines = "".join(f"\n          {what}: {why}" for what, why in cases)
         fix = "change what stands in the way; without check_fused the model runs with what was fused"
         problem = Problem("async_tp.check_fused", f"{n_fused} of {len(report)} collectives fused", want + lines, fix)
         raise StrictError(describe("not all that was asked for was applied", [problem]))
+
+
+def _outside_of_graphs() -> list[tuple[str, str]]:
+    """List the gathers and scatters that torch broke off a graph for, to run them by themselves."""
+    cases = []
+    for broken in graph_break_reasons:
+        stack, (why, *_) = broken.user_stack, broken.reason.splitlines()
+        names = [frame.name if frame.filename.startswith(torch.__path__[0]) else "" for frame in stack]
+        names += re.findall(r"\w+", broken.reason)
+        at = next((i for i, name in enumerate(names) if _PAIRED.fullmatch(name)), None)
+        if at is not None:
+            caller = stack[max(0, min(at, len(stack)) - 1)]
+            where = f"{caller.filename}:{caller.lineno}, in {caller.name}"
+            cases.append((names[at], f"torch broke off the graph and ran it outside, {where}: {why}"))
+    return list(dict.fromkeys(cases))
+
+
+_PAIRED = re.compile(r"_?(all_gather|reduce_scatter)(?!_object)\w*")
+"""Names of torch's functions that could be one of a pair."""
 
 
 class _Pass(CustomGraphPass):
