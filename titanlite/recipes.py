@@ -20,6 +20,7 @@ from typing import Any, Literal, cast, overload
 from titanlite.config.architectures import check_keys
 from titanlite.config.build import build, show
 from titanlite.config.check_recipe import check_float8, check_model, check_save_list
+from titanlite.config.config_json import FROM_CHECKPOINT, model_of
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
@@ -109,7 +110,7 @@ def load(
 
 
 def model_dimensions(config: Config, origin: Origin | None = None) -> ModelRecipe:
-    """Return the dimensions of a config's model: its flavor, and over it the keys that `[model]` overrides.
+    """Return the dimensions of a config's model: its flavor's or a folder's, with the overrides of `[model]`.
 
     Args:
         config: the run.
@@ -117,13 +118,17 @@ def model_dimensions(config: Config, origin: Origin | None = None) -> ModelRecip
 
     Raises:
         RecipeError: there is no such flavor, or the architecture lacks a key or makes nothing of one.
+        ConfigError: the flavor is that of a folder, which is none or of another model.
     """
     model = config.model
-    name = Path(model.file).stem if model.file else model.name
-    recipe = load("model", f"{name}-{model.flavor}", config.job.recipe_dirs, origin)
+    name, origin = Path(model.file).stem if model.file else model.name, origin or Origin("config")
+    if model.flavor == FROM_CHECKPOINT:
+        recipe = model_of(config, origin)
+    else:
+        recipe = load("model", f"{name}-{model.flavor}", config.job.recipe_dirs, origin)
     given = {k: v for k, v in dataclasses.asdict(model).items() if v is not None}
     recipe = dataclasses.replace(recipe, **{k: v for k, v in given.items() if k not in ("name", "file", "flavor")})
-    problems = Problems(origin or Origin("config"))
+    problems = Problems(origin)
     check_keys(model, recipe, problems)
     problems.raise_all(RecipeError)
     return recipe

@@ -23,7 +23,7 @@ from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import ARCHITECTURES, n_parameters
-from titanlite.config.hugging_face import check_initial_load_path
+from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
 from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
@@ -181,8 +181,6 @@ def test_weights_that_are_not_the_runs_are_listed_and_buffers_of_older_releases_
     mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 20, 20), "h.1.attn.masked_bias": torch.ones(())}
     save_file(weights | mask, file)
     loaded("gpt2", folder)
-    save_file(weights | {"lm_head.weight": torch.ones(2)}, file)  # tied: the embedding counts
-    loaded("gpt2", folder)
     save_file(weights | {"transformer.wte.weight": weights["transformer.wte.weight"].to(torch.int8)}, file)
     with pytest.raises(CheckpointError, match=r"in the folder = transformer.wte.weight I8\n.*floating-point numbers"):
         loaded("gpt2", folder)
@@ -197,6 +195,57 @@ def test_weights_that_are_not_the_runs_are_listed_and_buffers_of_older_releases_
         assert words in str(caught.value)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="rank 0"):
+        loaded("gpt2", folder)
+
+
+@pytest.mark.parametrize("case", ["qwen3, tied", "gemma3", "gpt2"])
+def test_a_head_that_is_not_the_embedding_is_not_dropped(case: str, tmp_path: Path) -> None:
+    folder = exported(case, in_one_process(case, torch.float32), tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    embedding = next(
+        weight for name, weight in weights.items() if name.endswith((".wte.weight", ".embed_tokens.weight"))
+    )
+    save_file(weights | {"lm_head.weight": embedding.clone()}, file)
+    loaded(case, folder)
+    one_bit = embedding.clone()
+    one_bit.view(torch.int32)[-1, -1] ^= 1
+    for head in (one_bit, torch.ones(2), embedding.bfloat16()):
+        save_file(weights | {"lm_head.weight": head}, file)
+        with pytest.raises(
+            CheckpointError, match=r'lm_head.weight, which is not .*\n.*\n.*"tie_word_embeddings": false in'
+        ):
+            loaded(case, folder)
+
+
+def test_a_head_that_is_not_the_embedding_is_loaded_as_the_message_says(tmp_path: Path) -> None:
+    model = in_one_process("qwen3", torch.float32)
+    folder = exported("qwen3", model, tmp_path)
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight, which is not"):
+        loaded("qwen3, tied", folder)
+    (folder / "config.json").write_text(json.dumps(said | {"tie_word_embeddings": False}))
+    config = Config(
+        model=Model(name="qwen3", flavor="from_checkpoint"), checkpoint=Checkpoint(initial_load_path=str(folder))
+    )
+    assert not recipes.model_dimensions(config).tied_embeddings
+    require_same_weights(loaded("qwen3", folder), model)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    folder = exported("gpt2", in_one_process("gpt2", torch.float32), tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"ln_f.bias": weights["transformer.ln_f.bias"].clone()}, file)
+    with pytest.raises(CheckpointError, match=r"twice in the folder = transformer.ln_f.bias \(ln_f.bias in"):
+        loaded("gpt2", folder)
+    file.unlink()
+    save_file(weights, folder / "a.safetensors")
+    save_file({"transformer.ln_f.bias": weights["transformer.ln_f.bias"] + 1}, folder / "b.safetensors")
+    where = dict.fromkeys(weights, "a.safetensors") | {"transformer.ln_f.bias": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(CheckpointError, match=r"in a.safetensors, transformer.ln_f.bias in b.safetensors\)"):
         loaded("gpt2", folder)
 
 

@@ -27,6 +27,7 @@ from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.store import require_none
+from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json, weight_files
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
@@ -138,15 +139,17 @@ def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[st
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
         base = layout.names["norm"].partition(".")[0]  # a model that was saved without its head does not say it
-        found: dict[str, tuple[Path, str]] = {
-            name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}": (file, name)
-            for file, content in saved.items()
-            for name in content.keys()  # noqa: SIM118  it is no mapping
-            if not _BUFFER.search(name)
-        }
+        places: dict[str, list[tuple[Path, str]]] = {}
+        for file, content in saved.items():
+            for name in content.keys():  # noqa: SIM118  it is no mapping
+                key = name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}"
+                if not _BUFFER.search(name):
+                    places.setdefault(key, []).append((file, name))
+        twice = [f"{key} ({', '.join(f'{n} in {f.name}' for f, n in of)})" for key, of in places.items() if len(of) > 1]
+        require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")
+        found = {key: of[0] for key, of in places.items()}
         shapes = {key: tuple(saved[file].get_slice(name).get_shape()) for key, (file, name) in found.items()}
-        if "output.weight" not in parameters:  # tied to the embedding
-            shapes.pop("lm_head.weight", None)
+        head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)  # None: tied, and left out
         wanted = {
             key: tuple(weight.shape)
             for name, parameter in parameters.items()
@@ -162,6 +165,12 @@ def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[st
             file, name = found[key]
             return saved[file].get_tensor(name).float()
 
+        embedding = layout.names["tok_embeddings"] + ".weight"
+        if head is not None and not read("lm_head.weight").equal(read(embedding)):
+            saw = [f"lm_head.weight, which is not {embedding}"]
+            want = "a head that is the embedding, as tie_word_embeddings = true in config.json says"
+            fix = f'"tie_word_embeddings": false in {folder / "config.json"}, and model.flavor = "{FROM_CHECKPOINT}"'
+            require_none(folder, [("in the folder", saw, want)], f"{fix}; or drop the head from the safetensors")
         bits = 0
         for name, parameter in parameters.items():
             whole = our_weight(layout, model, name, read)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.build import show
+from titanlite.config.config_json_keys import DROPOUT
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
@@ -112,21 +113,31 @@ def _of_text(tokenizer: bytes) -> dict[str, Any]:
     return {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
-def longer_than_trained(config: Config) -> tuple[str, ...]:
-    """Say so if sequences are longer than those that the weights were made for, where positions have no table.
+def other_training(config: Config) -> tuple[str, ...]:
+    """Say what a run does otherwise with weights than they were made for.
 
     Args:
         config: of a run that starts from `checkpoint.initial_load_path`, whose config.json was found to be its model's.
-
-    Returns:
-        One hint, or none.
     """
     said = json.loads((Path(config.checkpoint.initial_load_path).expanduser() / "config.json").read_bytes())
+    return _longer_than_trained(config, said) + _without_dropout(config, said)
+
+
+def _longer_than_trained(config: Config, said: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say so if sequences are longer than those that the weights were made for, where positions have no table."""
     longest, seq_len = said.get("max_position_embeddings"), config.training.seq_len
     if not isinstance(longest, int) or seq_len <= longest:
         return ()
     what = f"{longest}, the max_position_embeddings of the weights of checkpoint.initial_load_path"
     return (f"training.seq_len = {seq_len} is more than {what}: they have yet to learn what is that far apart",)
+
+
+def _without_dropout(config: Config, said: Mapping[str, Any]) -> tuple[str, ...]:
+    """Say so if the weights were made to be trained with dropout, of which titanlite has none."""
+    rates = {key: said.get(key, rate) for key, rate in DROPOUT[config.model.name].items()}
+    asked = ", ".join(f"{key} = {rate}" for key, rate in rates.items() if rate)
+    why = "is left out: titanlite trains without dropout"
+    return (f"{asked} in the config.json of checkpoint.initial_load_path {why}",) if asked else ()
 
 
 def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
@@ -146,4 +157,6 @@ def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     why = f"is not a multiple of {8 * ranks} (16 bytes in bfloat16{each})"
     slow = "on a GPU the head's three matmuls find no aligned kernel and run several times slower"
-    return (f"model.vocab_size = {size} {why}: {slow}; --model.vocab_size {larger} costs less than that",)
+    is_given = bool(config.checkpoint.initial_load_path)  # with the weights, whose rows are so many
+    fix = "" if is_given else f"; --model.vocab_size {larger} costs less than that"
+    return (f"model.vocab_size = {size} {why}: {slow}{fix}",)

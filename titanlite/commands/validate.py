@@ -17,9 +17,9 @@ from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import (
-    longer_than_trained,
     not_chosen,
     other_tokenizer,
+    other_training,
     other_vocabulary,
     trained_on,
     unaligned_vocabulary,
@@ -28,7 +28,7 @@ from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layer
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
-from titanlite.config.hugging_face import check_initial_load_path
+from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
@@ -161,7 +161,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     hints += (inputs.unused,) if inputs.unused else ()
     if config.checkpoint.initial_load_path and not _resumes(config):
         warnings += other_tokenizer(config, inputs.sources)
-        hints += longer_than_trained(config)
+        hints += other_training(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints, warnings)
 
 

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.hugging_face import LAYOUTS, _dimensions_of, check_initial_load_path, config_json, weight_files
-from titanlite.config.problems import Origin
+from titanlite.config.config_json import _meaning, check_initial_load_path, recipe_of
+from titanlite.config.config_json_keys import DROPOUT, LEFT_OUT, WITHOUT_EFFECT
+from titanlite.config.hugging_face import LAYOUTS, config_json, weight_files
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Checkpoint, Config, Model
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
@@ -28,8 +31,173 @@ def make_folder(folder: Path, name: str = "llama3", flavor: str = "8B", **over: 
     return folder
 
 
-def test_every_architecture_has_a_layout() -> None:
-    assert LAYOUTS.keys() == ARCHITECTURES.keys()
+def recipe(folder: Path) -> ModelRecipe:
+    """Of a folder, but for where it is."""
+    problems = Problems(Origin("config"))
+    found = recipe_of(str(folder), problems, "--from")
+    problems.raise_all()
+    assert found is not None
+    return replace(found[1], help="", refs=())
+
+
+def test_every_architecture_has_a_layout_and_its_keys() -> None:
+    assert LAYOUTS.keys() == LEFT_OUT.keys() == WITHOUT_EFFECT.keys() == DROPOUT.keys() == ARCHITECTURES.keys()
+    for name, keys in WITHOUT_EFFECT.items():
+        assert not keys & {*LEFT_OUT[name], *LAYOUTS[name].sizes}, name
+
+
+# Fields of the classes of transformers 5.24, with another value than a published folder has, by what is made of them:
+# another recipe, a refusal, or nothing.
+USED, REFUSED, NOTHING = "used", "refused", "nothing"
+OF_ALL = {
+    NOTHING: {
+        "transformers_version": "4.0", "architectures": ["Other"], "output_hidden_states": True, "return_dict": False,
+        "dtype": "float16", "torch_dtype": "float16", "chunk_size_feed_forward": 2, "id2label": {"0": "a"},
+        "label2id": {"a": 0}, "problem_type": "regression", "initializer_range": 0.5, "use_cache": False,
+        "pad_token_id": 3, "bos_token_id": 3, "eos_token_id": [3, 4], "_name_or_path": "x", "temperature": 0.5,
+    },
+    REFUSED: {
+        "is_encoder_decoder": True, "quantization_config": {"quant_method": "fp8"}, "per_layer_config": {"0": {}},
+        "auto_map": {"AutoModelForCausalLM": "mine.Model"}, "pruned_heads": {"0": [1]}, "add_cross_attention": True,
+        "logit_scale": 0.5, "nobody_knows": 1, "model_type": "mistral",
+    },
+    USED: {"vocab_size": 512},
+}  # fmt: skip
+OF_ROTARY = {
+    USED: {
+        "intermediate_size": 512, "num_key_value_heads": 2, "rms_norm_eps": 0.5, "rope_theta": 5.0,
+    },
+    REFUSED: {
+        "attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+    NOTHING: {"max_position_embeddings": 64, "attention_dropout": 0.5},
+}  # fmt: skip
+OF_ONE = {
+    "llama3": {
+        USED: {"tie_word_embeddings": True, "num_hidden_layers": 3},
+        REFUSED: {
+            "hidden_act": "gelu", "mlp_bias": True, "head_dim": 64, "layer_types": ["sliding_attention"] * 32,
+            "num_attention_heads": 64, "hidden_size": 512,
+        },
+        NOTHING: {"pretraining_tp": 2},
+    },
+    "qwen3": {
+        USED: {"head_dim": 64, "tie_word_embeddings": False, "num_hidden_layers": 3, "hidden_size": 512,
+            "num_attention_heads": 8},
+        REFUSED: {
+            "hidden_act": "gelu",
+            "use_sliding_window": True,
+            "layer_types": ["full_attention"] * 27 + ["sliding_attention"],
+        },
+        NOTHING: {"sliding_window": 8, "max_window_layers": 2, "layer_types": ["full_attention"] * 28},
+    },
+    "gemma3": {
+        USED: {
+            "tie_word_embeddings": False, "sliding_window": 8, "rope_local_base_freq": 5.0, "hidden_size": 512,
+            "num_attention_heads": 8,
+            "layer_types": ["full_attention"] * 26,
+        },
+        REFUSED: {
+            "head_dim": 64, "query_pre_attn_scalar": 128, "hidden_activation": "silu", "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0, "use_bidirectional_attention": True, "sliding_window": None,
+            "layer_types": (["full_attention"] + ["sliding_attention"] * 12) * 2,
+        },
+        NOTHING: {"_sliding_window_pattern": 2, "sliding_window_pattern": 2},  # beside layer_types
+    },
+    "gpt2": {
+        USED: {
+            "n_positions": 64, "n_embd": 1536, "n_layer": 3, "n_head": 6, "n_inner": 512, "layer_norm_epsilon": 0.5,
+            "tie_word_embeddings": False, "max_position_embeddings": 64, "hidden_size": 1536, "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+        },
+        REFUSED: {
+            "activation_function": "relu", "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
+        },
+        NOTHING: {
+            "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5, "summary_type": "last", "summary_use_proj": False,
+            "summary_activation": "tanh", "summary_proj_to_labels": False, "summary_first_dropout": 0.5,
+            "reorder_and_upcast_attn": True, "n_ctx": 64, "n_inner": None,
+        },
+    },
+}  # fmt: skip
+PUBLISHED = ["llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M"]
+
+
+def made_of(folder: Path) -> ModelRecipe | str:
+    try:
+        return recipe(folder)
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_each_field_is_used_or_refused_or_without_effect(size: str, tmp_path: Path) -> None:
+    name, flavor = size.split("-")
+    published = recipe(make_folder(tmp_path, name, flavor))
+    assert published == replace(load("model", size), help="", refs=())
+    content = json.loads((tmp_path / "config.json").read_text())
+    for table in [OF_ALL, OF_ONE[name], *([] if name == "gpt2" else [OF_ROTARY])]:
+        for wanted, keys in table.items():
+            for key, value in keys.items():
+                (tmp_path / "config.json").write_text(json.dumps(content | {key: value}))
+                made = made_of(tmp_path)
+                got = REFUSED if isinstance(made, str) else NOTHING if made == published else USED
+                assert got == wanted, f"{key} = {value}: {made}"
+                assert got != REFUSED or any(
+                    word in str(made) for word in (key, "head_dim =", "query_pre_attn_scalar =")
+                )
+
+
+@pytest.mark.parametrize("value", ["32", -1, 2.5, True, None, [32], {}])
+def test_a_dimension_that_is_no_number_is_told_by_its_name(value: object, tmp_path: Path) -> None:
+    made = made_of(make_folder(tmp_path, "gemma3", "1B", sliding_window=value))
+    assert "want: a config.json with a number above 0 as sliding_window (it says " in str(made)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "rope_parameters": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    )
+    assert "in Hugging Face's layout" in str(made_of(tmp_path))
+
+
+def test_a_key_of_positions_counts_in_each_of_its_forms(tmp_path: Path) -> None:
+    def theta(**over: object) -> float:
+        return recipe(make_folder(tmp_path, "qwen3", "0.6B", **over)).rope_theta
+
+    assert theta(rope_theta=...) == 1e4
+    assert theta(rope_theta=5.0) == 5.0
+    assert theta(rope_theta=5.0, rope_scaling={"rope_type": "default", "rope_theta": 7.0}) == 7.0
+    assert theta(rope_theta=5.0, rope_parameters={"rope_theta": 7.0}) == 7.0
+    assert theta(rope_theta=5.0, rope_parameters={"rope_type": "default"}) == 5.0
+    assert theta(rope_theta=..., rope_parameters={"full_attention": {"rope_theta": 7.0}}) == 7.0
+    # The former key has the word.
+    assert theta(rope_scaling={"rope_theta": 7.0}, rope_parameters={"rope_theta": 9.0}) == 7.0
+    for over in (
+        {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_type": "default"}, "partial_rotary_factor": 0.5},
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {}, "rope_theta": 7.0}},
+    ):
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor|without rope_parameters"):
+            theta(**over)
+    theta(partial_rotary_factor=1.0)
+    with pytest.raises(ConfigError, match="without rope_parameters"):  # Gemma's layers are of two kinds
+        recipe(make_folder(tmp_path, "gemma3", "1B", rope_parameters={"rope_type": "default", "rope_theta": 5.0}))
+
+
+def test_scaling_takes_the_length_that_transformers_takes(tmp_path: Path) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+    def length(own: dict[str, object], **over: object) -> int:
+        found = recipe(make_folder(tmp_path, rope_scaling=scaling | own, max_position_embeddings=4096, **over))
+        assert found.rope_scaling is not None
+        return found.rope_scaling.original_seq_len
+
+    assert length({}) == 4096
+    assert length({"original_max_position_embeddings": 1024}) == 1024
+    assert length({"original_max_position_embeddings": 1024}, original_max_position_embeddings=512) == 512
+    for wrong in ({"beta_fast": 32.0}, {"attention_factor": 2.0}, {"partial_rotary_factor": 0.5}, {"factor": ...}):
+        given = {key: value for key, value in (scaling | wrong).items() if value is not ...}
+        with pytest.raises(ConfigError, match="rope_scaling = None"):
+            recipe(make_folder(tmp_path, rope_scaling=given))
 
 
 @pytest.mark.parametrize("size", ["llama3-1B", "llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M"])
@@ -64,7 +232,7 @@ def test_both_forms_of_two_kinds_of_layers(tmp_path: Path) -> None:
         check(folder(1e6, 1e5), "gemma3", "1B")
 
 
-LEFT_OUT = {
+WITHOUT = {
     "llama3-8B": "rope_theta = 500000.0 (it says 10000.0), rms_norm_eps = 1e-05 (it says 1e-06)",
     "qwen3-0.6B": "rope_theta = 1000000.0 (it says 10000.0), tie_word_embeddings = True (it says False)",
     "gemma3-1B": "sliding_window = 512 (it says 4096)",
@@ -72,19 +240,19 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("size", LEFT_OUT)
+@pytest.mark.parametrize("size", WITHOUT)
 def test_what_a_folder_leaves_out_is_what_transformers_takes(size: str, tmp_path: Path) -> None:
     name, flavor = size.split("-")
     keys = {"rope_theta", "rms_norm_eps", "tie_word_embeddings", "sliding_window", "layer_norm_epsilon", "rope_scaling"}
     folder = make_folder(tmp_path, name, flavor, **dict.fromkeys(keys, ...))
     said = json.loads((folder / "config.json").read_text())
     assert not keys & said.keys()
-    if not LEFT_OUT[size]:
+    if not WITHOUT[size]:
         check(folder, name, flavor)
         return
     with pytest.raises(ConfigError) as caught:
         check(folder, name, flavor)
-    for words in LEFT_OUT[size].split(", "):
+    for words in WITHOUT[size].split(", "):
         assert words in str(caught.value)
 
 
@@ -94,8 +262,8 @@ def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -
     transformers = pytest.importorskip("transformers")
     layout = LAYOUTS[name]
     transformers.AutoConfig.for_model(layout.model_type).to_json_file(tmp_path / "config.json", use_diff=False)
-    theirs = _dimensions_of(tmp_path / "config.json")
-    assert {key: theirs.get(key) for key in layout.unsaid} == layout.unsaid
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert _meaning(name, content) == _meaning(name, {"model_type": layout.model_type})
 
 
 @pytest.mark.parametrize(
@@ -114,7 +282,7 @@ def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -
 )
 def test_what_no_dimension_of_ours_says_is_refused(size: str, key: str, value: object, tmp_path: Path) -> None:
     name, flavor = size.split("-")
-    with pytest.raises(ConfigError, match=rf"of this config's model: {key} = .* \(it says"):
+    with pytest.raises(ConfigError, match=rf"as titanlite computes it, with {key} = .* \(it says"):
         check(make_folder(tmp_path, name, flavor, **{key: value}), name, flavor)
 
 
@@ -137,7 +305,7 @@ def test_every_how_many_layers_attend_to_all_is_said_in_either_form(tmp_path: Pa
     check(folder(layer_types=..., sliding_window_pattern=...), "gemma3", "1B")  # every sixth, as here
     with pytest.raises(ConfigError, match=r"sliding_window_pattern = 6 \(it says 3\)"):
         check(folder(layer_types=..., sliding_window_pattern=3), "gemma3", "1B")
-    with pytest.raises(ConfigError, match=r"layer_types = "):
+    with pytest.raises(ConfigError, match=r"sliding_window_pattern = 6 \(it says 1\)"):
         check(folder(layer_types=["full_attention"] * 26), "gemma3", "1B")
 
 
@@ -153,7 +321,7 @@ def test_all_that_differs_is_said_at_once(tmp_path: Path) -> None:
         "num_hidden_layers = 32 (it says 16)", "tie_word_embeddings = False (it says True)", "rms_norm_eps = 1e-05"
     ):  # fmt: skip
         assert words in str(caught.value)
-    with pytest.raises(ConfigError, match=r"model_type = qwen3 \(it says llama\)"):
+    with pytest.raises(ConfigError, match=r'model.name = "qwen3"\n +want: "llama3".*\n +fix:  name = "llama3"'):
         check(folder, "qwen3")
 
 

@@ -1,0 +1,231 @@
+"""The config.json of a folder whose weights are given: the recipe of its model, and whether it is that of a config.
+
+`config_json_keys.py` decides which keys are used and which are refused. This imports no torch, so that a folder is held
+against a config in no time; the tensors are compared when they are loaded.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.build import build, show
+from titanlite.config.check_recipe import check_model
+from titanlite.config.config_json_keys import ALIASES, LEFT_OUT, WITHOUT_EFFECT
+from titanlite.config.hugging_face import LAYOUTS, layer_types, said, weight_files
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
+from titanlite.config.schema import Config
+
+FROM_CHECKPOINT = "from_checkpoint"  # as model.flavor: the dimensions are those of the folder
+KEY = "checkpoint.initial_load_path"
+
+
+_OTHER = "name another folder: titanlite has no such model"
+
+
+def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelRecipe] | None:
+    """Make the recipe of a folder's model.
+
+    Args:
+        path: the folder.
+        problems: gets what is wrong with it.
+        key: that names it, for messages.
+
+    Returns:
+        The architecture and its dimensions; None if titanlite computes no such model.
+    """
+    file = Path(path).expanduser() / "config.json"
+    try:
+        content = cast(dict[str, Any], json.loads(file.read_bytes()))
+        kind = content.get("model_type")
+        architecture = next((name for name, layout in LAYOUTS.items() if layout.model_type == kind), None)
+        theirs = _meaning(architecture, content) if architecture else {}
+    except _UNREADABLE as error:
+        _add_unreadable(path, error, problems, key)
+        return None
+    if architecture is None:
+        types = ", ".join(layout.model_type for layout in LAYOUTS.values())
+        want = f"a config.json whose model_type is one of {types} (it says {kind})"
+        problems.add(key, show(path), want, "name the folder of such a model: titanlite has no other architectures")
+        return None
+    own, layout = Problems(Origin(str(file))), LAYOUTS[architecture]
+    recipe = build(ModelRecipe, {"help": f"As {file} says.", **_table(architecture, theirs)}, own)
+    if recipe is not None and not own:
+        check_model(recipe, own)
+    if recipe is None or own:
+        wrong = {ours.partition(".")[0] for ours in own.wrong_keys()}
+        names = {**layout.sizes, "head_dim": "head_dim", "rope_scaling": "rope_scaling"}.items()
+        odd = ", ".join(f"{name} (it says {show(theirs[name])})" for name, ours in names if ours in wrong)
+        problems.add(key, show(path), f"a config.json with a number above 0 as {odd}", _OTHER)
+        return None
+    ours = {**LEFT_OUT[architecture], **said(layout, recipe), "layer_types": layer_types(recipe)}
+    wrong = _differences(theirs, ours)
+    unknown = [name for name, value in theirs.items() if name not in ours and value is not None]
+    if wrong:
+        want = f"a {layout.model_type} as titanlite computes it, with {', '.join(wrong)}"
+        problems.add(key, show(path), want, _OTHER)
+    if unknown:
+        want = f"a config.json without {', '.join(unknown)}, which may change the model"
+        fix = f"remove from {file} what {layout.class_name} makes nothing of; or name another folder"
+        problems.add(key, show(path), want, fix)
+    return None if wrong or unknown else (architecture, recipe)
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Say which keys that both have say something else; null, false and nothing are the same."""
+    differ = [name for name, value in theirs.items() if value != ours.get(name, value) and (value or ours[name])]
+    return [f"{name} = {ours[name]} (it says {theirs[name]})" for name in differ]
+
+
+def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says, in one of the forms that transformers has had, with what it leaves out."""
+    left_out, without_effect = LEFT_OUT[architecture], WITHOUT_EFFECT[architecture]
+    theirs = {**left_out, **content}
+    if "rope_theta" in left_out:
+        _unify_rope(theirs, of_two_kinds="rope_local_base_freq" in left_out)
+        theirs["num_key_value_heads"] = theirs["num_key_value_heads"] or theirs["num_attention_heads"]
+        theirs["head_dim"] = theirs["head_dim"] or theirs["hidden_size"] // theirs["num_attention_heads"]
+    else:
+        theirs |= {name: theirs.pop(alias) for alias, name in ALIASES.items() if alias in theirs}
+        theirs["n_inner"] = theirs["n_inner"] or 4 * theirs["n_embd"]
+    if "layer_types" in left_out:
+        every, layers = theirs.pop("sliding_window_pattern", 0), range(1, theirs["num_hidden_layers"] + 1)
+        made = ["sliding_attention" if every and n % every else "full_attention" for n in layers]
+        types = theirs["layer_types"] = theirs["layer_types"] or made
+        if every:
+            theirs["sliding_window_pattern"] = [*types, "full_attention"].index("full_attention") + 1
+    return {key: value for key, value in theirs.items() if key not in without_effect}
+
+
+def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
+    """Say rotary positions, of layers `of_two_kinds` or of all, by `rope_theta` and `rope_scaling`."""
+    both, former = (cast(dict[str, Any], theirs.pop(key, None) or {}) for key in ("rope_parameters", "rope_scaling"))
+    full, local = former or both, dict[str, Any]()
+    if of_two_kinds or ("full_attention" in both and "layer_types" in theirs):
+        kinds = ("full_attention", "sliding_attention")
+        full, local = (cast(dict[str, Any], both.pop(kind, None) or {}) for kind in kinds)
+        full = {**full, **former}
+        theirs |= {"rope_parameters": both} if both else {}  # of no kind of layers
+    beside = theirs.pop("partial_rotary_factor", None), theirs.pop("original_max_position_embeddings", None)
+    scalings = [_scaling(kind, *beside, theirs.get("max_position_embeddings")) for kind in (full, local)]
+    theirs["rope_scaling"] = next(filter(None, scalings), None)
+    theirs["rope_theta"] = full.get("rope_theta", theirs["rope_theta"])
+    if of_two_kinds:
+        theirs["rope_local_base_freq"] = local.get("rope_theta", theirs["rope_local_base_freq"])
+
+
+def _scaling(said: Mapping[str, Any], part: float | None, length: int | None, longest: object) -> dict[str, Any] | None:
+    """How rotary positions are scaled; None if they are not."""
+    kind, part = said.get("rope_type", said.get("type", "default")), said.get("partial_rotary_factor", part)
+    scaling = {"rope_type": kind}
+    if kind != "default":  # which makes nothing of other keys
+        scaling |= {key: value for key, value in said.items() if key not in ("type", "rope_theta")}
+    if kind == "llama3":
+        scaling["original_max_position_embeddings"] = length or said.get("original_max_position_embeddings", longest)
+    if part in (None, 1):
+        scaling.pop("partial_rotary_factor", None)
+    else:
+        scaling["partial_rotary_factor"] = part
+    return None if scaling == {"rope_type": "default"} else scaling
+
+
+def _table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a recipe that a config.json says."""
+    table = {ours: theirs[name] for name, ours in LAYOUTS[architecture].sizes.items()}
+    table.setdefault("n_kv_heads", table["n_heads"])
+    table.pop("head_width", None)
+    may_have = ARCHITECTURES[architecture].may_have
+    if "head_dim" in may_have:
+        table["head_dim"] = theirs["head_dim"]
+    if "rope_scaling" in may_have and (scaling := theirs["rope_scaling"]):
+        names = {"original_seq_len": "original_max_position_embeddings"}
+        keys = {field.name: names.get(field.name, field.name) for field in fields(RopeScaling)}
+        if {*scaling} == {"rope_type", *keys.values()}:  # any other is no scaling of ours
+            table["rope_scaling"] = {ours: scaling[name] for ours, name in keys.items()}
+    return table
+
+
+def model_of(config: Config, origin: Origin) -> ModelRecipe:
+    """Make the recipe of the model whose weights a run is to start from.
+
+    Args:
+        config: its `model.flavor` is `from_checkpoint`.
+        origin: where each key was given.
+
+    Raises:
+        ConfigError: no folder is given, or it is of another model.
+    """
+    path, problems = config.checkpoint.initial_load_path, Problems(origin)
+    if not path:
+        want = f"{KEY} as well: the folder whose config.json has the dimensions"
+        problems.add("model.flavor", show(FROM_CHECKPOINT), want, f'{KEY} = "FOLDER"')
+    found = _of_config(config, path, problems) if path else None
+    problems.raise_all()
+    return cast(ModelRecipe, found)
+
+
+def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) -> None:
+    """Hold the folder whose weights a run is to start from against the config.
+
+    Args:
+        config: its `checkpoint.initial_load_path` is given.
+        sizes: the model's dimensions.
+        origin: where each key was given.
+
+    Raises:
+        ConfigError: it is no such folder, or of another model; all that differs is listed.
+    """
+    path, problems = config.checkpoint.initial_load_path, Problems(origin)
+    recipe = _of_config(config, path, problems)
+    problems.raise_all()
+    layout = LAYOUTS[config.model.name]
+    theirs = said(layout, cast(ModelRecipe, recipe))
+    theirs.pop("layer_types", None)  # follows from the rest
+    if differ := _differences(theirs, said(layout, sizes)):
+        want = f"a config.json of this config's model: {', '.join(differ)}"
+        fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
+        problems.add(KEY, show(path), want, fix)
+    try:
+        if missing := [file.name for file in weight_files(Path(path).expanduser()) if not file.is_file()]:
+            want = f"{', '.join(missing)} in it"
+            problems.add(KEY, show(path), want, "fetch the folder again, with its safetensors")
+    except _UNREADABLE as error:
+        _add_unreadable(path, error, problems, KEY)
+    problems.raise_all()
+
+
+def _of_config(config: Config, path: str, problems: Problems) -> ModelRecipe | None:
+    """The recipe of a folder's model, if it is of the architecture of a config."""
+    if config.model.file:
+        want = "a shipped architecture: what the weights of others are called there is not known"
+        problems.add("model.file", show(config.model.file), want, f"remove it, or {KEY}")
+        return None
+    if (found := recipe_of(path, problems, KEY)) is None:
+        return None
+    architecture, recipe = found
+    if architecture == config.model.name:
+        return recipe
+    want = f'"{architecture}": the weights of {KEY} are of one'
+    problems.add(
+        "model.name", show(config.model.name), want, f'name = "{architecture}", with flavor = "{FROM_CHECKPOINT}"'
+    )
+    return None
+
+
+_UNREADABLE = (OSError, ArithmeticError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
+
+
+def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -> None:
+    """Add that a path is of no folder in Hugging Face's layout, and what was probably meant."""
+    folder = Path(path).expanduser()
+    want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
+    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.is_dir()
+    fix = f"correct the path{f'; or fetch it: hf download {path} --local-dir FOLDER' if is_name else ''}"
+    above = [folder, *folder.parents][:3]  # of a run, of its checkpoints, or one of these
+    run = next((f for f in above if (f / "checkpoints").is_dir() and (f / "status.json").exists()), None)
+    if folder.is_dir() and run is not None:
+        fix = f"export the run first, and name what is written: titanlite export {run}"
+    problems.add(key, show(path), want, fix)
