@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Meta, ShardWriter, TokenShards, sample_count
 from titanlite.data.sources import resolve
-from titanlite.data.token_files import scan
+from titanlite.data.token_files import scan, token_dtype
 from titanlite.errors import DataError
 
 
@@ -207,7 +208,7 @@ def test_folders_of_different_types_are_refused(tmp_path: Path) -> None:
     assert open_files(tmp_path, 1000, source="*/*.bin").tokens == 200
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"dtype": "float32"}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"dtype": 16}'])
 def test_a_meta_json_that_is_somebody_elses_is_left_alone(tmp_path: Path, content: str) -> None:
     (tmp_path / "in").mkdir()
     np.arange(100, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
@@ -216,14 +217,14 @@ def test_a_meta_json_that_is_somebody_elses_is_left_alone(tmp_path: Path, conten
 
 
 def test_a_file_is_looked_through_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.data.token_files._CHUNK_BYTES", 100)
+    monkeypatch.setattr("titanlite.data.token_files._CHUNK_BYTES", 80)
     ids = np.tile([1, 0], 60)  # as 32-bit ids would look
     ids[[7, 62]] = 9
     ids.astype("<u2").tofile(tmp_path / "a.bin")
     source, done = resolve(f"{tmp_path}/a.bin"), list[int]()
     (shard,) = scan(source, "uint16", done.append).shards
     assert (shard.tokens, shard.max_id, shard.max_at) == (120, 9, 7)
-    assert done == [100, 200, 240]
+    assert done == [80, 160, 240]
     (tmp_path / "a.bin").unlink()
     with pytest.raises(DataError, match=r"data.source = .*a\.bin: .*No such file"):
         scan(source, "uint16", done.append)
@@ -256,7 +257,9 @@ def test_ids_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
 def test_ids_of_the_other_width_are_found_out(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     np.arange(1, 101, dtype="<u4").tofile(tmp_path / "in" / "a.bin")
-    with pytest.raises(DataError, match=r"every second id of .*is 0, as if it held uint32"):
+    with pytest.raises(
+        DataError, match=r"a\.bin holds uint32, (.|\n)*fix:  put {\"dtype\": \"uint32\"} in .*/in/meta.json"
+    ):
         open_files(tmp_path, 256)
     (tmp_path / "in" / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
     assert open_files(tmp_path, 256).read(98, 2).tolist() == [99, 100]
@@ -267,3 +270,159 @@ def test_ids_of_the_other_width_are_found_out(tmp_path: Path) -> None:
     np.arange(1, 101, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
     with pytest.raises(DataError, match=r"if it holds uint16, put"):
         open_files(tmp_path, 70_000)
+
+
+def text_ids(n: int, vocab_size: int) -> np.ndarray:
+    """Ids as frequent as those of text: most are small, the largest is there."""
+    ids = np.minimum(np.random.default_rng(0).zipf(1.2, n), vocab_size) - 1
+    ids[n // 2] = vocab_size - 1
+    return ids
+
+
+WRITTEN = {  # what people write: numpy's code, and how it is called
+    "<i8": "int64",
+    "<u8": "int64",
+    ">i8": "big-endian int64",
+    "<i4": "uint32",
+    ">u4": "big-endian uint32",
+    ">u2": "big-endian uint16",
+    "u1": "text, or ids of one byte",
+}
+
+
+@pytest.mark.parametrize("code", WRITTEN)
+@pytest.mark.parametrize("vocab_size", [256, 300, 50257, 128_256])
+def test_ids_of_every_type_are_read_right_or_refused_by_name(code: str, vocab_size: int, tmp_path: Path) -> None:
+    """Under the rule of the vocabulary and under the other one; numpy's default, int64, is the commonest."""
+    (tmp_path / "in").mkdir()
+    ids, file, meta = text_ids(20_001, vocab_size), tmp_path / "in" / "a.bin", tmp_path / "in" / "meta.json"
+    ids = ids[ids < {"u1": 245, ">u2": 60_000}.get(code, vocab_size)]  # of UTF-8
+    ids.astype(code).tofile(file)
+    for stated in (None, "uint16", "uint32"):
+        if stated:
+            meta.write_text(json.dumps({"dtype": stated}))
+        read_as = stated or ("uint32" if vocab_size > 1 << 16 else "uint16")
+        if (code, read_as) == ("<i4", "uint32"):
+            assert np.array_equal(open_files(tmp_path, vocab_size).read(0, len(ids)), ids)
+            continue
+        with pytest.raises(DataError) as e:
+            open_files(tmp_path, vocab_size)
+        assert f"a.bin holds {WRITTEN[code]}, as its bytes show\n" in str(e.value)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 10, 256, 257, 300, 1000, 32_000, 50_257, 62_000, 1 << 16, 128_256])
+@pytest.mark.parametrize("n", [1, 63, 64, 100, 5000, 300_000])
+def test_ids_of_the_right_type_are_never_refused(n: int, vocab_size: int, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    dtype = "<u4" if vocab_size > 1 << 16 else "<u2"
+    made = np.random.default_rng(n).integers(0, vocab_size, n), text_ids(n, vocab_size), np.arange(n) % vocab_size
+    for i, ids in enumerate(made):
+        ids.astype(dtype).tofile(tmp_path / "in" / f"{i}.bin")
+    padded = np.zeros(20_000, dtype)
+    padded[::4000] = 1  # short documents, each padded to a row
+    padded.tofile(tmp_path / "in" / "padded.bin")
+    made = *made, padded
+    assert np.array_equal(open_files(tmp_path, vocab_size).read(0, 3 * n + 20_000), np.concatenate(made))
+
+
+def test_the_conversion_that_a_refusal_names_makes_it_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = text_ids(20_000, 50_257)
+    for how in ("<i8", ">i8", ">u2", "npy", "llm.c"):
+        with open("a.bin", "wb") as file:
+            if how == "npy":
+                np.save(file, ids.astype(np.uint16))
+            elif how == "llm.c":
+                header = np.zeros(256, np.int32)
+                header[:3] = 20240520, 1, len(ids)
+                file.write(header.tobytes() + ids.astype("<u2").tobytes())
+            else:
+                ids.astype(how).tofile(file)
+        Path("meta.json").unlink(missing_ok=True)
+        with pytest.raises(DataError) as e:
+            prepare("a.bin", Data(cache_dir="cache"), 1 << 16, progress=False)
+        fix = str(e.value).partition("fix:  ")[2]
+        code, _, state = fix.partition(": ")[2].partition(", and put ")
+        eval(code, {"np": np})
+        if state:
+            Path("meta.json").write_text(state.partition(" in ")[0])
+        shards = prepare("ids.bin", Data(cache_dir="cache"), 1 << 16, progress=False)
+        assert np.array_equal(shards.read(0, shards.tokens), ids)
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        (b"\x93NUMPY\x01\x00", "numpy's header"),
+        (np.array([20240520, 1, 9], "<i4").tobytes(), "llm.c's header"),
+        (np.array([20240801, 7, 9], "<i4").tobytes(), "llm.c's header"),
+        (b"LITPKDS\x01", "lit-gpt's header"),
+        (b"MMIDIDX\x00\x00\x01", "Megatron's index"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"\x1f\x8b\x08\x00", "gzip"),
+        (b"\x28\xb5\x2f\xfd", "zstd"),
+    ],
+)
+def test_headers_are_no_ids(head: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.bin").write_bytes(head + bytes(1200 - len(head)))
+    with pytest.raises(DataError, match=f"a.bin begins with {said}(.|\n)*want: uint16 ids, no header"):
+        token_dtype(resolve(f"{tmp_path}/in"), 1 << 16)  # before the files are read
+
+
+def megatron(file: Path, ids: np.ndarray, code: int, dtype: str) -> None:
+    ids.astype(dtype).tofile(file)
+    lengths = np.array([len(ids) - 10, 10], "<i4")
+    places = np.array([0, (len(ids) - 10) * np.dtype(dtype).itemsize], "<i8")
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, 2, 3)
+    file.with_suffix(".idx").write_bytes(head + lengths.tobytes() + places.tobytes() + bytes(24))
+
+
+def test_an_index_of_megatron_states_the_type(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    file, ids = tmp_path / "in" / "a_text_document.bin", text_ids(400, 1000)
+    for code, dtype in ((4, "<i4"), (8, "<u2")):
+        megatron(file, ids, code, dtype)
+        for vocab_size in (1000, 100_000):
+            assert np.array_equal(open_files(tmp_path, vocab_size, "in").read(0, 400), ids)
+    for code, dtype, name in ((5, "<i8", "i8"), (7, "<f4", "f4"), (1, "u1", "u1"), (99, "<i4", "type 99")):
+        megatron(file, ids % 200, code, dtype)
+        with pytest.raises(DataError, match=rf"a_text_document\.idx states '{name}'\n.*want: ids of 16 or 32 bits"):
+            open_files(tmp_path, 1000)
+    megatron(file, ids, 4, "<i4")
+    os.truncate(file, 800)
+    with pytest.raises(
+        DataError, match=r"bin has 800 bytes\n.*want: 1600 bytes, as a_text_document\.idx beside it says"
+    ):
+        open_files(tmp_path, 1000)
+    megatron(file, ids, 4, "<i4")
+    (tmp_path / "in" / "meta.json").write_text('{"dtype": "uint16"}')
+    with pytest.raises(DataError, match=r"uint32 for .*, uint16 for (.|\n)*want: one type of ids"):
+        open_files(tmp_path, 1000)
+    file.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0")
+    with pytest.raises(DataError, match=r"want: an index that can be read"):
+        open_files(tmp_path, 1000)
+
+
+@pytest.mark.parametrize("stated", ["int64", "<u8", ">u2", "uint8", "float32", "torch.int64", "i4,i4", "("])
+def test_a_type_that_is_stated_and_cannot_be_read_is_refused(stated: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    np.arange(100, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
+    meta = tmp_path / "in" / "meta.json"
+    meta.write_text(json.dumps({"dtype": stated}))
+    with pytest.raises(DataError) as e:
+        open_files(tmp_path, 256)
+    assert f"{meta} states {stated!r}\n" in str(e.value)
+    meta.write_text(json.dumps({"dtype": "<i2"}))  # without a sign as with one
+    assert open_files(tmp_path, 256).tokens == 100
+
+
+def test_negative_ids_are_shown_with_their_sign(tmp_path: Path) -> None:
+    """Of those who mark what is not trained on; whoever counts from 0 would look for a tokenizer of 2^32 ids."""
+    (tmp_path / "in").mkdir()
+    ids = np.arange(100) % 50
+    ids[7] = -100
+    for dtype, vocab_size, seen in (("<i4", 100_000, 4294967196), ("<i2", 1000, 65436)):
+        ids.astype(dtype).tofile(tmp_path / "in" / "a.bin")
+        with pytest.raises(DataError, match=rf"id {seen} \(-100 as int{8 * np.dtype(dtype).itemsize}\) at token 7 of"):
+            open_files(tmp_path, vocab_size)

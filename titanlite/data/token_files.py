@@ -1,12 +1,14 @@
 """Token files that somebody else made: flat ids, little-endian uint16 or uint32, without a header.
 
 Such a file does not say what it is, and read as the wrong type it is a corpus of nonsense that trains without an
-error. The rule: uint32 if `model.vocab_size` exceeds 65,536, else uint16, unless a `meta.json` in the file's folder has
-a "dtype" (titanlite's own shards do). The first use reads every file once: an id that the model has no row for is an
-error, and so are 32-bit ids under a 16-bit rule, which show as a zero in every second place.
+error. The rule: uint32 if `model.vocab_size` exceeds 65,536, else uint16, unless something beside the file states a
+type: a `meta.json` with a "dtype", as titanlite's own shards have, or Megatron's .idx of the same name. A header and
+bytes that show another type are errors: ids are small numbers, so the bytes that stay zero tell width and order. The
+first use reads every file once, as an id that the model has no row for is an error, too.
 """
 
 import json
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,20 @@ from titanlite.data.sources import Source
 from titanlite.errors import DataError, Problem, describe
 
 _CHUNK_BYTES = 1 << 24
+_HEAD_BYTES = 1 << 15  # of a chunk, that are looked at for the type of its ids
+_LEAST_BYTES, _ENOUGH_BYTES = 128, 1 << 13  # that show a type by which of them are zero; by how often each value occurs
+_HEADERS = (  # by what a file begins with; and what reads the ids behind it
+    (b"\x93NUMPY", "numpy's header", "np.load({file!r})"),
+    (struct.pack("<2i", 20240520, 1), "llm.c's header", "np.fromfile({file!r}, '<u2', offset=1024)"),
+    (struct.pack("<2i", 20240801, 7), "llm.c's header", "np.fromfile({file!r}, '<u4', offset=1024)"),
+    (b"LITPKDS", "lit-gpt's header", ""),
+    (b"MMIDIDX", "Megatron's index, not its ids", ""),
+    (b"PK\3\4", "a zip archive, as torch.save writes one", ""),
+    (b"\x1f\x8b\x08", "gzip", ""),
+    (b"\x28\xb5\x2f\xfd", "zstd", ""),
+)
+_MEGATRON = "<9sQBQQ"  # its index: magic, version, type, sequences, documents; int32 lengths; int64 places, in bytes
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 
 
 def token_dtype(source: Source, vocab_size: int) -> str:
@@ -30,24 +46,37 @@ def token_dtype(source: Source, vocab_size: int) -> str:
         "uint16" or "uint32".
 
     Raises:
-        DataError: folders disagree, or a file's size is not a whole number of ids.
+        DataError: what stands beside the files states another type, or several; a file has a header, shows another
+            type at its beginning, or has a size that is no whole number of ids.
     """
     rule = "uint32" if vocab_size > 1 << 16 else "uint16"
-    dtypes = {folder: _stated_dtype(folder) or rule for folder in dict.fromkeys(f.parent for f in source.files)}
-    if len(set(dtypes.values())) > 1:
-        seen = ", ".join(f"{d} in {f}" for f, d in dtypes.items())
-        problem = Problem(source.key, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
-        raise DataError(describe("data", [problem]))
-    dtype = next(iter(dtypes.values()))
+    sizes = {Path(file): n_bytes for file, n_bytes, _ in source.stamps()}
+    folders = {folder: _of_meta(folder / "meta.json", source) for folder in dict.fromkeys(f.parent for f in sizes)}
+    dtypes: dict[str, Path] = {}
+    for file, n_bytes in sizes.items():
+        stated = [dtype for dtype in (_of_index(file, n_bytes, source), folders[file.parent]) if dtype]
+        dtypes |= {dtype: dtypes.get(dtype, file) for dtype in stated or [rule]}
+    if len(dtypes) > 1:
+        seen = ", ".join(f"{dtype} for {file}" for dtype, file in dtypes.items())
+        raise _refused(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
+    dtype = next(iter(dtypes))
     item = np.dtype(dtype).itemsize
-    odd = [(f, n) for f, n, _ in source.stamps() if n % item]
+    for file in source.files:
+        head = next(_chunks(file, source, _HEAD_BYTES), b"")
+        for magic, what, read in _HEADERS:
+            if head.startswith(magic):
+                how = f": {read.format(file=str(file))}.astype('{_code(dtype)}').tofile('ids.bin')" if read else ""
+                fix = f"write the ids alone{how}"
+                raise _refused(source, f"{source.name!r}: {file} begins with {what}", f"{dtype} ids, no header", fix)
+        _check_type(source, file, dtype, head)
+    odd = [(f, n) for f, n in sizes.items() if n % item]
     if odd:
         seen = "\n      ".join(f"{f} has {n} bytes" for f, n in odd[:10])
         want = f"{dtype} ids ({item} bytes each) for model.vocab_size = {vocab_size}"
         fix = "write the files again"
         if dtype == "uint32":
             fix += '; if they hold uint16, put {"dtype": "uint16"} in a meta.json beside them'
-        raise DataError(describe("data", [Problem(source.key, f"{source.name!r}:\n      {seen}", want, fix)]))
+        raise _refused(source, f"{source.name!r}:\n      {seen}", want, fix)
     return dtype
 
 
@@ -63,24 +92,21 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
         What meta.json of these files is to say; the files stay where they are.
 
     Raises:
-        DataError: what is said to be uint16 is uint32, or a file cannot be read.
+        DataError: a file shows another type, or cannot be read.
     """
     digest, n_bytes, shards = token_hash(dtype), 0, list[Shard]()
     for file in source.files:
-        tokens, max_id, max_at, wide = 0, -1, 0, dtype == "uint16"
-        for ids in _chunks(file, dtype, source):
+        tokens, max_id, max_at = 0, -1, 0
+        for chunk in _chunks(file, source, _CHUNK_BYTES):
+            ids = np.frombuffer(chunk, _code(dtype))
+            _check_type(source, file, dtype, chunk[:_HEAD_BYTES])
             digest.update(ids.data)
             top = int(ids.argmax())
             if ids[top] > max_id:
                 max_id, max_at = int(ids[top]), tokens + top
-            wide = wide and not ids[1::2].any()
             tokens += len(ids)
             n_bytes += ids.nbytes
             report(n_bytes)
-        if wide and tokens >= 64 and max_id > 0:
-            saw = f"{source.name!r}: every second id of {file} is 0, as if it held uint32"
-            fix = f'put {{"dtype": "uint32"}} in {file.parent / "meta.json"}, or write the file as uint16'
-            raise DataError(describe("data", [Problem(source.key, saw, "uint16 ids", fix)]))
         shards.append(Shard(str(file), tokens, max_id, max_at))
     return Meta(source.name, "", dtype, tuple(shards), digest.hexdigest(), input_bytes=n_bytes)
 
@@ -98,7 +124,9 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
     """
     largest = max(meta.shards, key=lambda s: s.max_id, default=None)
     if largest is not None and largest.max_id >= vocab_size:
-        saw = f"{meta.source!r}: id {largest.max_id} at token {largest.max_at} of {largest.path}"
+        bits = 8 * np.dtype(meta.dtype).itemsize
+        negative = f" ({largest.max_id - (1 << bits)} as int{bits})" if largest.max_id >> (bits - 1) else ""
+        saw = f"{meta.source!r}: id {largest.max_id}{negative} at token {largest.max_at} of {largest.path}"
         want = f"ids below model.vocab_size = {vocab_size}, in a file of {meta.dtype}"
         fix = "set model.vocab_size to that of the tokenizer that made the file"
         if meta.dtype == "uint32":
@@ -106,19 +134,110 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
         raise DataError(describe("data", [Problem(key, saw, want, fix)]))
 
 
-def _stated_dtype(folder: Path) -> str | None:
+def _of_meta(file: Path, source: Source) -> str | None:
+    """Return the type that a meta.json states, if there is one that does."""
     try:
-        stated = json.loads((folder / "meta.json").read_text(encoding="utf-8"))["dtype"]
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or somebody else's
+        stated = json.loads(file.read_text(encoding="utf-8"))["dtype"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not there, or somebody else's
         return None
-    return stated if stated in ("uint16", "uint32") else None
+    return _readable(source, file, stated) if isinstance(stated, str) else None
 
 
-def _chunks(file: Path, dtype: str, source: Source) -> Iterator[np.ndarray]:
+def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
+    """Return the type that Megatron's index of a file states, if there is one that ends where the file does."""
+    index, size = file.with_suffix(".idx"), struct.calcsize(_MEGATRON)
+    try:
+        with index.open("rb") as data:
+            head = data.read(size)
+            if not head.startswith(b"MMIDIDX"):
+                return None
+            _, _, code, n, _ = struct.unpack(_MEGATRON, head)
+            data.seek(size + 4 * max(0, n - 1))
+            (length,) = struct.unpack("<i", data.read(4)) if n else (0,)
+            data.seek(size + 12 * n - 8)
+            (place,) = struct.unpack("<q", data.read(8)) if n else (0,)
+    except FileNotFoundError:
+        return None
+    except (OSError, struct.error) as e:
+        raise _refused(source, f"{index}: {e}", "an index that can be read", "copy it again, or delete it") from e
+    dtype = _readable(source, index, _MEGATRON_TYPES.get(code, f"type {code}"))
+    end = place + length * np.dtype(dtype).itemsize
+    if n_bytes != end:
+        saw = f"{source.name!r}: {file} has {n_bytes} bytes"
+        raise _refused(source, saw, f"{end} bytes, as {index.name} beside it says", "copy both files again")
+    return dtype
+
+
+def _readable(source: Source, file: Path, stated: str) -> str:
+    """Return the type that a stated one is read as: ids are not negative, so that int32 is uint32."""
+    try:
+        dtype = np.dtype(stated)
+    except (TypeError, ValueError, SyntaxError):
+        dtype = np.dtype(object)
+    if dtype.kind in "iu" and dtype.itemsize in (2, 4) and dtype == dtype.newbyteorder("<"):
+        return f"uint{8 * dtype.itemsize}"
+    saw = f"{source.name!r}: {file} states {stated!r}"
+    code = dtype.str if dtype.kind in "iu" else "TYPE"
+    fix = f"{_convert(code, 'FILE', '<u4')}, and state uint32"
+    raise _refused(source, saw, "ids of 16 or 32 bits, little-endian", fix)
+
+
+def _convert(code: str, file: Path | str, to: str) -> str:
+    return f"write the ids again: np.fromfile({str(file)!r}, {code!r}).astype({to!r}).tofile('ids.bin')"
+
+
+def _code(dtype: str) -> str:
+    return np.dtype(dtype).newbyteorder("<").str
+
+
+def _check_type(source: Source, file: Path, dtype: str, data: bytes) -> None:
+    """Refuse a file of which some bytes show another type than the one that it is to be read as."""
+    found = _shown(np.frombuffer(data, np.uint8, len(data) // 8 * 8).reshape(-1, 8))
+    if found is None or found == _code(dtype):
+        return
+    name = ("big-endian " if found.startswith(">") else "") + np.dtype(found).newbyteorder("=").name
+    saw = f"{source.name!r}: {file} holds {name if found != '|u1' else 'text, or ids of one byte'}, as its bytes show"
+    state = f'put {{"dtype": "uint32"}} in {file.parent / "meta.json"}'
+    if found == "<u4":
+        fix = state
+    elif np.dtype(found).itemsize <= np.dtype(dtype).itemsize:
+        fix = _convert(found, file, _code(dtype))
+    else:  # some ids may need more than 16 bits
+        fix = f"{_convert(found, file, '<u4')}, and {state}"
+    raise _refused(source, saw, f"{dtype} ids", fix)
+
+
+def _shown(data: np.ndarray) -> str | None:
+    """Return the type that bytes, [N, 8], show, by numpy's code; None if they may be any.
+
+    Ids are small numbers: those of 32 or 64 bits leave upper bytes zero. Of ids of 16 bits, the lower byte takes all
+    values within a few thousand ids, the upper one fewer. In text no byte is 255.
+    """
+    if data.size < _LEAST_BYTES or np.count_nonzero(data) < _LEAST_BYTES // 8:
+        return None
+    largest = data.max(0).tolist()
+    for order, tops in (("<", largest), (">", largest[::-1])):
+        if not any(tops[3:]):
+            return f"{order}i8"
+        third, are_words = max(tops[2], tops[6]), tops[0] and tops[4] and not (tops[3] or tops[7])
+        if are_words and (not third or (third < 16 and tops[1] and tops[5])):
+            return f"{order}u4"
+    first, second = (np.bincount(data[:, i::2].ravel(), minlength=256) for i in (0, 1))
+    n_first, n_second, is_enough = np.count_nonzero(first), np.count_nonzero(second), data.size >= _ENOUGH_BYTES
+    if (not first[1:].any() and second[1:].any()) or (is_enough and n_first < 240 and n_second >= 250):
+        return ">u2"
+    is_alike = is_enough and np.minimum(first, second).sum() > 0.8 * first.sum()
+    return "|u1" if is_alike and not first[255] and not second[255] else None
+
+
+def _chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:
     try:
         with file.open("rb") as data:
-            while chunk := data.read(_CHUNK_BYTES):
-                yield np.frombuffer(chunk, np.dtype(dtype).newbyteorder("<"))
-    except (OSError, ValueError) as e:
-        problem = Problem(source.key, f"{file}: {e}", "a file of whole ids that can be read", "write the file again")
-        raise DataError(describe("data", [problem])) from e
+            while chunk := data.read(size):
+                yield chunk
+    except OSError as e:
+        raise _refused(source, f"{file}: {e}", "a file that can be read", "write the file again") from e
+
+
+def _refused(source: Source, saw: str, want: str, fix: str) -> DataError:
+    return DataError(describe("data", [Problem(source.key, saw, want, fix)]))
