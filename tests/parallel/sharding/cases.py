@@ -251,6 +251,14 @@ CASES = {
         function(lambda a, b: a + b.clone(), (12, 12), (12, 12)), XY, XY2, {"inputs_0": "x:0", "inputs_1": "y:1"},
         {"clone": "S(0) S(1)", "add": "S(0) S(1)"}, {}, {"all_gather": 2},
     ),
+    "the input on most axes first": Case(
+        function(lambda a, b: a + b, (12, 12), (12, 12)), XY, XY2, {"inputs_0": "x:0", "inputs_1": "x:1 y:0"},
+        {"inputs_0": "S(0) R", "add": "S(1) S(0)"}, {"all_to_all": 1}, {"all_to_all": 1, "all_gather": 1},
+    ),
+    "of inputs on as many axes the first": Case(
+        function(lambda a, b: a + b, (12, 12), (12, 12)), XY, XY2, {"inputs_0": "x:0 y:1", "inputs_1": "x:1 y:0"},
+        {"add": "S(0) S(1)"}, {"all_to_all": 1, "all_gather": 1}, {"all_to_all": 1, "all_gather": 1},
+    ),
     "two axes want the dim that is summed over": Case(
         two_weights, XY, XY2, {"p": "x:1", "q": "y:0"},
         {"matmul": "R R"}, {"all_reduce": 1, "all_gather": 1}, {"all_gather": 1},

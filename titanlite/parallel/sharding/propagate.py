@@ -8,15 +8,15 @@ placement, only what is known of it: whether somebody decided it.
 A placement is set once and never changed, so the rounds end, and
 
 - an annotated tensor is never touched;
-- earlier rounds win over later ones, and within a sweep the first reference of an operator: its weight, then the inputs
-  in order;
+- earlier rounds win over later ones, and within a sweep the first reference of an operator: of a matmul its weight, of
+  others the input that is split on most axes; then the inputs in order;
 - an axis is on one dim of a tensor, and a dim that has an axis takes no second one.
 
 Partial sums are not spread. A matmul over a sharded dim gives its output no placement, so that the output can still be
 given a shard by what consumes it: that, and not a special case, makes a reduce-scatter of an all-reduce.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Shard
@@ -107,10 +107,13 @@ class Propagation:
             return any(rule.output == placement for rule in self.rules[node][axis])
         return not isinstance(placement, Shard) or value(node).shape[placement.dim] % self.axes[axis] == 0
 
-    def _references(self, node: Node) -> Iterator[int]:
+    def _references(self, node: Node) -> list[int]:
         """Positions of an operator's inputs, in the order in which they are asked."""
-        count = len(self._inputs[node])
-        return iter((1, 0, *range(2, count)) if node.target in MATMULS else range(count))
+        sources = self._inputs[node]
+        if node.target in MATMULS:
+            return [1, 0, *range(2, len(sources))]
+        axes = [sum(self._shard(source, axis) is not None for axis in self.axes) for source in sources]
+        return sorted(range(len(sources)), key=lambda i: -axes[i])
 
     def _misplaced(self, node: Node, axis: str, rule: Rule) -> int:
         """How many decided inputs would have to be moved; parameters cannot be."""
