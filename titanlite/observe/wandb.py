@@ -7,9 +7,9 @@ run is still finished. The first failure becomes one warning, and from then on n
 cannot be reached at the start, the run is recorded offline instead, and `wandb sync` sends it later. Only the end is
 waited for, and not for long; a service of wandb's that hangs even then, a process of its own, may stay behind.
 
-A run that is restarted keeps its id (`wandb/run_id` in the run's folder). Its rows carry `step` and `tokens` as
-fields and the x axis is `tokens`: wandb's own step counter would drop every row that is not above the last one, which
-after a resume are the ones trained again.
+A run that is restarted keeps its id (`wandb/run_id` in the run's folder), and each start sends all rows of the file
+again: wandb shows what is recorded. The rows carry `step` and `tokens` as fields and the x axis is `tokens`; wandb's
+own steps number the lines in which its server keeps them.
 """
 
 import json
@@ -42,7 +42,7 @@ class WandbRun:
         Args:
             config: the whole config; `metrics.wandb` is "offline" or "online".
             folder: the run's folder; wandb writes to `wandb/` in it.
-            metrics: the file of rows; those that are there are not sent.
+            metrics: the file of rows.
             warn: called with one text at the first failure.
         """
         self._warn, self._mode = warn, config.metrics.wandb
@@ -58,11 +58,11 @@ class WandbRun:
                 "project": redact(config.metrics.wandb_project),
                 "group": redact(config.metrics.wandb_group),
                 "name": redact(config.job.name),
-                "id": _run_id(own / "run_id"),
+                "id": _run_id(own),
                 "folder": str(folder.resolve()),
                 "config": redact_tree(asdict(config)),
                 "metrics": str(metrics.resolve()),
-                "from": metrics.stat().st_size,
+                "kept_bytes": metrics.stat().st_size,
                 "trainer": os.getpid(),
                 "init_timeout_s": _INIT_TIMEOUT_S,
                 "finish_timeout_s": _FINISH_TIMEOUT_S,
@@ -153,9 +153,10 @@ class WandbRun:
             self._warn(f"wandb: {text}")
 
 
-def _run_id(path: Path) -> str:
-    """The id of this run, made up at its first start, and again where that was cut off."""
-    known = path.read_text(errors="replace").strip() if path.exists() else ""
+def _run_id(folder: Path) -> str:
+    """The id of this run, made up at its first start, and again where it was cut off or what was sent is not known."""
+    path = folder / "run_id"
+    known = path.read_text(errors="replace").strip() if path.exists() and (folder / "lines").exists() else ""
     if not re.fullmatch("[0-9a-f]{8}", known):
         known = secrets.token_hex(4)
         write_durably(path, known + "\n")

@@ -5,13 +5,25 @@ end of the input without one says that training was killed. What is to be told g
 argument names, one JSON object a line: `{"started": mode}`, `{"taken": rows}`, `{"online_failed": why}` or `{"failed":
 [what, why]}`.
 
-wandb is told as little as needed: the config (which has no key for a secret), the rows, and the machine's load. Not the
-command line, the environment, the git remote (which may hold a token), the source or the installed packages.
+The run in wandb is the recorded one: each row of metrics.jsonl once, whatever was offline, lost or sent twice. The
+server keeps a run's rows as numbered lines, and a line that is sent again replaces what was there. So every start sends
+the whole file from line 0 on, and one folder of wandb's holds all of the run; older ones are removed, for somebody may
+sync them later. The lines of rows that a crash lost, whose steps are trained again, are sent once more, empty. To know
+them, `lines` says what has ever been sent as which line. It is only added to, and before the line is sent:
+
+    1795678967.5    a row, sent at that time; it keeps it
+    keep 12         a start, which found 12 rows in metrics.jsonl: those after them are lost
+
+wandb is told as little as needed: the config (without its secrets), the rows, and the machine's load (each start's over
+that of former ones). Not the command line, the environment, the git remote (which may hold a token), the source or the
+installed packages.
 """
 
+import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -42,10 +54,14 @@ def main() -> None:
     doing = "start"
     try:
         with Path(work["metrics"]).open("rb") as rows:  # now: a run that is resumed puts another file in its place
-            rows.seek(work["from"])
+            lines, marks = _lines(Path(work["folder"], "wandb/lines"), rows.read(work["kept_bytes"]).count(b"\n"))
+            rows.seek(0)
             run = _start_or_offline(work, say)
             doing = "log"
-            exit_code = _follow(run, rows, told, work["trainer"], say)
+            for sent_at in marks:
+                run.log({} if sent_at is None else _row(rows.readline(), sent_at))
+            _remove_older(run, work)
+            exit_code = _follow(run, rows, lines, told, work, say)
         doing = "finish"
         run.finish(exit_code=exit_code)
         import wandb
@@ -62,6 +78,48 @@ def _end_after(trainer: int, seconds: float) -> None:
         time.sleep(_LOOK_S)
     time.sleep(seconds)
     os._exit(1)
+
+
+def _lines(path: Path, kept: int) -> tuple[int, list[float | None]]:
+    """Open the file of lines; return it, and when the row of each was sent, None for one that is to be empty."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
+    said = path.read_bytes()
+    os.ftruncate(file, said.rfind(b"\n") + 1)  # a line that was cut off was not sent
+    marks: list[float | None] = []
+    for line in [*said.split(b"\n")[:-1], b"keep %d" % kept]:
+        try:
+            if line.startswith(b"keep "):
+                rows = [at for at, sent_at in enumerate(marks) if sent_at is not None]
+                for at in rows[int(line[5:]) :]:
+                    marks[at] = None
+            else:
+                marks.append(float(line))
+        except ValueError:  # damaged, and a line all the same
+            marks.append(None)
+    now = time.time()
+    new = [now] * (kept - sum(sent_at is not None for sent_at in marks))  # of starts without wandb
+    _add(file, f"keep {kept}\n" + f"{now}\n" * len(new))
+    return file, marks + new
+
+
+def _add(file: int, text: str) -> None:
+    """Add to the file of lines, and have it on disk: what is sent next is not to be forgotten in a power cut."""
+    os.write(file, text.encode())
+    os.fsync(file)
+
+
+def _row(line: bytes, sent_at: float) -> dict[str, Any]:
+    """A row as wandb is told it."""
+    return {key: value for key, value in json.loads(line).items() if value is not None} | {"_timestamp": sent_at}
+
+
+def _remove_older(run: "wandb.Run", work: dict[str, Any]) -> None:
+    """Remove what wandb wrote at earlier starts, and in an attempt to get online: this start's has all of it."""
+    for folder in Path(work["folder"], "wandb").glob(f"*run-*-{work['id']}"):
+        if not Path(run.dir).is_relative_to(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_or_offline(work: dict[str, Any], say: Any) -> "wandb.Run":
@@ -84,13 +142,14 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
 
     # A failed attempt leaves its id "in use" in wandb's service process, and a silent setting holds only from here.
     wandb.teardown()
+    for name in ("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"):  # it would begin at another line than 0
+        os.environ.pop(name, None)
     wandb.setup(wandb.Settings(silent=True))
     run = wandb.init(
         project=work["project"],
         group=work["group"] or None,
         name=work["name"],
         id=work["id"],
-        resume="allow" if mode == "online" else None,
         mode=mode,
         dir=work["folder"],
         config=work["config"],
@@ -108,6 +167,7 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
             init_timeout=work["init_timeout_s"],
             login_timeout=1.0,  # there is nobody to ask for a key
             finish_timeout=work["finish_timeout_s"],
+            finish_timeout_raises=True,
         ),
     )
     run.define_metric("step")
@@ -116,19 +176,19 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
     return run
 
 
-def _follow(run: "wandb.Run", rows: IO[bytes], told: IO[bytes], trainer: int, say: Any) -> int:
+def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, told: IO[bytes], work: dict[str, Any], say: Any) -> int:
     """Send each row that is added to the file, until training says how it ended or is gone; return its exit code."""
     taken, half = 0, b""
     while True:
         ended = bool(select.select([told], [], [], _LOOK_S)[0])
-        gone = os.getppid() != trainer  # though another process may still hold its end of the pipe
-        before = taken
-        while line := rows.readline():
-            half += line
-            if half.endswith(b"\n"):
-                run.log({key: value for key, value in json.loads(half).items() if value is not None})
-                taken, half = taken + 1, b""
-        if taken > before:
+        gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
+        *new, half = (half + rows.read()).split(b"\n")
+        if new:
+            now = time.time()
+            _add(lines, f"{now}\n" * len(new))
+            for row in new:
+                run.log(_row(row, now))
+            taken += len(new)
             say(taken=taken)
         if ended or gone:
             return int(told.readline() or 1) if ended else 1
