@@ -6,18 +6,29 @@ import pickle
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.layouts import Net, check, net, plain, sharded
 from tests.ranks import run_ranks
 from titanlite.checkpoint import store
+from titanlite.checkpoint.metadata import _STAND_INS, _StandIn
 from titanlite.checkpoint.publish import begin, commit, verify
 from titanlite.errors import CheckpointError
 
@@ -235,6 +246,40 @@ def test_a_live_metadata_is_refused(tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(dotted)
         with pytest.raises(CheckpointError, match="it names"):
             store.read(folder, {"a": torch.zeros(2)})
+
+
+NAMED = [
+    Metadata, MetadataIndex, ChunkStorageMetadata, TensorStorageMetadata, BytesStorageMetadata, TensorProperties,
+    _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size, torch.serialization._get_layout, getattr,
+]  # fmt: skip
+
+
+def test_all_that_a_pickle_may_name_is_tried() -> None:
+    assert {(named.__module__, named.__qualname__) for named in NAMED} == _STAND_INS.keys()
+
+
+@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.__name__)
+@pytest.mark.parametrize("state", [(None, {"set_by_a_pickle": 1}), {"set_by_a_pickle": 1}, (None, {"__new__": 1})])
+def test_no_attribute_of_what_a_pickle_may_name_can_be_set(named: Any, state: object, tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a": torch.ones(2)})
+    name = f"c{named.__module__}\n{named.__qualname__}\n".encode()
+    said = pickle.PROTO + b"\2" + name + pickle.dumps(state, 2)[2:-1] + pickle.BUILD + pickle.STOP
+    (folder / ".metadata").write_bytes(said)  # as `named.__setstate__(state)` or attribute by attribute
+    before = dict(vars(named)) if named is not getattr else {}
+    with pytest.raises(CheckpointError, match=r"\.metadata = "):
+        store.read(folder, {"a": torch.zeros(2)})
+    assert not hasattr(named, "set_by_a_pickle")
+    assert named is getattr or dict(vars(named)) == before
+    assert not any(hasattr(stand_in, "set_by_a_pickle") for stand_in in (_StandIn, *_STAND_INS.values()))
+
+
+def test_what_is_named_often_is_made_once(tmp_path: Path) -> None:
+    folder, many = write(tmp_path, {"a": torch.ones(2)}), list[object]()
+    for _ in range(64):
+        many = [many, many]
+    (folder / ".metadata").write_bytes(pickle.dumps(many))
+    with pytest.raises(CheckpointError, match=r"\.metadata = a list"):
+        store.read(folder, {"a": torch.zeros(2)})
 
 
 def test_members_of_an_enum_may_be_pickled_as_look_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

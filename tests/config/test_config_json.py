@@ -343,15 +343,36 @@ def test_files_of_weights(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"model.safetensors in it"):
         check(folder)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "2", "b": "1", "c": "2"}}')
-    assert weight_files(folder) == [folder / "1", folder / "2"]
-    (folder / "1").touch()
-    with pytest.raises(ConfigError, match="want: 2 in it"):
+    (folder / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "2.safetensors", "b": "1.safetensors", "c": "2.safetensors"}}'
+    )
+    assert weight_files(folder) == [folder / "1.safetensors", folder / "2.safetensors"]
+    (folder / "1.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"want: 2.safetensors in it"):
         check(folder)
     (folder / "model.safetensors").touch()
     assert weight_files(folder) == [folder / "model.safetensors"]
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="in Hugging Face's layout"):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors", "/x.safetensors", "sub/x.safetensors", "..", "", "./x.safetensors", "x\0.safetensors",
+        "..\\x.safetensors", "pytorch_model.bin", "config.json", 7, None, ["x.safetensors"],
+    ],
+)  # fmt: skip
+def test_an_index_names_no_file_elsewhere(name: object, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    make_folder(folder)
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "x.safetensors").touch()  # it could be read
+    index = {"weight_map": {"lm_head.weight": name, "a": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="in Hugging Face's layout"):
         check(folder)
 

@@ -1,9 +1,9 @@
 """Read the `.metadata` of a DCP checkpoint without running code from it.
 
 DCP stores what a checkpoint holds as a pickle and loads it with plain `pickle.load`, which executes whatever the file
-says. Here the unpickler knows a closed list of classes, all of them plain records, and refuses any other name. Entries
-that are not tensors are refused as well, because DCP would unpickle their content; so are entries that point out of
-the folder.
+says. Here the unpickler knows a closed list of names, and gives a stand-in for each: a pickle can not only call what it
+names but also set its attributes. The records are made afterwards, of plain data. Entries that are not tensors are
+refused as well, because DCP would unpickle their content; so are entries that point out of the folder.
 """
 
 # Some of the records are private to DCP; their names are part of its format.
@@ -13,7 +13,7 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.serialization
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from titanlite.errors import CheckpointError, Problem, describe
 
-_RECORDS = [
+_NAMED: list[Any] = [
     metadata.Metadata,
     metadata.MetadataIndex,
     metadata.ChunkStorageMetadata,
@@ -31,23 +31,32 @@ _RECORDS = [
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
     torch.Size,
+    torch.serialization._get_layout,  # of "torch.strided" and its like
+    getattr,  # by which some releases of Python 3.11 look a member of an enum up
 ]
+_Enum = metadata._MEM_FORMAT_ENCODING
 
 
-def _enum_member(kind: object, name: object) -> Any:
-    """What `getattr` may do: some releases of Python 3.11 pickle a member of an enum as a look-up by name."""
-    if kind is not metadata._MEM_FORMAT_ENCODING or not isinstance(name, str):
-        raise pickle.UnpicklingError("it names builtins.getattr")
-    return metadata._MEM_FORMAT_ENCODING[name]
+class _StandIn:
+    """A class or function of torch in a pickle: it keeps what it is given and has nothing that could be replaced."""
+
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: object) -> Self:
+        made = super().__new__(cls)
+        made.args = args
+        return made
+
+    def __setstate__(self, state: object) -> None:
+        """Keep it; only of an instance: of the class itself, a pickle could otherwise set attributes."""
+        self.state = state
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("builtins", "getattr"): _enum_member,
-    **{(c.__module__, c.__qualname__): c for c in _RECORDS},
-    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
-    # A function, but only a look-up of "torch.strided" and its like.
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-}
+_REAL: dict[Any, Any] = {type(real.__name__, (_StandIn,), {}): real for real in _NAMED}
+_STAND_INS: dict[tuple[str, str], Any] = {(real.__module__, real.__qualname__): c for c, real in _REAL.items()}
+_DTYPES = {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_KNOWN = {**_STAND_INS, **_DTYPES}  # dtypes have no attributes that could be set
 _SHARD_FILE = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
@@ -57,6 +66,39 @@ class _Unpickler(pickle.Unpickler):
             return _KNOWN[module_name, global_name]
         except KeyError:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}") from None
+
+
+class _Made(dict[int, Any]):
+    """What stand-ins stand for, and plain data as it is, each once however often it is named; nothing else is taken."""
+
+    def of(self, value: Any) -> Any:
+        if id(value) not in self:
+            self[id(value)] = self._make(value)
+        return self[id(value)]
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {self.of(key): self.of(item) for key, item in cast(dict[Any, Any], value).items()}
+        if isinstance(value, list):
+            return [self.of(item) for item in cast(list[Any], value)]
+        if isinstance(value, tuple):
+            return tuple(self.of(item) for item in cast(tuple[Any, ...], value))
+        if value is None or isinstance(value, str | int | torch.dtype):
+            return value
+        if not isinstance(value, _StandIn):
+            raise pickle.UnpicklingError(f"it holds {value!r:.60}")
+        real = _REAL[type(value)]
+        if real is getattr:
+            kind, name = value.args
+            if _REAL.get(kind) is not _Enum:
+                raise pickle.UnpicklingError("it names builtins.getattr")
+            return _Enum[name]
+        args, state = self.of(value.args), self.of(value.state)
+        if real is not metadata.TensorProperties:
+            return real(*args, **(state or {}))
+        properties = metadata.TensorProperties()
+        properties.__setstate__(state)
+        return properties
 
 
 def read_metadata(folder: Path) -> metadata.Metadata:
@@ -73,7 +115,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
     """
     try:
         with open(folder / ".metadata", "rb") as f:
-            content = _Unpickler(f).load()
+            content = _Made().of(_Unpickler(f).load())
         wrong = _first_fault(content)
     except Exception as e:  # a damaged pickle raises almost anything
         raise _refused(folder, f"{type(e).__name__}: {e}") from None

@@ -6,6 +6,7 @@ This imports no torch: `config_json.py` holds a given folder against a config; `
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -178,10 +179,13 @@ def weight_files(folder: Path) -> list[Path]:
         folder: in Hugging Face's layout.
 
     Raises:
-        ValueError, LookupError, TypeError: their index is damaged.
+        ValueError, LookupError, TypeError: their index is damaged, or names a file that is not in the folder itself.
     """
     index = folder / f"{ONE_FILE}.index.json"
     if (folder / ONE_FILE).is_file() or not index.is_file():  # as transformers chooses if there are both
         return [folder / ONE_FILE]
     named = cast(dict[str, dict[str, str]], json.loads(index.read_bytes()))["weight_map"]
-    return [folder / file for file in sorted(set(named.values()))]
+    files = sorted(set(named.values()))
+    if strange := [file for file in files if not re.fullmatch(r"[^/\\\0]+\.safetensors", file)]:
+        raise ValueError(f"{index.name} names {', '.join(map(repr, strange))}, which is no safetensors file beside it")
+    return [folder / file for file in files]
