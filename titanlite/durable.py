@@ -1,27 +1,83 @@
 """Files in a folder that outlives the process: written whole, kept under another name, looked at before they are made.
 
-A text file is as it was or as it is to be, whenever a crash comes, and never in between.
+A text file is as it was or as it is to be, whenever a crash comes, and never in between. Whoever else may write to the
+folder can put a link, a pipe or a device in a file's place: none is followed, written to or waited for.
 """
 
 import errno
 import itertools
 import os
+import stat
 from pathlib import Path
 
+_KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
-def write_durably(path: Path, text: str) -> None:
+
+def open_plain(path: Path, flags: int) -> int:
+    """Open a plain file.
+
+    Args:
+        path: the file.
+        flags: as of `os.open`; with O_CREAT, a new file has the rights that others of this process have.
+
+    Returns:
+        Its descriptor.
+
+    Raises:
+        OSError: something else is in its place, or, where it is to be written, the file has another name as well.
+    """
+    _require_plain(path, flags & (os.O_WRONLY | os.O_RDWR) != 0)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def read_plain(path: Path) -> bytes:
+    """Read a plain file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: as `open_plain` says.
+    """
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) -> None:
     """Write a text file, in the place of an old one if there is one, and wait until it is on disk.
 
     Args:
         path: the file; its folder exists.
         text: all of it.
+        by: who writes, where others may write the same file at the same time.
+        on_disk: whether to wait.
+
+    Raises:
+        OSError: something else than a plain file is where it is written first, or it cannot be written.
     """
-    beside = path.with_name(f"{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
+    beside = path.with_name(f"{path.name}{by}.tmp")
+    _require_plain(beside, is_written=False)
+    beside.unlink(missing_ok=True)  # of a process that was killed
+    with open(open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if on_disk:
+            os.fsync(file.fileno())
     beside.replace(path)
+
+
+def _require_plain(path: Path, is_written: bool) -> None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'a device')} in place of a file", str(path))
+    if is_written and found.st_nlink > 1:
+        raise OSError(errno.EINVAL, "a file that has another name, too (a hard link)", str(path))
 
 
 def earlier(*paths: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """Beside training: what a thread that writes must not share with it."""
 
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,6 @@ from titanlite.checkpoint import store
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import ConfigError
-from titanlite.parallel.process_group import CHECKPOINT_GROUP, limit_collectives
-
-
-def test_the_limit_of_steps_is_not_that_of_writing(tmp_path: Path) -> None:
-    def body() -> None:
-        Background(Checkpoints(tmp_path, keep=0), 7000, {})
-        limit_collectives(5)
-        limits = {
-            group.group_desc: group._get_backend(torch.device("cpu")).options._timeout
-            for group in dist.distributed_c10d._world.pg_map
-        }
-        assert limits.pop(CHECKPOINT_GROUP) == timedelta(seconds=7000)
-        assert set(limits.values()) == {timedelta(seconds=5)}
-
-    run_ranks(body, tmp_path)
 
 
 def test_filters_of_warnings_are_left_alone(tmp_path: Path) -> None:
@@ -42,7 +26,7 @@ def test_filters_of_warnings_are_left_alone(tmp_path: Path) -> None:
         store.dcp.save = looks  # type: ignore[assignment]
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=0)
         tensors = {"a": torch.ones(3)}
-        background = Background(checkpoints, 30, tensors)
+        background = Background(checkpoints, tensors)
         background.save(1, tensors, {})
         assert background.wait() == tmp_path / "checkpoints/step-00000001"
 
@@ -60,7 +44,7 @@ def test_too_little_memory_is_an_error_of_the_start_on_all_ranks(tmp_path: Path)
 
         torch.empty_like = lacks  # type: ignore[assignment]
         with pytest.raises(ConfigError) as error:
-            Background(Checkpoints(tmp_path, keep=0), 30, {"a": torch.ones(3), "b": torch.ones(1 << 20)})
+            Background(Checkpoints(tmp_path, keep=0), {"a": torch.ones(3), "b": torch.ones(1 << 20)})
         said = str(error.value)
         assert said.startswith("rank 1: 1 problem\n  checkpoint.async_mode = ")
         assert "can't allocate memory)" in said

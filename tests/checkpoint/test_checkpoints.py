@@ -296,7 +296,7 @@ def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_p
         mesh = init_device_mesh(device, (1,))
         plain = torch.arange(1e6, device=device)
         state = {"plain": plain, "laid out": DTensor.from_local(plain + 0.5, mesh, [Shard(0)])}
-        background = Background(checkpoints, 60, state)
+        background = Background(checkpoints, state)
         for step in (1, 2):  # the second into the memory of the first
             before = {name: t.clone() for name, t in state.items()}
             background.save(step, state, {})

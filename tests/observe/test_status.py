@@ -116,11 +116,11 @@ def test_an_end_is_written_where_the_disk_has_no_room_for_another_file(tmp_path,
     path = tmp_path / "status.json"
     status = Status(path)
 
-    def full(self, text):
-        open(self, "w").close()  # it still takes the name
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+    def full(path, text, by, on_disk):
+        path.with_name(f"{path.name}{by}.tmp").touch()  # it still takes the name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(type(path), "write_text", full)
+    monkeypatch.setattr(module, "write_durably", full)
     monkeypatch.setattr(module, "_RENEW_S", 0.0)
     with pytest.raises(OSError, match="No space left"):  # of which the run ends
         status.progress(3)
@@ -159,3 +159,62 @@ def test_a_stall_does_not_hide_the_rank_that_failed(tmp_path):
     Status(path, rank=1).failed(RuntimeError("cause"))
     status.stalled("rank 1 is silent")
     assert (read(path)["state"], read(path)["error"]["rank"]) == ("failed", 1)
+
+
+def test_a_late_word_of_a_stall_does_not_hide_how_this_rank_ended(tmp_path):
+    """The thread that asks where all ranks are waits for them, and the run may end meanwhile."""
+    path = tmp_path / "status.json"
+    status = Status(path)
+    status.failed(RuntimeError("cause"))
+    status.stalled("rank 1 is silent")
+    assert (read(path)["state"], read(path)["error"]["message"]) == ("failed", "cause")
+
+
+def test_a_run_is_known_by_its_first_process(tmp_path, monkeypatch):
+    path = tmp_path / "status.json"
+    Status(path, step=7)
+    first = read(path)
+    monkeypatch.setattr(os, "getpid", lambda: 4711)
+    Status(path, rank=1).stalled("rank 0 is silent")
+    assert {key: read(path)[key] for key in ("pid", "host", "started")} == {
+        key: first[key] for key in ("pid", "host", "started")
+    }
+
+
+NONE_OF_OURS = [
+    "",
+    "{}",
+    "[]",
+    "3",
+    "[" * 100_000,
+    '{"state": "failed", "updated": "3000"}',
+    '{"state": 1, "updated": ""}',
+]
+
+
+@pytest.mark.parametrize("text", NONE_OF_OURS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_somebody_changed_is_told_once_and_written_anew(tmp_path, monkeypatch, text, rank):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path, told = tmp_path / "status.json", []
+    status = Status(path, rank=rank, warn=told.append)
+    path.write_text(text)
+    status.progress(3)
+    path.write_text(text)
+    status.stalled("somewhere")
+    path.write_text(text)
+    status.failed(ValueError("cause"))
+    assert (read(path)["state"], read(path)["error"]["rank"]) == ("failed", rank)
+    assert len(told) == 1
+    assert re.match(rf"{path} is not as this run left it \(.+\); it is written anew", told[0])
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path, told = tmp_path / "status.json", []
+    status = Status(path, warn=told.append)
+    path.unlink()
+    os.mkfifo(path)
+    status.progress(3)
+    assert (read(path)["step"], len(told)) == (3, 1)
+    assert "a pipe in place of a file" in told[0]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ HEAD = """
 import ctypes, sys, time
 from pathlib import Path
 from titanlite.observe import watchdog as module
+from titanlite.observe.guard import Guard
 from titanlite.observe.status import Status
 from titanlite.observe.watchdog import Watchdog
 folder = Path(sys.argv[1])
@@ -77,21 +79,113 @@ print("done")
 
 
 def test_a_hang_that_keeps_the_interpreter_is_ended_too(tmp_path):
-    done, seconds = run(
+    done, _ = run(
         tmp_path,
         """
 module._LAST_WORDS_S = 0.5
 def native_code_that_hangs():
     ctypes.PyDLL(None).usleep(20_000_000)  # PyDLL keeps the interpreter lock, as a bad extension does
-with Watchdog(0.5, log, rank=0) as watchdog:
+Status(folder / "status.json")
+with Watchdog(0.5, log, rank=0, guard=Guard(folder / "status.json", 0)) as watchdog:
     time.sleep(0.1)
     native_code_that_hangs()
 """,
     )
-    assert done.returncode == 1
-    assert seconds < 10
-    assert "Timeout" in done.stderr
+    assert done.returncode == -signal.SIGABRT
+    said = r"rank 0 made no progress for \d s, in native code that keeps the interpreter"
+    assert re.search(f"watchdog: {said}; stacks", done.stderr)
     assert "in native_code_that_hangs" in done.stderr
+    content = json.loads((tmp_path / "status.json").read_text())
+    assert content["state"] == "failed"
+    assert re.fullmatch(said, content["error"]["message"])
+
+
+STOPPED = """
+Status(folder / "status.json")
+guard = Guard(folder / "status.json", 0)
+module._LAST_WORDS_S = 0.5
+with Watchdog(2.5, log, rank=0, guard=guard) as watchdog:
+    print("ready", flush=True)
+    {waits}
+guard.close()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    "waits", ["time.sleep(0.5)", "[watchdog.progress(step, 'step') or time.sleep(0.1) for step in range(20)]"]
+)
+def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path, waits):
+    """Neither for the watchdog nor for the process beside it, of which one would end it when it is woken."""
+    command = [sys.executable, "-c", HEAD + STOPPED.format(waits=waits), str(tmp_path)]
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(7)
+        process.send_signal(signal.SIGCONT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "went on\n", "")
+
+
+@pytest.mark.parametrize(
+    "end", ["os.kill(os.getpid(), signal.SIGKILL)", "os.abort()", "ctypes.string_at(0)", "os._exit(1)"]
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_ends_without_a_word_has_failed(tmp_path, rank, end):
+    run(
+        tmp_path,
+        f"""
+import os, signal
+Status(folder / "status.json", 7)
+guard = Guard(folder / "status.json", {rank})
+guard.runs(100)
+time.sleep(0.5)
+{end}
+""",
+    )
+    content = wait_for_end(tmp_path)
+    assert (content["state"], content["step"], content["error"]["rank"]) == ("failed", 7, rank)
+    assert re.match(rf"rank {rank} \(process \d+\) ended without a word", content["error"]["message"])
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def wait_for_end(folder):
+    for _ in range(200):
+        content = json.loads((folder / "status.json").read_text())
+        if content["state"] != "running":
+            return content
+        time.sleep(0.05)
+    raise AssertionError(content)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "status.failed(ValueError('said'))",
+        "guard.close()",
+        "Status(folder / 'status.json', 9)",
+        "(folder / 'status.json').write_text('[]')",
+    ],
+)
+def test_what_has_been_said_stays(tmp_path, last):
+    """How the run ended, that this rank has done its part, that another has begun, or nothing that could be altered."""
+    done, _ = run(
+        tmp_path,
+        f"""
+import os
+status = Status(folder / "status.json", 7)
+guard = Guard(folder / "status.json", 0)
+guard.runs(100)
+time.sleep(1.2)  # as `started` counts seconds
+{last}
+print((folder / "status.json").read_text(), end="", flush=True)
+os._exit(1)
+""",
+    )
+    time.sleep(1.0)
+    assert (tmp_path / "status.json").read_text() == done.stdout
 
 
 @pytest.mark.parametrize(

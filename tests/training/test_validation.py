@@ -77,7 +77,6 @@ def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -
 
 def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
     def plant() -> None:
-        loop.WATCHDOG_GRACE_S = 0
         read = loop.ValidationBatches.__iter__
 
         def slow(self: loop.ValidationBatches) -> Iterator[Batch]:

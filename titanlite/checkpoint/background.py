@@ -11,7 +11,6 @@ checkpoint is published as any other, so one that is cut off is absent.
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.process_group import CHECKPOINT_GROUP
 
 
 class Background:
@@ -32,18 +30,16 @@ class Background:
 
     Args:
         checkpoints: of the run.
-        timeout_s: how long ranks may wait for one that writes.
         tensors: as each save will have them.
 
     Raises:
         ConfigError: on all ranks, if the host's memory is not enough for the copies.
     """
 
-    def __init__(self, checkpoints: Checkpoints, timeout_s: float, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]) -> None:
         self._checkpoints = checkpoints
-        limit = timedelta(seconds=timeout_s)
-        self._group: Any = dist.new_group(backend="gloo", timeout=limit, group_desc=CHECKPOINT_GROUP)
-        self._thread = ThreadPoolExecutor(1, CHECKPOINT_GROUP)
+        self._group: Any = dist.new_group(backend="gloo", group_desc="checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._copies: dict[str, Tensor] = {}
         self._writing: Future[Path] | None = None
         on_all_ranks(lambda: self._take_memory(tensors))

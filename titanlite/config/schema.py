@@ -157,12 +157,12 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Comm:
-    """Time limits of collectives. When one is exceeded, the run ends with a message instead of hanging; after three quarters of it the log says where each rank is."""
+    """Time limits. When one is exceeded, the run ends with a message instead of hanging; after half of it the log says where each rank is. Time in which a job is suspended does not count."""
 
     init_timeout_seconds: int = 600
     """Limit where the compiler or the disk is at work: start-up, the first step, validation, saving."""
-    train_timeout_seconds: int = 120
-    """Limit for each collective in every other step. The whole step may take a minute longer than this."""
+    train_timeout_seconds: int = 180
+    """Limit for every other step."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,11 @@
 
 The file is replaced as a whole, so a reader never sees half of it; only where a full disk has no room for another, an
 end is written over what is there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it
-until it is killed. Processes that are killed outright cannot say so: `running` with an old `updated` (it is renewed
-every ten seconds while steps are made) means that they are gone.
+until it is killed. For a rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only
+where both are killed, or the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed
+every ten seconds.
+
+Anybody may have changed the file meanwhile. What is not of this form says nothing, is told once, and is replaced.
 """
 
 import json
@@ -11,10 +14,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+from titanlite.durable import open_plain, read_plain, write_durably
 from titanlite.errors import TitanliteError
 from titanlite.redact import redact_tree
 
@@ -24,19 +30,23 @@ _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
 class Status:
     """The state of this run. On ranks other than 0 all methods but `failed` and `stalled` do nothing."""
 
-    def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
+    def __init__(
+        self, path: Path, step: int = 0, rank: int = 0, warn: Callable[[str], object] = lambda text: None
+    ) -> None:
         """Write that the run is running.
 
         Args:
             path: the file; its folder exists.
             step: the step from which training starts.
             rank: this process's.
+            warn: called with one text if the file turns out to be none of ours.
         """
+        self._warn = warn
         self._path, self._rank, self._written = path, rank, 0.0
         self.step = step  # the last one done
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
-        self._started = _now()
-        self._has_stopped = False
+        self._started = now()
+        self._end = ""  # once it has been written
         self._lock = threading.Lock()  # a second signal is noted by a thread of its own
         if rank == 0:
             self._write("running")
@@ -74,54 +84,95 @@ class Status:
         """Write that the run ended with an error, after the last step noted.
 
         What has been said of another rank stays: this one mostly fails because that one is gone. A mistake is all
-        ranks', and rank 0 speaks for them. So does it if it has been stopped, and fails because others were too.
+        ranks', and rank 0 speaks for them. So does it if it has been stopped, and fails because others were too. Where
+        each rank was when no step was made stays, too.
         """
         if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
             return
-        self._write("failed", error={"type": type(error).__name__, "message": str(error), "rank": self._rank})
+        stalled = {key: text for key, text in self._said().items() if key == "stalled"}
+        kind, message = type(error).__name__, str(error)
+        self._write("failed", error={"type": kind, "message": message, "rank": self._rank}, **stalled)
 
     def _another_ended(self) -> bool:
         """Whether another rank failed, or rank 0 was stopped."""
-        try:
-            said = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return False
+        said = self._said()
         # What an earlier process of this folder said is older, or rank 0 has replaced it by now.
-        if said["updated"] < self._started:
+        if not said or said["updated"] < self._started:
             return False
         if said["state"] == "failed":
             return said["error"].get("rank") != self._rank
         return said["state"] == "stopped" and self._rank != 0
 
+    def _said(self) -> dict[str, Any]:
+        try:
+            return read_status(self._path)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as e:
+            self._warn(f"{self._path} is not as this run left it ({e}); it is written anew")
+            self._warn = lambda text: None
+            return {}
+
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()
-        content = {
-            "state": state,
-            "step": self.step,
-            **more,
-            "started": self._started,
-            "updated": _now(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-        }
-        beside = self._path.with_name(f"{self._path.name}.{self._rank}.tmp")
+        run: dict[str, object] = {"started": self._started, "host": socket.gethostname(), "pid": os.getpid()}
+        if self._rank:  # it is rank 0 that a run is known by
+            said = self._said()
+            run |= {key: said[key] for key in run if key in said}
+        content = {"state": state, "step": self.step, **more, **run, "updated": now()}
         with self._lock:
-            if self._has_stopped and state in ("running", "failed"):
+            # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
+            if self._end and (state == "running" or (self._end, state) == ("stopped", "failed")):
                 return
-            self._has_stopped |= state == "stopped"
-            text = json.dumps(redact_tree(content), indent=2) + "\n"
-            try:
-                beside.write_text(text)
-                beside.replace(self._path)
-            except OSError:  # of a full disk, which may be what the run ends of: what stands there has room
-                if state == "running":
-                    raise
-                with self._path.open("r+") as file:
-                    file.write(text)
-                    file.truncate()
-                with suppress(OSError):
-                    beside.unlink()
+            write_status(self._path, content, self._rank)
+            self._end = "" if state == "running" else state
 
 
-def _now() -> str:
+def read_status(path: Path) -> dict[str, Any]:
+    """Read what a `status.json` says.
+
+    Args:
+        path: the file.
+
+    Returns:
+        At least "state" and "updated", and in a failed state "error", with what it is of.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read, or is no plain file.
+        ValueError: it does not say that.
+    """
+    try:
+        said = json.loads(read_plain(path))
+    except RecursionError:
+        raise ValueError("too deep") from None
+    texts = isinstance(said, dict) and all(isinstance(said.get(key), str) for key in ("state", "updated"))
+    if not texts or (said["state"] == "failed" and not isinstance(said.get("error"), dict)):
+        raise ValueError("no JSON object with a state")
+    return said
+
+
+def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
+    """Write a `status.json`.
+
+    Args:
+        path: the file.
+        content: all of it.
+        rank: whose words they are.
+    """
+    text = json.dumps(redact_tree(content), indent=2) + "\n"
+    try:
+        write_durably(path, text, by=f".{rank}", on_disk=False)
+    except OSError:  # of a full disk, which may be what the run ends of: what stands there has room
+        if content["state"] == "running":
+            raise
+        with open(open_plain(path, os.O_RDWR), "r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+        with suppress(OSError):
+            path.with_name(f"{path.name}.{rank}.tmp").unlink()
+
+
+def now() -> str:
+    """The time as `status.json` has it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -7,10 +7,12 @@ that the launcher ends the other ranks or restarts them all.
 
 Earlier, and not if steps are as slow as that, all ranks say where they are (`roll_call.py`).
 
+It is this clock that ends a run, and none of NCCL's or gloo's: it stands still while the process does. A scheduler that
+suspends a job for an hour and wakes it again has not hung it, but a library finds its timers run out.
+
 Stacks of a C++ hang end at the Python line that called into it, which names the collective. If native code never gives
-the interpreter back, the thread itself cannot run; a timer of `faulthandler`, which needs no interpreter and is pushed
-back by the thread each time it runs, then writes the stacks to stderr and ends the process. `os._exit` is used because
-a regular exit would wait for the very thread that hangs.
+the interpreter back, the thread itself cannot run, and does not tell the process beside this one (`guard.py`) that it
+does, which then ends this one. `os._exit` is used because a regular exit would wait for the very thread that hangs.
 """
 
 import contextlib
@@ -25,9 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
+from titanlite.observe.guard import Guard
 from titanlite.observe.roll_call import RollCall, line_of
 from titanlite.redact import redact
 
+_LOOK_S = 1.0
 _LAST_WORDS_S = 10.0  # for `on_timeout`, which may hang on the same disk as the run
 
 
@@ -53,6 +57,7 @@ class Watchdog:
         on_timeout: Callable[[Exception], object] | None = None,
         roll_call: RollCall | None = None,
         on_stall: Callable[[str], object] | None = None,
+        guard: Guard | None = None,
     ) -> None:
         """Start watching.
 
@@ -63,13 +68,16 @@ class Watchdog:
             on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
             roll_call: how ranks say where they are.
             on_stall: called with that, on one rank, as `Status.stalled`.
+            guard: the process that ends this one when the watchdog cannot.
         """
         self._log = log.open("a")
         self._rank = rank
         self._on_timeout = on_timeout
         self._roll_call, self._on_stall = roll_call, on_stall
+        self._guard = guard
         self._main = threading.get_ident()
-        self._seen = _Seen(time.monotonic(), timeout_s, math.inf, 0.0, 0, "start-up")
+        self._stood_still_s = 0.0
+        self._seen = _Seen(self._now(), timeout_s, math.inf, 0.0, 0, "start-up")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -89,7 +97,7 @@ class Watchdog:
             step: the step being made.
             phase: what is begun now, as "data", "step", "validation", "checkpoint".
         """
-        seen, now = self._seen, time.monotonic()
+        seen, now = self._seen, self._now()
         longest_s = max(seen.longest_s, now - seen.since)
         self._seen = seen._replace(since=now, longest_s=longest_s, step=step, phase=phase)
 
@@ -101,7 +109,7 @@ class Watchdog:
             ask_s: time without progress, and twice that of any step under this limit, after which ranks say where they
                 are.
         """
-        self._seen = self._seen._replace(since=time.monotonic(), timeout_s=seconds, ask_s=ask_s, longest_s=0.0)
+        self._seen = self._seen._replace(since=self._now(), timeout_s=seconds, ask_s=ask_s, longest_s=0.0)
 
     def close(self) -> None:
         """Stop watching."""
@@ -109,21 +117,27 @@ class Watchdog:
         self._thread.join()
         self._log.close()
 
+    def _now(self) -> float:
+        """Seconds that this process has run."""
+        return time.monotonic() - self._stood_still_s
+
     def _watch(self) -> None:
-        asked_since = 0.0
+        asked_since, looked = 0.0, time.monotonic()
         while True:
             seen = self._seen
-            timeout_s, idle = seen.timeout_s, time.monotonic() - seen.since
+            timeout_s, idle = seen.timeout_s, self._now() - seen.since
             if idle >= timeout_s:
                 self._end(idle, seen.step, seen.phase)
             if self._roll_call and asked_since != seen.since and idle >= max(seen.ask_s, 2 * seen.longest_s):
                 asked_since = seen.since
                 threading.Thread(target=self._ask, args=(self._roll_call, seen, idle), daemon=True).start()
-            # A copy of faulthandler's timer fires if this thread is kept from running for as long again.
-            faulthandler.dump_traceback_later(timeout_s + _LAST_WORDS_S, exit=True, file=sys.__stderr__ or self._log)
-            if self._closed.wait(min(1.0, seen.ask_s / 8, timeout_s - idle)):
-                faulthandler.cancel_dump_traceback_later()
+            if self._guard:
+                self._guard.runs(timeout_s + _LAST_WORDS_S)
+            if self._closed.wait(min(_LOOK_S, seen.ask_s / 8, timeout_s - idle)):
                 return
+            since_look, looked = time.monotonic() - looked, time.monotonic()
+            # Whoever keeps this thread waiting for longer than twice its time has stopped the process.
+            self._stood_still_s += max(0.0, since_look - 2 * _LOOK_S)
 
     def _ask(self, roll_call: RollCall, seen: _Seen, idle: float) -> None:
         line = line_of(sys._current_frames().get(self._main))

@@ -10,7 +10,7 @@ from titanlite.config.schema import Comm
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.kernels.device.channel import set_deadline
 
-CHECKPOINT_GROUP = "checkpoint"  # the group of the thread that writes checkpoints, which waits for disks beside steps
+_NO_LIMIT = timedelta(days=365)  # that all of them can count
 
 
 def choose_device() -> torch.device:
@@ -57,13 +57,8 @@ def start_process_group(config: Comm) -> torch.device:
     return device
 
 
-def limit_collectives(seconds: float) -> None:
-    """From now on a collective that hangs for so long ends the run with its name.
-
-    Args:
-        seconds: the limit. The group that writes checkpoints keeps the one that it was made with.
-    """
+def leave_limits_to_watchdog() -> None:
+    """From now on no collective of any group ends the run by its own clock, which goes on while a job is suspended."""
     for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc != CHECKPOINT_GROUP:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-    set_deadline(seconds)
+        dist.distributed_c10d._set_pg_timeout(_NO_LIMIT, group)
+    set_deadline(_NO_LIMIT.total_seconds())

@@ -19,7 +19,6 @@ from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
-from titanlite.parallel.process_group import limit_collectives
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
 from titanlite.training.receipt import complete_receipt
@@ -29,10 +28,8 @@ from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step, validation_loss
 from titanlite.training.stop import StopSignals
 
-# A collective that hangs ends the run with NCCL's or gloo's own message first, which names it.
-WATCHDOG_GRACE_S = 60
-ROLL_CALL = 0.75
-"""Share of that limit after which ranks say where they are: their answers must be there before it ends them."""
+ROLL_CALL = 0.5
+"""Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
 
 
 @dataclass
@@ -66,7 +63,7 @@ class Loop:
         stopping, step = False, start
         if idle := nothing_to_do(config, start):
             report.console.notice(idle)
-        self._limit(config.comm.init_timeout_seconds)  # of the mesh's groups too, which were made with torch's own
+        self._limit(config.comm.init_timeout_seconds)
         report.restart_clock()
         for step in range(start + 1, last + 1):
             self.watchdog.progress(step, "step")
@@ -168,6 +165,5 @@ class Loop:
             self.report.console.notice(f"saved {checkpoint}")
 
     def _limit(self, seconds: float) -> None:
-        """Set how long a collective, and a phase, may take: short in a step, long where a disk or a compiler works."""
-        limit_collectives(seconds)
-        self.watchdog.set_timeout(seconds + WATCHDOG_GRACE_S, ask_s=ROLL_CALL * seconds)
+        """Set how long a phase may make no progress: short in a step, long where a disk or a compiler works."""
+        self.watchdog.set_timeout(seconds, ask_s=ROLL_CALL * seconds)

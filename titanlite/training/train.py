@@ -1,5 +1,6 @@
 """Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
 
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from titanlite.errors import DataError, Problem, describe
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.launcher import Launcher
 from titanlite.observe.console import Console
+from titanlite.observe.guard import Guard
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
@@ -32,10 +34,10 @@ from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.memory import MemoryModel
 from titanlite.parallel.overrides import LEAST
-from titanlite.parallel.process_group import start_process_group
+from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
-from titanlite.training.loop import WATCHDOG_GRACE_S, Loop
+from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.receipt import add_data
 from titanlite.training.report import Report
@@ -82,7 +84,10 @@ def train(
             console.warning(warning)
         saved = complete_steps(folder.checkpoints)
         step = saved[-1] if saved else 0
-        status = Status(folder.status, step, rank)
+        guard = Guard(folder.status, rank)
+        status = Status(folder.status, step, rank, console.warning)
+        if rank == 0:
+            guard.runs(math.inf)  # the others' first word comes when the file is that of this run
 
         def say_stopped() -> None:
             by = stop.received or signal.SIGINT.name
@@ -97,18 +102,22 @@ def train(
             kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint"
             console.notice(f"stopped at once by {by}, after step {done}; {kept}")
 
-        stop = StopSignals(config.checkpoint.enable, last_words=say_stopped, launcher=launcher)
+        def last_words() -> None:
+            say_stopped()
+            guard.close()
+
+        stop = StopSignals(config.checkpoint.enable, last_words, launcher=launcher)
         try:
             cleanup.enter_context(stop)
             with folder.write_errors_explained():
-                _train(config, sizes, save_list, float8, folder, console, status, stop, cleanup)
+                _train(config, sizes, save_list, float8, folder, console, status, guard, stop, cleanup)
         except KeyboardInterrupt:
             with suppress(OSError):
                 say_stopped()
             raise
         except BaseException as error:  # said before the cleanup, which may hang on what failed
             peer = peer_failure()
-            if status.stall and isinstance(error, RuntimeError):  # a collective that timed out: it names no rank
+            if status.stall and isinstance(error, RuntimeError):  # of a rank that its own watchdog has ended
                 peer = peer or TimeoutError(status.stall)
             if isinstance(error, RuntimeError) and _SAID_OF_A_PEER.search(str(error)):
                 peer = peer or ConnectionError(_PEER_ENDED)
@@ -118,6 +127,8 @@ def train(
             if peer:
                 raise peer from error
             raise
+        finally:
+            guard.close()
 
 
 def _train(
@@ -128,6 +139,7 @@ def _train(
     folder: RunFolder,
     console: Console,
     status: Status,
+    guard: Guard,
     stop: StopSignals,
     cleanup: ExitStack,
 ) -> None:
@@ -210,15 +222,16 @@ def _train(
         batches.n_samples,
     )
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
-    limit, log = config.comm.init_timeout_seconds + WATCHDOG_GRACE_S, folder.logs / f"rank{rank}.log"
+    limit, log = config.comm.init_timeout_seconds, folder.logs / f"rank{rank}.log"
     world = dist.get_world_size()
     roll_call = RollCall(dist.distributed_c10d._get_default_store(), rank, world) if world > 1 else None
-    watchdog = Watchdog(limit, log, rank, on_timeout=status.failed, roll_call=roll_call, on_stall=status.stalled)
+    watchdog = Watchdog(limit, log, rank, status.failed, roll_call, status.stalled, guard)
     cleanup.enter_context(watchdog)
     profiler = cleanup.enter_context(Profiler(config.profiling, folder.profile, rank, device, start + 1, console))
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
-        background = Background(checkpoints, config.comm.init_timeout_seconds, tensors_of(run))
+        background = Background(checkpoints, tensors_of(run))
+    leave_limits_to_watchdog()
     loop = Loop(run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, data)
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop.begin_steps()

@@ -1,0 +1,128 @@
+"""A process beside each rank, which has the last word where the rank itself has none.
+
+A crash in native code, a library that aborts and a host without memory end a rank before it can say so; native code
+that never gives the interpreter back keeps even the watchdog's thread from running. Then this process ends the rank,
+where it is still there, and writes in `status.json` that the run has failed.
+
+The watchdog tells it every second that it runs, and how long it may fail to. Time in which the rank is stopped, as when
+a scheduler suspends a job, does not count: a timer inside the rank, such as `faulthandler` has, could not know.
+"""
+
+import faulthandler
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from titanlite.observe.status import now, read_status, write_status
+
+_LOOK_S = 1.0
+_STACKS_S = 10.0  # for the rank to write them to a disk that may be what it hangs on
+_SAID = b"said"
+
+
+class Guard:
+    """The process beside this rank. The run that it speaks of is the one that is running when it is first told so.
+
+    Args:
+        status: `status.json`.
+        rank: this one.
+    """
+
+    def __init__(self, status: Path, rank: int) -> None:
+        start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from titanlite.observe import guard"
+        self._process = subprocess.Popen(  # a session of its own: Ctrl-C is for the rank
+            [sys.executable, "-SPc", f"{start}; guard.main()", str(status), str(rank), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None  # noqa: S101
+        self._told = self._process.stdin
+        os.set_blocking(self._told.fileno(), False)
+        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+            faulthandler.enable(sys.__stderr__)  # for the stacks of a rank that it ends
+
+    def runs(self, limit_s: float) -> None:
+        """Say that this rank runs.
+
+        Args:
+            limit_s: how long it may fail to say so, while it is not stopped, before it is ended.
+        """
+        with suppress(OSError, ValueError):  # it is gone, has not read for long, or was told to end
+            self._told.write(f"{limit_s}\n".encode())
+
+    def close(self) -> None:
+        """Let it end without a word: what there was to say is said."""
+        with suppress(OSError, ValueError):
+            self._told.write(_SAID)
+        self._told.close()
+        self._process.wait()
+
+
+def main() -> None:
+    """Watch a rank until it ends; the process of `Guard`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # it ends with the rank
+    status, rank, process = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    limit_s, idle_s = math.inf, 0.0
+    run: dict[str, Any] = {}
+    while os.getppid() == process:
+        if select.select([0], [], [], _LOOK_S)[0]:
+            if not (told := os.read(0, 1 << 16)):
+                break
+            if told.endswith(_SAID):
+                return
+            limit_s, idle_s = float(told.split()[-1]), 0.0
+            run = run or _run_of(status)
+        elif not _is_stopped(process):
+            idle_s += _LOOK_S
+        if idle_s > limit_s:
+            text = f"rank {rank} made no progress for {idle_s:.0f} s, in native code that keeps the interpreter"
+            _say_failed(status, run, rank, "TimeoutError", text)
+            _end(process, text)
+            return
+    text = f"rank {rank} (process {process}) ended without a word: it was killed, for want of memory say, or crashed"
+    _say_failed(status, run, rank, "ChildProcessError", text)
+
+
+def _run_of(status: Path) -> dict[str, Any]:
+    """What the run is known by; nothing if the file does not say so."""
+    with suppress(OSError, ValueError):
+        said = read_status(status)
+        return {key: said.get(key) for key in ("started", "host", "pid")}
+    return {}
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:  # it has just ended, or this is no Linux
+        return False
+
+
+def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
+    """Unless the run has said how it ended, and not only that some other rank did, or another run has begun."""
+    with suppress(OSError, ValueError):
+        said = read_status(status)
+        is_open = said["state"] == "running" or said.get("error", {}).get("type") == "ConnectionError"
+        if is_open and run.items() <= said.items() and run:
+            error = {"type": kind, "message": message, "rank": rank}
+            write_status(status, said | {"state": "failed", "error": error, "updated": now()}, rank)
+
+
+def _end(process: int, text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"watchdog: {text}; stacks of all threads follow\n".encode())
+    for number in (signal.SIGABRT, signal.SIGKILL):  # faulthandler writes the stacks at the first
+        if os.getppid() == process:
+            os.kill(process, number)
+            end = time.monotonic() + _STACKS_S
+            while os.getppid() == process and time.monotonic() < end:
+                time.sleep(0.05)
