@@ -174,16 +174,34 @@ def test_it_says_of_prepared_text_that_it_is_another(
 ) -> None:
     cache, at = f"--data.cache_dir={tmp_path}/cache", step_folder(folder.checkpoints, 100)
     state(at, corpus="another", tokenizer="bytes")
-    other = "  warning: data.source holds different text than before: this epoch's samples are shuffled anew\n"
+    other = "  warning: data.source holds different text than before (fingerprint "
     assert "different" not in validate(capsys, cache)[1]  # nobody knows yet
     assert main(["prepare", *FLAGS, cache]) == 0
     capsys.readouterr()
     assert validate(capsys, cache)[1].count(other) == 1
-    state(at, tokenizer="another")
-    assert "  warning: data.tokenizer is a different file than before, so" in validate(capsys, cache)[1]
     (shards,) = checked_run([*FLAGS, cache, "--validation.enable=false"]).inputs.shards.values()
     state(at, corpus=shards.fingerprint)
     assert "different" not in validate(capsys, cache)[1]
+
+
+def test_another_tokenizer_is_refused_before_its_text_is_prepared(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state(step_folder(folder.checkpoints, 100), corpus="another", tokenizer="another")
+    cache = f"--data.cache_dir={tmp_path}/cache"
+    code, said = validate(capsys, cache)
+    assert code == 2
+    assert (
+        "data.tokenizer = one of fingerprint bytes\n      want: the one that the weights know, of fingerprint anot"
+        in said
+    )
+    assert "  warning: data.tokenizer is another than before" in validate(capsys, cache, "--job.strict=false")[1]
+    # So does a start; the rest of that is what is said here.
+    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[1])}
+    command = [sys.executable, "-m", "titanlite.train", *FLAGS, cache]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (2, said.splitlines()[1:])
+    assert not (tmp_path / "cache").exists()
 
 
 def test_torch_is_not_imported(folder: RunFolder) -> None:

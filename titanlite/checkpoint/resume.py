@@ -9,7 +9,6 @@ checkpoint, as far as that takes no time. The rules are chosen so that no work i
 - a folder that is only part of a checkpoint stops the run, it is not skipped.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -21,6 +20,7 @@ from titanlite.config.check import last_step
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
+from titanlite.json_file import read_json
 
 STATE = "state.json"
 VERSION = 1
@@ -99,25 +99,48 @@ def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per
     return state
 
 
-def other_text(state: dict[str, Any], corpus: str, tokenizer: str) -> str | None:
-    """Say so where a run goes on with other text than it was saved with, or with the same in other ids.
+def other_text(folder: Path, state: dict[str, Any], corpus: str, tokenizer: str, strict: bool) -> str | None:
+    """Say so where a run goes on with other text than it was saved with, or with ids of another tokenizer.
 
     Args:
-        state: of the checkpoint, beside the tensors.
-        corpus: fingerprint of the tokens of `data.source`.
+        folder: the checkpoint.
+        state: what it says beside the tensors.
+        corpus: fingerprint of the tokens of `data.source`; "" if that is not known yet.
         tokenizer: fingerprint of what made them; "" if that is not known.
+        strict: `job.strict`.
+
+    Raises:
+        CheckpointError: with `strict`, if the tokenizer is another: what ids mean is part of what the weights know.
     """
-    if state.get("corpus", corpus) == corpus:
+    made_by, before = state.get("tokenizer") or tokenizer, state.get("corpus") or corpus
+    if tokenizer and made_by != tokenizer:
+        where = "data.tokenizer"
+        if strict:
+            saw, want = f"one of fingerprint {tokenizer}", f"the one that the weights know, of fingerprint {made_by}"
+            fix = "restore its file and data.add_bos_token, or use another job.name; job.strict = false goes on"
+            raise CheckpointError(describe(str(folder), [Problem(where, saw, want, fix)]))
+        saw = f"{where} is another than before (fingerprint {tokenizer}, before {made_by})"
+        return f"{saw}, and its ids are not those that the weights know; restore the old file, or use another job.name"
+    if not corpus or before == corpus:
         return None
-    if state.get("tokenizer", tokenizer) == tokenizer:
-        return "data.source holds different text than before: this epoch's samples are shuffled anew"
-    what = "data.tokenizer is a different file than before, so data.source has different ids"
-    return f"{what}, which the weights do not know; restore the old file, or use another job.name"
+    saw = f"data.source holds different text than before (fingerprint {corpus}, before {before})"
+    return f"{saw}: this epoch's samples are shuffled anew"
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """`state.json` of a verified checkpoint."""
-    saved = cast(dict[str, Any], json.loads((folder / STATE).read_bytes()))
+    """Read the `state.json` of a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, of another version or of another step.
+    """
+    try:
+        saved = cast(dict[str, Any], read_json(folder / STATE))
+        if not isinstance(saved["state"], dict):
+            raise ValueError("no state in it")
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
+        problem = Problem(STATE, f"{type(e).__name__}: {e}", want, fix)
+        raise CheckpointError(describe(str(folder), [problem])) from None
     if saved.get("version") != VERSION:
         want = f"version {VERSION}, which titanlite {titanlite.__version__} reads"
         fix = "use the titanlite that wrote it"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
-from titanlite.checkpoint.publish import complete_steps
-from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, step_to_resume
+from titanlite.checkpoint.publish import complete_steps, step_folder
+from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, read_state, step_to_resume
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import (
@@ -38,7 +38,7 @@ from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.order import epochs
 from titanlite.data.prepare import Inputs, check_cache, check_inputs, whole_from_hub
 from titanlite.data.shards import sample_count
-from titanlite.errors import ConfigError, RecipeError, TitanliteError
+from titanlite.errors import CheckpointError, ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, obstacle, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.check_save_list import check_save_list
@@ -130,6 +130,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
+    if inputs is not None and _resumes(config):
+        attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
@@ -168,6 +170,18 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
 def _resumes(config: Config) -> bool:
     """Whether a start goes on from a checkpoint."""
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
+
+
+def _check_tokenizer(config: Config, inputs: Inputs) -> None:
+    """Refuse ids of another tokenizer than the weights know, before its tokens are prepared, which may take hours."""
+    root = RunFolder.of(config).checkpoints
+    step = complete_steps(root)[-1]
+    folder = step_folder(root, step)
+    try:
+        state = read_state(folder, step)["state"]
+    except CheckpointError:  # damage is for those who load it
+        return
+    other_text(folder, state, "", inputs.fingerprint, config.job.strict)
 
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
@@ -274,8 +288,9 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
         samples = int(state.get("samples", 0))
-        if shards := checked.inputs.shards.get("data.source"):
-            warnings.append(other_text(state, shards.fingerprint, shards.tokenizer))
+        at, shards = step_folder(folder.checkpoints, step), checked.inputs.shards.get("data.source")
+        corpus, strict = shards.fingerprint if shards else "", config.job.strict
+        warnings.append(other_text(at, state, corpus, checked.inputs.fingerprint, strict))
         told += [idle] if (idle := nothing_to_do(config, step)) else []
     hints, warnings = (*checked.hints, *told), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples

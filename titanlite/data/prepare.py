@@ -48,6 +48,11 @@ class Inputs:
         """Say what of the tokenizer's file is not used, if anything."""
         return self.tokenizer.unused if self.tokenizer else ""
 
+    @property
+    def fingerprint(self) -> str:
+        """Return that of what makes the ids of `data.source`; "" where that is token files."""
+        return self.tokenizer.fingerprint if self.tokenizer and self.sources["data.source"].kind != "tokens" else ""
+
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
     """Open the token shards of a source; make them first if they are not there.

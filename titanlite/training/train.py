@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
-from titanlite.checkpoint.publish import complete_steps
+from titanlite.checkpoint.publish import complete_steps, step_folder
 from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
@@ -179,7 +179,7 @@ def _train(
     start, state = restore(run, checkpoints, console, per_step)
     samples = int(state["samples"])
     data = {"corpus": shards.fingerprint, "tokenizer": shards.tokenizer}
-    if text := other_text(state, **data):
+    if text := other_text(step_folder(checkpoints.root, start), state, **data, strict=config.job.strict):
         console.warning(text)
 
     placed = {"dp_rank": run.mesh.dp_rank, "dp_size": run.mesh.dp_size, "device": device}
