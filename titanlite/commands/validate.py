@@ -130,7 +130,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
-    if inputs is not None and _resumes(config):
+    if inputs is not None and config.checkpoint.enable:
         attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
@@ -175,13 +175,14 @@ def _resumes(config: Config) -> bool:
 def _check_tokenizer(config: Config, inputs: Inputs) -> None:
     """Refuse ids of another tokenizer than the weights know, before its tokens are prepared, which may take hours."""
     root = RunFolder.of(config).checkpoints
-    step = complete_steps(root)[-1]
-    folder = step_folder(root, step)
     try:
-        state = read_state(folder, step)["state"]
-    except CheckpointError:  # damage is for those who load it
+        saved = {
+            step_folder(root, step): read_state(step_folder(root, step), step) for step in complete_steps(root)[-1:]
+        }
+    except CheckpointError:  # what cannot be read is said by those who load it
         return
-    other_text(folder, state, "", inputs.fingerprint, config.job.strict)
+    for folder, said in saved.items():
+        other_text(folder, said["state"], "", inputs.fingerprint, config.job.strict)
 
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
