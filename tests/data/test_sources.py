@@ -438,7 +438,7 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     (folder / "test.jsonl").write_text('{"text": "three"}\n')
     texts, tally = read(f"hf:{folder}")
     assert texts == ["one", "two"]
-    assert tally.n_bytes == len("onetwo")
+    assert tally.n_bytes == (folder / "train.jsonl").stat().st_size
     assert read(f"hf:{folder}::test")[0] == ["three"]
     with pytest.raises(DataError, match=r"2 bad records(.|\n)*:1: no field 'body' among text"):
         read(f"hf:{folder}", text_key="body")
@@ -447,6 +447,128 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     before = resolve(f"hf:{folder}").stamps()
     (folder / "train.jsonl").write_text('{"text": "one"}\n')
     assert resolve(f"hf:{folder}").stamps() != before
+
+
+LINES = "one\n\ntwo, a longer line\r\nthree"
+
+
+@pytest.mark.parametrize("prefix", ["", "hf:"])
+def test_text_is_the_same_document_with_and_without_hf(prefix: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "in").mkdir()
+    for name, mark in (("a.txt", b""), ("b.txt", b"\xef\xbb\xbf")):
+        (tmp_path / "in" / name).write_bytes(mark + LINES.encode())
+    texts, tally = read(f"{prefix}{tmp_path}/in")
+    assert texts == [LINES, LINES]
+    assert tally.n_bytes == 2 * len(LINES) + 3
+    (tmp_path / "in" / "c.txt").write_bytes(b"caf\xe9")
+    assert read(f"{prefix}{tmp_path}/in", limit=1)[1].bad == [f"{tmp_path}/in/c.txt:1: not UTF-8: byte 0xe9 at byte 3"]
+
+
+RECORDS = {  # of which `datasets` may make dates, JSON, rows without text, or traces of agents
+    "dates": [{"text": "2024-01-01"}, {"text": "2024-02-01 10:00:00"}],
+    "mixed": [{"text": "hello"}, {"text": "x", "n": 1}, {"text": "y", "n": "1"}],
+    "late": [{"id": 1, "text": "a"}, {"text": "b", "other": {"deep": [1]}}],
+    "traces": [{"type": "user", "text": "a", "message": {"role": "user", "content": "b"}}],
+    "ends": [{"text": " a\r\nb\u2028c\n"}, {"text": "NA"}, {"text": "\u0000null"}],
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet"])
+def test_records_are_the_same_documents_with_and_without_hf(kind: str, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    file, records = tmp_path / "in" / f"a.{form}", RECORDS[kind]
+    file.parent.mkdir()
+    if form == "parquet":
+        write_parquet(file, text=[record["text"] for record in records])
+    else:
+        content = "".join(json.dumps(record) + "\n" for record in records).encode()
+        file.write_bytes(gzip.compress(content) if form.endswith(".gz") else content)
+    texts = [record["text"] for record in records]
+    assert read(str(file.parent))[0] == texts
+    assert read(f"hf:{file.parent}")[0] == texts
+
+
+def test_tables_keep_text_that_looks_like_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "a.csv").write_text('\ufefftext,n\n"NA",1\nnull,2\n"two\nlines",3\n"",4\n')
+    assert read(f"hf:{tmp_path}")[0] == ["NA", "null", "two\nlines"]
+
+
+def test_what_a_readme_asks_for_is_done(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    readme = '---\nconfigs:\n- config_name: default\n  data_files: "*.txt"\n'
+    (tmp_path / "README.md").write_text(readme + "---\n")
+    assert read(f"hf:{tmp_path}")[0] == ["one\ntwo"]
+    (tmp_path / "README.md").write_text(readme + "  sample_by: paragraph\n---\n")
+    assert read(f"hf:{tmp_path}")[0] == ["one\ntwo"]
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    assert read(f"hf:{tmp_path}")[0] == ["one", "two"]
+
+
+def test_several_splits_are_read_in_the_order_that_names_them(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert read(f"hf:{tmp_path}::test+train")[0] == ["test", "train"]
+    assert sorted(read(f"hf:{tmp_path}::all")[0]) == ["test", "train"]
+    with pytest.raises(DataError, match="Bad split: test\\+nope"):
+        read(f"hf:{tmp_path}::test+nope")
+
+
+def test_a_folder_of_a_dataset_is_gone_through_once_and_its_files_are_read_once(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    lines(tmp_path / "in" / "a.jsonl", "one")
+    for name in ("self", "again"):
+        (tmp_path / "in" / name).symlink_to(".")
+    assert read(f"hf:{tmp_path}/in")[0] == ["one"]
+    (tmp_path / "in" / "b.jsonl").symlink_to("a.jsonl")
+    with pytest.raises(DataError, match=r"reads 1 files twice, as .*/in/a\.jsonl\n.*want: each file once"):
+        read(f"hf:{tmp_path}/in")
+
+
+@pytest.mark.parametrize("name", ["books", "allenai/c4"])
+def test_a_folder_in_the_working_directory_is_not_taken_for_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve(f"hf:{name}:en").files == ()
+    lines(tmp_path / name / "a.jsonl")
+    with pytest.raises(DataError, match=rf"want: one of them\n.*fix:  hf:\./{name}:en:test for the folder"):
+        resolve(f"hf:{name}:en:test")
+    assert len(resolve(f"hf:./{name}").files) == 1
+
+
+def test_what_the_library_has_kept_does_not_stand_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network it would be taken, of whatever time it is, and as its defaults have cut it."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    kept = tmp_path / "some___books" / "default" / "0.0.0" / "0a1b"
+    datasets.Dataset.from_dict({"text": ["old"]}).save_to_disk(str(tmp_path / "made"))
+    kept.mkdir(parents=True)
+    (tmp_path / "made" / "data-00000-of-00001.arrow").rename(kept / "books-train.arrow")
+    info = datasets.DatasetInfo(features=datasets.Features({"text": datasets.Value("string")}), splits=None)
+    info.splits = datasets.SplitDict({"train": datasets.SplitInfo("train", num_examples=1)})
+    info.config_name, info.dataset_name, info.version = "default", "books", "0.0.0"
+    info.write_to_directory(str(kept))
+    with pytest.raises(
+        DataError, match=r"the hub does not give; `datasets` has kept(.|\n)*hf download (.|\n)*some/books"
+    ):
+        read("hf:some/books")
+
+
+def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
+    stated = "  features:\n  - name: text\n    dtype: string\n  splits:\n  - name: train\n    num_examples: 5\n"
+    (tmp_path / "README.md").write_text(f"---\ndataset_info:\n{stated}---\n")
+    texts, tally = read(f"hf:{tmp_path}")
+    assert texts == ["one", "two"]
+    assert tally.skipped == ["3 of the 5 rows that the dataset is said to have"]
 
 
 def write_records(folder: Path, *names: str) -> str:
@@ -469,7 +591,7 @@ def write_records(folder: Path, *names: str) -> str:
         ("data/train-0.parquet LICENSE.txt README.md", 1, "1 .txt file in no split of the folder, as {}/LICENSE.txt"),
         ("train.parquet stats.json croissant.json", 1, "2 .json files in no split of the folder, as {}/croissant.json"),
         ("train.jsonl notes.txt", 1, "1 .txt file in no split of the folder, as {}/notes.txt"),
-        ("train.txt LICENSE.txt", 2, "1 .txt file in no split of the folder, as {}/LICENSE.txt"),
+        ("train.txt LICENSE.txt", 1, "1 .txt file in no split of the folder, as {}/LICENSE.txt"),
         ("a.jsonl more/b.jsonl more/pipeline.py", 2, "1 .py file in no split of the folder, as {}/more/pipeline.py"),
         ("a.csv b.tsv __x/x.json .hidden.jsonl .cache/c.jsonl README.md", 2, ""),
         ("a.csv README.md", 1, ""),
@@ -510,7 +632,7 @@ def test_a_dataset_that_leaves_records_out_is_refused(names: str, left_out: str,
     chosen = next(name for name in ("train-0.jsonl", "train.txt", "train/a.parquet", "b.parquet") if name in names)
     (folder / "README.md").write_text(textwrap.dedent(readme[1]).replace("PATTERN", chosen))
     texts, tally = read(source)
-    assert len(texts) == (2 if chosen == "train.txt" else 1)
+    assert len(texts) == 1
     assert tally.skipped == []  # they were named
 
 

@@ -1,21 +1,31 @@
-"""What `datasets` leaves out of a local folder: it chooses the files of one, and says nothing of the others.
+"""What `datasets` chooses without being asked: the files of a local folder, and how text becomes records.
 
 Where names say what is training data (train-0.jsonl, test/a.parquet) it takes these alone, else the files of the most
 frequent type. What it has chosen is asked of it, not derived. A file that it did not choose may be records that were
 meant to be trained on, or lie there for another reason, as a licence: its name decides. A folder whose README says
 which files to read is read as that says.
+
+Files that titanlite reads itself it reads here, too, so that their documents are the same with and without `hf:`: the
+library cuts text at newlines and drops these, and takes strings that look like dates for dates. Of what is left, text
+is one document per file, and "NA" in a table is text.
 """
 
-import glob
+import dataclasses
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titanlite.data.sources import SUFFIXES, Source
+from titanlite.data.sources import SUFFIXES, Source, ending, files_below
 from titanlite.errors import DataError, Problem, describe
 
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
+
+_OWN = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # .json.gz may be one value, which the library reads
+_OPTIONS = {"sample_by": "document", "encoding": "utf-8-sig", "keep_default_na": False, "parse_agent_traces": False}
 _RECORDS = re.compile(r"\.(jsonl|ndjson|parquet|csv|tsv|arrow)(\.(gz|zst|xz|bz2|lz4|zip))?$", re.IGNORECASE)
 _BESIDE = re.compile(
     r"(readme|licen[cs]e|notice|copying|citation|changelog|requirements|config|state|stats|metadata|croissant"
@@ -45,13 +55,62 @@ def left_out(source: Source) -> list[str]:
         return []
     splits = [files for one in found.builder_configs for files in (one.data_files or {}).values()]
     chosen = {Path(f).resolve() for files in splits for f in files}
-    below = _files_below(folder)
+    if twice := [f for f, n in Counter(Path(f).resolve() for files in splits for f in set(files)).items() if n > 1]:
+        saw = f"{source.name!r}, a folder of which `datasets` reads {len(twice)} files twice, as {twice[0]}"
+        fix = "delete the links to it, or name the files without hf:"
+        raise DataError(describe("data", [Problem(source.key, saw, "each file once", fix)]))
+    below = _files_below(source, folder)
     others = [f for f in below if f.resolve() not in chosen]
     suffixes = {_suffix(f) for f in below if f.resolve() in chosen}
     records = [f for f in others if _RECORDS.search(f.name) or (_suffix(f) in suffixes and not _BESIDE.match(f.name))]
     if records:
         raise _refused(source, folder, records, suffixes)
     return [f"{_counts(others)} in no split of the folder, as {others[0]}"] if others else []
+
+
+def builder_of(source: Source) -> "DatasetBuilder":
+    """Make what reads a dataset through `datasets`, its defaults set so that they change no text.
+
+    Args:
+        source: a dataset.
+
+    Returns:
+        The builder; nothing but descriptions has been read.
+
+    Raises:
+        DataError: the hub cannot be reached, and the library would take what it has kept of another time.
+    """
+    from datasets import load_dataset_builder
+
+    assert source.dataset  # noqa: S101  # it is one
+    path, config, _ = source.dataset
+    builder = load_dataset_builder(path, config)
+    if type(builder).__module__.startswith("datasets.packaged_modules.cache"):
+        saw = f"{source.name!r}, which the hub does not give; `datasets` has kept records of it from another time"
+        fix = f"download its files, as with `hf download --repo-type dataset {path} --local-dir DIR`, and give hf:DIR"
+        raise DataError(describe("data", [Problem(source.key, saw, "the dataset as it is on the hub", fix)]))
+    for name, value in _OPTIONS.items():
+        field = next((f for f in dataclasses.fields(builder.config) if f.name == name), None)
+        if field is not None and getattr(builder.config, name) == field.default:  # the README may say otherwise
+            setattr(builder.config, name, value)
+    return builder
+
+
+def own_files(builder: "DatasetBuilder", split: str) -> tuple[Path, ...]:
+    """Return the files of a split if titanlite reads all of them itself, else nothing.
+
+    Args:
+        builder: of a dataset in a folder.
+        split: of it.
+    """
+    given = {"name", "version", "data_dir", "data_files", "description"}
+    fields = [f for f in dataclasses.fields(builder.config) if f.name not in given]
+    defaults = {f.name: _OPTIONS.get(f.name, f.default) for f in fields}
+    of_splits = builder.config.data_files or {}
+    splits = list(of_splits) if split == "all" else [name.strip() for name in split.split("+")]  # as the library does
+    files = [Path(f) for name in splits for f in of_splits.get(name, [""])]
+    is_asked = any(getattr(builder.config, name) != default for name, default in defaults.items())
+    return () if is_asked or any(ending(f) not in _OWN for f in files) else tuple(files)
 
 
 def _refused(source: Source, folder: str, records: list[Path], suffixes: set[str]) -> DataError:
@@ -66,9 +125,9 @@ def _refused(source: Source, folder: str, records: list[Path], suffixes: set[str
     return DataError(describe("data", [Problem(source.key, saw, want, fix)]))
 
 
-def _files_below(folder: str) -> list[Path]:
+def _files_below(source: Source, folder: str) -> list[Path]:
     """All but what `datasets` never looks at: hidden files, folders named as __pycache__, its own descriptions."""
-    names = sorted(glob.glob("**/*", root_dir=folder, recursive=True))
+    names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
     own = [Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md"]
     return [f for f in own if f.is_file()]
 

@@ -11,13 +11,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from titanlite.config.schema import Data
-from titanlite.data.dataset_folder import left_out
+from titanlite.data.dataset_folder import builder_of, left_out, own_files
 from titanlite.data.sources import CODECS, JSON_LINES, Source, ending, unreadable
 from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError, Problem, describe, nearest
@@ -289,18 +289,24 @@ def _parquet(file: Path, text_key: str, key: str) -> Iterator[Any]:
 
 
 def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
-    import datasets
-
     assert source.dataset  # noqa: S101  # by `resolve`
     path, config, split = source.dataset
     try:
         if os.path.isdir(path):
             tally.skipped += left_out(source)
-        rows = datasets.load_dataset(path, config, split=split, streaming=True)
-        for number, row in enumerate(rows, 1):
+        builder = builder_of(source)
+        if source.files and (files := own_files(builder, split)):
+            yield from documents(replace(source, kind="text", files=files, dataset=None), text_key, tally)
+            return
+        number = 0
+        for number, row in enumerate(builder.as_streaming_dataset(split=split), 1):
             for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
                 tally.n_bytes += sum(len(text.encode()) for text in document.blocks)
                 yield document
+        stated = (builder.info.splits or {}).get(split)
+        if stated is not None and number < (stated.num_examples or 0):
+            missing = stated.num_examples - number
+            tally.skipped.append(f"{missing:,} of the {stated.num_examples:,} rows that the dataset is said to have")
     except DataError:
         raise
     except BaseException as e:  # the library raises its own, its back ends' and the network's

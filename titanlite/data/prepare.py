@@ -210,6 +210,7 @@ def _folder(
         identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
     max_tokens = _max_tokens(source, data)
     cut = f" {max_tokens} by pieces" if max_tokens else ""
+    cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
     inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
     return Path(data.cache_dir).expanduser() / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
 

@@ -106,6 +106,15 @@ def resolve(source: str, key: str = "data.source") -> Source:
     return Source(source, key, kind, tuple(files), count=walk.count(len(files)))
 
 
+def files_below(source: str, key: str, folder: str) -> Iterator[str]:
+    """Yield the files of a folder of a source, but for hidden ones; each folder of it is entered once.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    return _Walk(source, key).below(folder)
+
+
 def ending(file: Path | str) -> str:
     """Return the one of `SUFFIXES` that a file's name ends in, in whatever case it is written; "" if it is none."""
     name = os.path.basename(file).lower()
@@ -275,10 +284,14 @@ def _resolve_dataset(source: str, key: str) -> Source:
         problem = Problem(key, repr(source), want, "write the dataset's name on the hub, or the path of its folder")
         raise DataError(describe("data", [problem]))
     path = os.path.expanduser(parts[0])
+    if not path.startswith(("/", ".")) and os.path.isdir(path):
+        saw = f"{source!r}, the name of a dataset of the hub and of a folder in the working directory, {Path.cwd()}"
+        fix = f"{source.replace('hf:', 'hf:./', 1)} for the folder; for the hub, start in another directory"
+        raise DataError(describe("data", [Problem(key, saw, "one of them", fix)]))
     if path.startswith(("/", ".")) and not os.path.isdir(path):
         saw = f"{source!r}, and there is no folder {path} (working directory: {Path.cwd()})"
         raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
     config, split = [*parts[1:], "", ""][:2]
-    below = _Walk(source, key).below(path) if os.path.isdir(path) else ()
+    below = files_below(source, key, path) if os.path.isdir(path) else ()
     files = sorted({Path(f).resolve() for f in below})  # a link to nothing is refused by name
     return Source(source, key, "dataset", tuple(files), (path, config or None, split or "train"))
