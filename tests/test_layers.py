@@ -20,7 +20,7 @@ ROWS = (
     {"kernels"},
     {"recipes", "run_folder", "exit_code", "launcher", "redact", "durable", "byte_size"},
     {"config"},
-    {"errors"},
+    {"errors", "json_file"},
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 

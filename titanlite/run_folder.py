@@ -28,6 +28,7 @@ from titanlite.byte_size import byte_size
 from titanlite.config.schema import Config, Model
 from titanlite.durable import earlier, require_writable, write_durably
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.json_file import read_json
 from titanlite.recipes import model_dimensions
 from titanlite.redact import redact_tree, redact_urls
 
@@ -109,7 +110,7 @@ class RunFolder:
     def seems_in_use(self) -> str | None:
         """Say so if a job has just said in `status.json` that it is running; else None."""
         try:
-            said = json.loads(self.status.read_text(encoding="utf-8"))
+            said = read_json(self.status)
             age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
             if said["state"] != "running" or age_s > _AT_WORK_S:
                 return None
@@ -227,7 +228,7 @@ class RunFolder:
             before = dotted(redact_tree(tomli.loads(self.config.read_text(encoding="utf-8")), redact_urls))
         except FileNotFoundError:
             return []
-        except (tomli.TOMLDecodeError, UnicodeDecodeError) as e:
+        except (ValueError, RecursionError) as e:  # tomli's, or a byte that is no text
             problem = Problem("config.toml", str(e), "the config of this run", "restore it, or choose another job.name")
             raise ConfigError(describe(str(self.path), [problem])) from None
         # A key that a former version did not know had, in effect, its default.

@@ -19,6 +19,7 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.columns import columns
 from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
+from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.run_folder import dotted
 
@@ -125,7 +126,7 @@ def _read(folder: Path, name: str) -> RunRecord:
     rows = read_metrics(folder / "metrics.jsonl")
     try:
         config = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # tomli's, or a byte that is no text
         problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
         raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
     steps, validations = ([row for row in rows if key in row] for key in ("loss", "validation_loss"))
@@ -146,7 +147,7 @@ def _state(status: Path) -> str:
     if not status.is_file():
         return ""
     try:
-        said = json.loads(status.read_text())
+        said = read_json(status)
     except ValueError:
         said = None
     if not isinstance(said, dict):

@@ -3,7 +3,6 @@
 `titanlite validate` prints them, and a run says them before its first step.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from titanlite.config.schema import Config
 from titanlite.data.prepare import Inputs
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import ByteTokenizer, few_ids
+from titanlite.json_file import parse_json, read_json
 
 
 def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
     try:
         content = theirs.read_bytes()
         if config.data.tokenizer == "bytes":
-            is_same = len(json.loads(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
+            is_same = len(parse_json(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
         else:
             ours = Path(config.data.tokenizer).expanduser().read_bytes()
             is_same = ours == content or _of_text(ours) == _of_text(content)
@@ -108,7 +108,7 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
 
 def _of_text(tokenizer: bytes) -> dict[str, Any]:
     """What a tokenizer.json says of a document's ids: an exported one may differ in the rest."""
-    said = json.loads(tokenizer)
+    said = parse_json(tokenizer)
     said["model"]["dropout"] = None
     return {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
@@ -119,7 +119,7 @@ def other_training(config: Config) -> tuple[str, ...]:
     Args:
         config: of a run that starts from `checkpoint.initial_load_path`, whose config.json was found to be its model's.
     """
-    said = json.loads((Path(config.checkpoint.initial_load_path).expanduser() / "config.json").read_bytes())
+    said = read_json(Path(config.checkpoint.initial_load_path).expanduser() / "config.json")
     return _longer_than_trained(config, said) + _without_dropout(config, said)
 
 

@@ -4,7 +4,6 @@
 against a config in no time; the tensors are compared when they are loaded.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from titanlite.config.hugging_face import LAYOUTS, layer_types, said, weight_fil
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
 from titanlite.config.schema import Config
+from titanlite.json_file import read_json
 
 FROM_CHECKPOINT = "from_checkpoint"  # as model.flavor: the dimensions are those of the folder
 KEY = "checkpoint.initial_load_path"
@@ -39,7 +39,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelRecipe
     """
     file = Path(path).expanduser() / "config.json"
     try:
-        content = cast(dict[str, Any], json.loads(file.read_bytes()))
+        content = cast(dict[str, Any], read_json(file))
         kind = content.get("model_type")
         architecture = next((name for name, layout in LAYOUTS.items() if layout.model_type == kind), None)
         theirs = _meaning(architecture, content) if architecture else {}
@@ -215,7 +215,7 @@ def _of_config(config: Config, path: str, problems: Problems) -> ModelRecipe | N
     return None
 
 
-_UNREADABLE = (OSError, ArithmeticError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
+_UNREADABLE = (OSError, ArithmeticError, ValueError, TypeError, AttributeError, LookupError)
 
 
 def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -> None:

@@ -5,7 +5,6 @@ matrix there too, in another order. GPT-2's matrices lie transposed, and a Gemma
 This imports no torch: `config_json.py` holds a given folder against a config; `models/hugging_face.py` moves weights.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.json_file import read_json
 
 ONE_FILE = "model.safetensors"  # several are listed in an index, which has this name and more
 
@@ -184,7 +184,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / f"{ONE_FILE}.index.json"
     if (folder / ONE_FILE).is_file() or not index.is_file():  # as transformers chooses if there are both
         return [folder / ONE_FILE]
-    named = cast(dict[str, dict[str, str]], json.loads(index.read_bytes()))["weight_map"]
+    named = cast(dict[str, dict[str, str]], read_json(index))["weight_map"]
     files = sorted(set(named.values()))
     if strange := [file for file in files if not re.fullmatch(r"[^/\\\0]+\.safetensors", file)]:
         raise ValueError(f"{index.name} names {', '.join(map(repr, strange))}, which is no safetensors file beside it")

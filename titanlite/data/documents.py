@@ -21,6 +21,7 @@ from titanlite.data.dataset_folder import builder_of, left_out, own_files
 from titanlite.data.sources import CODECS, JSON_LINES, Source, ending, unreadable
 from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.json_file import parse_json
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
@@ -140,8 +141,8 @@ def _check_records(file: Path, data: Data) -> None:
         whole = start if not lines.read(1) else start[: start.rfind(b"\n") + 1]
     for line in whole.removeprefix(codecs.BOM_UTF8).split(b"\n"):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # a bad record, or none: for those who read them all
+            record = parse_json(line)
+        except ValueError:  # a bad record, or none: for those who read them all
             continue
         if isinstance(record, dict) and data.text_key in record:
             return
@@ -219,7 +220,7 @@ def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Docume
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode())
+                record = parse_json(line.decode())
                 text = record.get(text_key) if isinstance(record, dict) else None
                 if isinstance(text, str):
                     text.encode()  # JSON can spell half a surrogate pair, which is no text
@@ -227,7 +228,7 @@ def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Docume
                 tally.add_bad(f"{file}:{number}", _not_utf8(e))
             except UnicodeEncodeError:
                 tally.add_bad(f"{file}:{number}", f"field {text_key!r} holds half a surrogate pair")
-            except (ValueError, RecursionError) as e:
+            except ValueError as e:
                 tally.add_bad(f"{file}:{number}", f"not JSON: {e}")
             else:
                 yield from _record_document(f"{file}:{number}", record, text_key, tally)

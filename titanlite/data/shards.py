@@ -23,6 +23,7 @@ import numpy as np
 
 from titanlite.durable import write_durably
 from titanlite.errors import DataError, Problem, describe
+from titanlite.json_file import read_json
 from titanlite.redact import redact_tree
 
 VERSION = 1
@@ -76,7 +77,7 @@ class Meta:
             DataError: it is missing, or not what this version writes.
         """
         try:
-            content: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            content: dict[str, Any] = read_json(folder / "meta.json")
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']}")
             for name in ("bad_records", "skipped"):

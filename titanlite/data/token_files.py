@@ -7,7 +7,6 @@ bytes that show another type are errors: ids are small numbers, so the bytes tha
 first use reads every file once, as an id that the model has no row for is an error, too.
 """
 
-import json
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from titanlite.data.shards import Meta, Shard, token_hash
 from titanlite.data.sources import Source
 from titanlite.errors import DataError, Problem, describe
+from titanlite.json_file import read_json
 
 _CHUNK_BYTES = 1 << 24
 _HEAD_BYTES = 1 << 15  # of a chunk, that are looked at for the type of its ids
@@ -137,8 +137,8 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
 def _of_meta(file: Path, source: Source) -> str | None:
     """Return the type that a meta.json states, if there is one that does."""
     try:
-        stated = json.loads(file.read_text(encoding="utf-8"))["dtype"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # not there, or somebody else's
+        stated = read_json(file)["dtype"]
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or somebody else's
         return None
     return _readable(source, file, stated) if isinstance(stated, str) else None
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titanlite.errors import DataError, Problem, describe
+from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
 _LEAST_SHARE = 0.9  # of a vocabulary: of published models, whose tables are padded, tokenizers have 0.99 and more
@@ -262,7 +263,7 @@ def _special_token(
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:
-            token: Any = json.loads(config.read_text(encoding="utf-8")).get(key)
+            token: Any = read_json(config).get(key)
         except (ValueError, AttributeError) as e:
             raise _unusable(name, f"beside which {config} is not a JSON object: {e}", "correct that file") from e
         token = token.get("content") if isinstance(token, dict) else token

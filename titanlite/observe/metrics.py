@@ -25,6 +25,7 @@ from typing import Any
 
 from titanlite.durable import earlier, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
+from titanlite.json_file import parse_json
 
 
 class RunError(TitanliteError):
@@ -143,7 +144,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows, problems = [], []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # JSON's, or a byte that is no text
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):

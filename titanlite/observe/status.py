@@ -22,6 +22,7 @@ from typing import Any
 
 from titanlite.durable import open_plain, read_plain, write_durably
 from titanlite.errors import TitanliteError
+from titanlite.json_file import parse_json
 from titanlite.redact import redact_tree
 
 _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
@@ -142,10 +143,7 @@ def read_status(path: Path) -> dict[str, Any]:
         OSError: it cannot be read, or is no plain file.
         ValueError: it does not say that.
     """
-    try:
-        said = json.loads(read_plain(path))
-    except RecursionError:
-        raise ValueError("too deep") from None
+    said = parse_json(read_plain(path))
     texts = isinstance(said, dict) and all(isinstance(said.get(key), str) for key in ("state", "updated"))
     if not texts or (said["state"] == "failed" and not isinstance(said.get("error"), dict)):
         raise ValueError("no JSON object with a state")
