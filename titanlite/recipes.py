@@ -153,8 +153,9 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
             problems.add("job.recipe_dirs", show(str(folder)), want, fix)
             continue
         for path in sorted((folder / kind).glob("*.toml")):
-            if path.stem in KINDS[kind].words:
-                want = f'another name: {KINDS[kind].key} = "{path.stem}" is reserved'
+            word = path.stem.partition("-")[2] if kind == "model" else path.stem  # as a config says it
+            if word in KINDS[kind].words:
+                want = f'another name: {KINDS[kind].key} = "{word}" is reserved'
                 problems.add("job.recipe_dirs", show(str(path)), want, f"rename {path.name}")
             elif path.stem in files and path.resolve() != files[path.stem].resolve():  # it may be the shipped one
                 want = f"a name of its own; {files[path.stem]} is already called that"
@@ -180,7 +181,9 @@ def _find(
         has = f", which have {', '.join(own)}" if own else ""
         asked, place = flavor or name, f"model/{name}.toml in a folder of job.recipe_dirs{has}"
         flavors = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
-        choices = flavors or [c for c in choices if c.endswith(f"-{name}")]  # it may be a flavor alone
+        choices = (
+            [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
+        )  # it may be a flavor alone
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
     near = near or nearest(asked, choices)
@@ -201,7 +204,7 @@ class _Kind:
 
 
 KINDS: dict[Kind, _Kind] = {
-    "model": _Kind(ModelRecipe, check_model, "model.flavor"),
+    "model": _Kind(ModelRecipe, check_model, "model.flavor", words=(FROM_CHECKPOINT,)),
     "float8": _Kind(Float8Recipe, check_float8, "float8.recipe", words=("none",)),
     "activation_checkpoint": _Kind(SaveList, check_save_list, "activation_checkpoint.recipe", words=(AUTO,)),
 }

@@ -1,5 +1,7 @@
 """`titanlite recipes` lists what there is, and prints one recipe as it was understood."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +10,10 @@ import tomli
 from titanlite.commands import main
 from titanlite.commands.recipes import _KINDS
 from titanlite.config.build import build
+from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.problems import Origin, Problems
-from titanlite.recipes import load, names
+from titanlite.config.schema import Config, Job, Model
+from titanlite.recipes import load, model_dimensions, names
 
 
 def test_all_kinds_and_names_with_their_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +38,35 @@ def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str
         assert build(type(recipe), tomli.loads(capsys.readouterr().out), problems) == recipe
 
 
+@pytest.mark.parametrize("name", names("model"))
+def test_the_recipe_of_a_folder_is_what_was_exported(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    architecture, sizes = name.partition("-")[0], load("model", name)
+    (tmp_path / "config.json").write_text(json.dumps(config_json(LAYOUTS[architecture], sizes, 64, "bfloat16", 0)))
+    assert main(["recipes", "model", "--from", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f'model.name = "{architecture}"' in printed.splitlines()[0]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / f"{architecture}-mine.toml").write_text(printed)
+    config = Config(
+        model=Model(name=architecture, flavor="mine"),  # type: ignore[arg-type]
+        job=Job(recipe_dirs=(str(tmp_path),)),
+    )
+    # A head's width is said, also where it is dim / n_heads.
+    said = replace(sizes, head_dim=sizes.head_width) if architecture in ("qwen3", "gemma3") else sizes
+    assert replace(model_dimensions(config), help="", refs=()) == replace(said, help="", refs=())
+
+
+def test_a_recipe_cannot_have_the_name_that_stands_for_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "llama3-from_checkpoint.toml").touch()
+    assert main(["recipes", "model", "--job.recipe_dirs", str(tmp_path)]) == 2
+    assert 'model.flavor = "from_checkpoint" is reserved' in capsys.readouterr().err
+
+
 def test_ones_own_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind, base in (("float8", "rowwise"), ("activation_checkpoint", "full")):
         (tmp_path / kind).mkdir()
@@ -52,6 +85,9 @@ def test_ones_own_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["float8", "fp8"], "see `titanlite recipes float8`"),
         (["float8", "rowwise", "--job.recipe_dirs", "/no/such"], "a folder that exists"),
         (["float8", "rowwise", "x"], "at most a kind and a name"),
+        (["float8", "--from", "x"], "fix:  titanlite recipes model --from x"),
+        (["model", "llama3-8B", "--from", "x"], "fix:  titanlite recipes model --from x"),
+        (["model", "--from", "nobody/model"], "hf download nobody/model --local-dir FOLDER"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:

@@ -7,9 +7,11 @@ import pytest
 
 from titanlite.commands import main
 from titanlite.commands.prepare import run
+from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
 from titanlite.errors import TitanliteError
+from titanlite.recipes import load
 
 
 def write_run(tmp_path: Path, vocab_size: int = 256, **data: object) -> list[str]:
@@ -108,6 +110,16 @@ def test_nothing_is_prepared_if_something_is_wrong(tmp_path: Path) -> None:
 
 def test_the_weights_of_a_run_may_be_elsewhere(tmp_path: Path) -> None:
     assert run([*write_run(tmp_path), "--checkpoint.initial_load_path", "/on/another/host"]) == 0
+
+
+def test_of_a_folder_that_has_the_dimensions_the_config_json_is_enough(tmp_path: Path) -> None:
+    flags = ["--model.flavor", "from_checkpoint", "--checkpoint.initial_load_path", str(tmp_path / "theirs")]
+    with pytest.raises(TitanliteError, match=r"checkpoint.initial_load_path = .*theirs"):
+        run([*write_run(tmp_path), *flags])
+    (tmp_path / "theirs").mkdir()
+    said = config_json(LAYOUTS["llama3"], load("model", "llama3-debug"), 64, "float32", 0)
+    (tmp_path / "theirs/config.json").write_text(json.dumps(said))
+    assert run([*write_run(tmp_path), *flags]) == 0
 
 
 def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

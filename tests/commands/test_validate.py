@@ -165,6 +165,53 @@ def test_what_was_not_chosen_and_ids_that_cannot_occur(tmp_path: Path) -> None:
     assert warnings(chosen, f"--data.source={tmp_path}/ids.bin") == ()
 
 
+def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
+    """What the message says leads to a run, in one step, where a tokenizer of that folder is named as well."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    sizes = replace(load("model", "qwen3-debug"), vocab_size=272, ffn_dim=384, norm_eps=3e-6, tied_embeddings=False)
+    content = config_json(LAYOUTS["qwen3"], sizes, 2048, "float32", 0)
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "model.safetensors").touch()
+    tokenizer = make_tokenizer(folder / "tokenizer.json")  # of 271 ids, more than the 256 of a debug size
+    given = ["--config", file, "--job.dump_folder", str(tmp_path), "--checkpoint.initial_load_path", str(folder)]
+    given += ["--data.tokenizer", str(tokenizer)]
+    with pytest.raises(ConfigError) as refused:
+        checked_run(given)
+    (report,) = refused.value.args
+    (problem,) = report.problems
+    assert problem.where == "model.name"
+    assert problem.fix == 'name = "qwen3", with flavor = "from_checkpoint"'
+
+    given += ["--model.name", "qwen3"]
+    with pytest.raises(ConfigError) as refused:
+        checked_run(given)
+    (report,) = refused.value.args
+    (problem,) = report.problems  # and nothing of a vocabulary
+    assert "rms_norm_eps = 1e-06 (it says 3e-06)" in problem.want
+    assert problem.fix.startswith('model.flavor = "from_checkpoint", and no other dimensions')
+
+    checked = checked_run([*given, "--model.flavor", "from_checkpoint"])
+    assert replace(checked.dimensions, help="", refs=()) == replace(sizes, help="", refs=())
+    assert checked.warnings == ()
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 9 \(it says \d\)(.|\n)*no other dimensions in"):
+        checked_run([*given, "--model.flavor", "from_checkpoint", "--model.n_layers", "9"])
+    with pytest.raises(
+        ConfigError, match=r"model.flavor = \"from_checkpoint\"\n +want: checkpoint.initial_load_path as"
+    ):
+        checked_run([*given, "--model.flavor", "from_checkpoint", "--checkpoint.initial_load_path", ""])
+    with pytest.raises(ConfigError, match='did you mean "from_checkpoint"'):
+        checked_run([*given, "--model.flavor", "from_chekpoint"])
+    (folder / "config.json").write_text(json.dumps(content | {"intermediate_size": 400}))
+    with pytest.raises(
+        ConfigError, match=r"model.ffn_dim = 400\n +want: a multiple of 128\n +fix:  name another folder"
+    ):
+        checked_run([*given, "--model.flavor", "from_checkpoint"])
+    (folder / "config.json").write_text(json.dumps(content | {"vocab_size": 264}))
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 264(.|\n)*name the tokenizer of the weights of"):
+        checked_run([*given, "--model.flavor", "from_checkpoint"])
+
+
 def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["validate", file, "--world", "8", "--training.global_batch_size", "32"]
     assert main([*argv, "--parallelism.tensor_parallel_degree", "2"]) == 0

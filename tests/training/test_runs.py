@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -158,6 +159,32 @@ def test_a_run_starts_from_weights_in_hugging_faces_layout(
     (tmp_path / "out").rename(tmp_path / "moved")  # what goes on does not need it
     went_on = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=2")
     assert went_on.receipt["initial_weights"]["applied"] == "not looked at: resumed from step 1"
+
+
+def test_a_run_with_the_dimensions_of_a_folder_goes_on_without_it(desk: Desk, tmp_path: Path) -> None:
+    whole = desk.run("dimensions", 1, "--job.stop_after=1")
+    export([str(whole.folder), "--out", str(tmp_path / "out"), "--dtype", "float32"])
+    own = "--model.flavor=from_checkpoint", f"--checkpoint.initial_load_path={tmp_path / 'out'}"
+    dimensions = [key for key in SMALL if key.startswith("model.") and key != "model.name"]
+    with pytest.MonkeyPatch.context() as patch:
+        for key in dimensions:
+            patch.delitem(SMALL, key)
+        undisturbed = desk.run("all of the folder", 1, *own, "--job.stop_after=4")
+        began = desk.run("of the folder", 1, *own, "--job.stop_after=2")
+        assert "starts from the" in began.output
+        (tmp_path / "out").rename(tmp_path / "moved")
+        rest = desk.run("of the folder", 1, *own, "--job.stop_after=4")
+        assert "not looked at: resumed from step 2" in str(rest.receipt["initial_weights"])
+        assert rest.content(4) == undisturbed.content(4)
+        assert tomli.loads((rest.folder / "config.toml").read_text())["model"]["flavor"] == "from_checkpoint"
+        other = desk.run("of the folder", 1, *own, "--model.n_layers=1", ends=2)
+        assert "model.n_layers = 1" in other.output
+        assert "output folder of a different run" in other.output
+        fresh = desk.run("a new one", 1, *own, ends=2)
+        assert f'checkpoint.initial_load_path = "{tmp_path / "out"}"' in fresh.output
+    assert export([str(rest.folder), "--out", str(tmp_path / "again")]) == 0
+    said = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("moved", "again")]
+    assert said[0] | {"torch_dtype": ""} == said[1] | {"torch_dtype": ""}
 
 
 def test_other_weights_on_another_rank_end_every_rank(desk: Desk, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Literal, cast
 
 import titanlite
 from titanlite.checkpoint import publish
-from titanlite.config.build import show
+from titanlite.config.build import build, show
 from titanlite.config.check import last_step
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
@@ -97,6 +98,40 @@ def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per
     state = read_state(folder, step)["state"]
     check_state(folder, state, config, sizes, per_step)
     return state
+
+
+def saved_dimensions(root: Path, resume: Literal["auto", "never"] | int) -> ModelRecipe:
+    """Give the dimensions of the model that a start goes on with.
+
+    Args:
+        root: folder of the checkpoints; there are some.
+        resume: `checkpoint.resume`.
+
+    Raises:
+        CheckpointError: as `step_to_resume` says, or the checkpoint is damaged.
+        ConfigError: it is of a version that did not say them.
+    """
+    step = cast(int, step_to_resume(root, resume))
+    folder = publish.step_folder(root, step)
+    publish.verify(folder, largest=QUICKLY_HASHED)
+    return dimensions_of(folder, read_state(folder, step)["state"])
+
+
+def dimensions_of(folder: Path, state: dict[str, Any]) -> ModelRecipe:
+    """Give the dimensions that a checkpoint was saved with: its recipe may have changed since.
+
+    Args:
+        folder: the checkpoint.
+        state: what it says beside the tensors.
+
+    Raises:
+        ConfigError: it is of a version that did not say them.
+    """
+    given = {key: value for key, value in state.get("model", {}).items() if value is not None}
+    problems = Problems(Origin(str(folder)))
+    sizes = build(ModelRecipe, {"help": "", **given}, problems)
+    problems.raise_all()
+    return cast(ModelRecipe, sizes)
 
 
 def other_text(folder: Path, state: dict[str, Any], corpus: str, tokenizer: str, strict: bool) -> str | None:

@@ -5,14 +5,10 @@ import sys
 from collections.abc import Sequence
 from glob import escape, glob
 from pathlib import Path
-from typing import Any, cast
 
 from titanlite.checkpoint import publish
 from titanlite.commands.arguments import Command
-from titanlite.config.build import build
-from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
-from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer, load
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
@@ -58,11 +54,11 @@ def run(argv: Sequence[str]) -> int:
     _check(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export
-    from titanlite.checkpoint.resume import QUICKLY_HASHED, read_state
+    from titanlite.checkpoint.resume import QUICKLY_HASHED, dimensions_of, read_state
 
     publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
-    sizes = _sizes(checkpoint, state["model"])
+    sizes = dimensions_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = _tokenizer(name, config.data.add_bos_token, state["tokenizer"])
     export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: _say(f"  {line}"))
@@ -120,15 +116,6 @@ def _check(config: Config, out: Path, dtype: str) -> None:
         problems.append(Problem("--out", str(out), want, "name another, or delete what is there"))
     if problems:
         raise CheckpointError(describe("titanlite export", problems))
-
-
-def _sizes(checkpoint: Path, saved: dict[str, Any]) -> ModelRecipe:
-    """The dimensions that a checkpoint was saved with: the recipe may have changed since."""
-    given = {key: value for key, value in saved.items() if value is not None}
-    problems = Problems(Origin(str(checkpoint)))
-    sizes = build(ModelRecipe, {"help": "", **given}, problems)
-    problems.raise_all()
-    return cast(ModelRecipe, sizes)
 
 
 def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:

@@ -32,7 +32,9 @@ def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[s
     if inputs.tokenizer is None or inputs.sources["data.source"].kind == "tokens":
         return ()
     n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
-    fix = f"name the model's tokenizer.json in data.tokenizer, or set model.vocab_size = {n_ids}"
+    fix = "name the model's tokenizer.json in data.tokenizer"
+    if not config.checkpoint.initial_load_path:  # whose weights have so many rows
+        fix += f", or set model.vocab_size = {n_ids}"
     told = few_ids(n_ids, whose, vocab_size, fix)
     return (told,) if told else ()
 

@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
             once. Or what was read is too short for a step of the run.
     """
     # The weights that a run starts from need not be on the host that prepares its data.
-    checked = checked_run([*_COMMAND.read(argv).flags, "--checkpoint.initial_load_path", ""])
+    checked = checked_run(_COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dimensions.vocab_size
     sources = {"data.source": config.data.source}
     if config.validation.enable:

@@ -1,4 +1,4 @@
-"""List recipes, show one, or time them: recipes [KIND [NAME]], recipes float8 --measure FILE.
+"""List recipes, show one, make one, or time them: recipes [KIND [NAME]], recipes model --from FOLDER, …
 
 Recipes are shown as loaded: defaults filled in, `extends` resolved. So a recipe that extends another can be read here
 without opening both.
@@ -11,7 +11,9 @@ from typing import cast, get_args
 
 from titanlite.commands.arguments import Command, apart
 from titanlite.commands.validate import checked_run
-from titanlite.config.problems import Origin
+from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.write import to_toml
 from titanlite.errors import Problem, RecipeError, describe, nearest
 from titanlite.recipes import Kind, current_name, load, names
@@ -19,12 +21,13 @@ from titanlite.recipes import Kind, current_name, load, names
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What a config may name though no file is behind it.
 _WITHOUT_FILE: dict[str, dict[str, str]] = {
+    "model": {FROM_CHECKPOINT: "As model.flavor: the dimensions of the folder in checkpoint.initial_load_path."},
     "float8": {"none": "No float8: linear layers compute in training.mixed_precision_param."},
     "activation_checkpoint": {
         "auto": "The fastest list within activation_checkpoint.budget_gib, found when a run starts."
     },
 }
-_MEASURE, _DIRS = "--measure", "--job.recipe_dirs"
+_MEASURE, _DIRS, _FROM = "--measure", "--job.recipe_dirs", "--from"
 _USAGE = f"titanlite recipes float8 {_MEASURE} FILE [--section.key VALUE ...]"
 _TIMED = Command(
     f"recipes float8 {_MEASURE}",
@@ -38,6 +41,7 @@ _COMMAND = Command(
         "KIND": f"{', '.join(_KINDS)}; default: all of them",
         "NAME": "recipe to show in full, or the path of one",
         f"{_DIRS} FOLDER": "also list your own recipes; separate several folders with commas",
+        f"{_FROM} FOLDER": "print the recipe of the model in a folder in Hugging Face's layout, by its config.json",
         f"{_MEASURE} FILE": "time every float8 recipe on the linear layers of a config, on this GPU, and say which "
         f"layers to exclude; `titanlite recipes float8 {_MEASURE} --help` lists the sections of the config",
     },
@@ -60,12 +64,28 @@ def run(argv: list[str]) -> int:
             near = nearest(kind, _KINDS)
             fix = f"did you mean {near}?" if near else "titanlite recipes, to see them all"
             raise RecipeError(describe("command line", [Problem("KIND", kind, f"one of {', '.join(_KINDS)}", fix)]))
-    if len(argv) == 2:
+    if _FROM in given:
+        sys.stdout.write(_of_folder(argv, given[_FROM]))
+    elif len(argv) == 2:
         sys.stdout.write(_one(cast("Kind", argv[0]), argv[1], dirs))
     else:
         kinds = cast("Sequence[Kind]", argv) or _KINDS
         sys.stdout.write("\n".join(_listing(kind, dirs) for kind in kinds))
     return 0
+
+
+def _of_folder(argv: Sequence[str], folder: str) -> str:
+    """The recipe of a folder's model, as a file to be saved."""
+    problems = Problems(Origin("command line"))
+    if argv != ["model"]:
+        want, fix = "the kind whose recipes are dimensions: model", f"titanlite recipes model {_FROM} {folder}"
+        problems.add(_FROM, " ".join(argv), want, fix)
+        problems.raise_all(RecipeError)
+    found = recipe_of(folder, problems, _FROM)
+    problems.raise_all(RecipeError)
+    architecture, recipe = cast("tuple[str, ModelRecipe]", found)
+    where = f"model/{architecture}-NAME.toml in a folder of job.recipe_dirs"
+    return f'# saved as {where}: model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
 
 
 def _measure(argv: list[str]) -> int:

@@ -13,7 +13,14 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps, step_folder
-from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, read_state, step_to_resume
+from titanlite.checkpoint.resume import (
+    check_quickly,
+    nothing_to_do,
+    other_text,
+    read_state,
+    saved_dimensions,
+    step_to_resume,
+)
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import (
@@ -28,7 +35,7 @@ from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layer
 from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
-from titanlite.config.config_json import check_initial_load_path
+from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
@@ -75,12 +82,13 @@ class CheckedRun:
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
 
 
-def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRun:
+def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
     """Read and check everything that a command line asks for, without importing torch.
 
     Args:
         argv: arguments of train.py.
         world_size: number of processes; None if it is not known.
+        has_weights: whether this host is to have those that the run starts from.
 
     Returns:
         The config and its recipes. Data is checked too, but not loaded.
@@ -113,7 +121,11 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         return None
 
     dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
-    dimensions = attempt(lambda: recipes.model_dimensions(config, origin), "model", "job.recipe_dirs")
+    dimensions = attempt(lambda: _dimensions(config, origin), "model", "job.recipe_dirs")
+    given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
+    if given and dimensions is not None and is_right("job"):
+        needs = ("checkpoint", "model")
+        attempt(lambda: _resumes(config) or check_initial_load_path(config, dimensions, origin), *needs)
     is_chosen_later, save_list = save_name == recipes.AUTO, None
     if not is_chosen_later:
         save_list = attempt(
@@ -127,7 +139,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         hints = (f'float8.recipe = "{float8_name}" is the old name of "{name}"; it still works, but write the new one',)
         config = replace(config, float8=replace(config.float8, recipe=name))
     attempt(lambda: check(config, dimensions, world_size, origin, unread))
-    vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model") else None
+    vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
     if inputs is not None and config.checkpoint.enable:
@@ -139,9 +151,6 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
         block, shapes = block_of(config.model, dimensions), ("model", "parallelism", *_OF_SHAPES)
         if not config.model.file:
             attempt(lambda: _check_decay(config, dimensions, origin), "optimizer.weight_decay_exclude", "model")
-        if config.checkpoint.initial_load_path and is_right("job"):
-            needs = ("checkpoint", "model")
-            attempt(lambda: _resumes(config) or check_initial_load_path(config, dimensions, origin), *needs)
         if is_chosen_later and world_size is not None:
             needs = ("activation_checkpoint", "float8", "training", *shapes)
             attempt(lambda: check_budget(config, dimensions, float8, world_size), *needs)
@@ -161,7 +170,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None) -> CheckedRu
     few = other_vocabulary(config, inputs, dimensions.vocab_size)
     warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
     hints += (inputs.unused,) if inputs.unused else ()
-    if config.checkpoint.initial_load_path and not _resumes(config):
+    if given and not _resumes(config):
         warnings += other_tokenizer(config, inputs.sources)
         hints += other_training(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints, warnings)
@@ -183,6 +192,13 @@ def _check_tokenizer(config: Config, inputs: Inputs) -> None:
         return
     for folder, said in saved.items():
         other_text(folder, said["state"], "", inputs.fingerprint, config.job.strict)
+
+
+def _dimensions(config: Config, origin: Origin) -> ModelRecipe:
+    """The dimensions of the model; those of a folder that a run once started from are in its checkpoints."""
+    if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
+        return saved_dimensions(RunFolder.of(config).checkpoints, config.checkpoint.resume)
+    return recipes.model_dimensions(config, origin)
 
 
 def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Collection
 
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
+from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelRecipe
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Model
 
 _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
 
@@ -48,7 +49,7 @@ def check(
     _check_names(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
-        _check_model(model, bool(config.model.file), problems)
+        _check_model(model, config.model, problems)
         longest, seq_len = model.max_seq_len, config.training.seq_len
         if 0 < longest < seq_len and are_read("training"):
             want = f"at most {longest}, the number of position embeddings of the model"
@@ -105,29 +106,31 @@ def _data_ranks(config: Config, world: int | None) -> int:
     return p.data_parallel_replicate_degree
 
 
-def _check_model(model: ModelRecipe, own: bool, problems: Problems) -> None:
-    """The heads divide the width, and each width suits the kernels; those of one's `own` file are its affair."""
-    dim, heads, kv_heads = model.dim, model.n_heads, model.n_kv_heads
+def _check_model(sizes: ModelRecipe, model: Model, problems: Problems) -> None:
+    """The heads divide the width, and each width suits the kernels; those of one's own file are its affair."""
+    dim, heads, kv_heads = sizes.dim, sizes.n_heads, sizes.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
-    is_split = not model.head_dim  # which is no key of a config: its recipe was checked
+
+    def add(key: str, want: str, fix: str) -> None:
+        if model.flavor == FROM_CHECKPOINT:
+            fix = "name another folder: its weights have these dimensions"
+        problems.add(f"model.{key}", str(getattr(sizes, key)), want, fix)
+
+    is_split = not sizes.head_dim  # which is no key of a config: its recipe was checked
     if is_split and dim % heads:
-        problems.add(
-            "model.n_heads", str(heads), f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim))
-        )
+        add("n_heads", f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim)))
     elif is_split and dim // heads % 2:
         want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
         even = [h for h in _divisors(dim) if dim // h % 2 == 0]
         if even:
-            problems.add("model.n_heads", str(heads), want, _pick("n_heads", heads, even))
+            add("n_heads", want, _pick("n_heads", heads, even))
         else:  # dim is odd, and so is whatever divides it
-            problems.add("model.dim", str(dim), want, f"dim = {dim + heads}")
+            add("dim", want, f"dim = {dim + heads}")
     elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
-        fix = _pick("n_kv_heads", kv_heads, _divisors(heads))
-        problems.add("model.n_kv_heads", str(kv_heads), f"a divisor of model.n_heads = {heads}", fix)
-    if model.ffn_dim % 128 and not own:
-        fix = f"ffn_dim = {-(-model.ffn_dim // 128) * 128}"
-        problems.add("model.ffn_dim", str(model.ffn_dim), "a multiple of 128", fix)
+        add("n_kv_heads", f"a divisor of model.n_heads = {heads}", _pick("n_kv_heads", kv_heads, _divisors(heads)))
+    if sizes.ffn_dim % 128 and not model.file:
+        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-sizes.ffn_dim // 128) * 128}")
 
 
 def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, problems: Problems) -> None:

@@ -208,7 +208,7 @@ def _of_config(config: Config, path: str, problems: Problems) -> ModelRecipe | N
     architecture, recipe = found
     if architecture == config.model.name:
         return recipe
-    want = f'"{architecture}": the weights of {KEY} are of one'
+    want = f'"{architecture}", as config.json in {path} says'
     problems.add(
         "model.name", show(config.model.name), want, f'name = "{architecture}", with flavor = "{FROM_CHECKPOINT}"'
     )

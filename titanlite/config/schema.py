@@ -38,7 +38,7 @@ class Model:
     file: str = ""
     """Path of a Python file with your own architecture, used instead of `name`. Its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
     flavor: str = "8B"
-    """Size, looked up as `recipes/model/<name>-<flavor>.toml` (`titanlite recipes model`). Of `llama3`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1)."""
+    """Size, looked up as `recipes/model/<name>-<flavor>.toml` (`titanlite recipes model`), or `from_checkpoint`: all dimensions are those of the config.json in `checkpoint.initial_load_path`. Of `llama3`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1)."""
     n_layers: int | None = None
     """Transformer blocks."""
     dim: int | None = None

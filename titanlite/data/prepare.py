@@ -143,7 +143,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         nonlocal tokenizer
         tokenizer = load(config.data.tokenizer, config.data.add_bos_token)
         if vocab_size is not None:
-            _check_vocabulary(tokenizer, vocab_size)
+            _check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
 
     def check_source(key: str, at_least: int | None) -> None:
         source, counted = found[key], None
@@ -315,10 +315,13 @@ def _check_cache_is_outside(source: Source, data: Data) -> None:
         raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
+    """Refuse ids beyond those of the model, whose number `is_given` with its weights or can be set."""
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
         fix = f"set model.vocab_size = {tokenizer.vocab_size}, or choose a smaller tokenizer"
+        if is_given:
+            fix = "name the tokenizer of the weights of checkpoint.initial_load_path in data.tokenizer"
         raise DataError(describe("data", [Problem("model.vocab_size", str(vocab_size), want, fix)]))
 
 
