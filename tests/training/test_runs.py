@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from tests.data.test_tokenizer import make_tokenizer
 from tests.needs import slow
 from tests.training.launched import REPOSITORY, SMALL, Desk, Ended, rows, wait_for_step
 from titanlite.checkpoint import hugging_face, store
+from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.resume import check_state
 from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
@@ -111,13 +114,55 @@ def test_training_goes_on_while_a_checkpoint_is_written(desk: Desk) -> None:
     assert ended.content(4) == desk.run("stops", 2, "--job.stop_after=4").content(4)  # though four steps followed
 
 
-def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_every_rank(desk: Desk) -> None:
-    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--training.steps=2000"
-    ended = desk.run("failing beside", 2, *flags, plant=before_writing(8, shutil.rmtree), ends=2)
+def saves_before_the_next_step() -> None:
+    """A plant: what is written in the background is written, or has failed, when training goes on."""
+    save = Background.save
+
+    def waits(self: Background, *args: Any) -> None:
+        save(self, *args)
+        assert self._writing is not None
+        futures.wait([self._writing])
+
+    Background.save = waits  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("last", [2000, 8])
+def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_every_rank(desk: Desk, last: int) -> None:
+    """Within two steps, not at the next checkpoint; and also if no step follows."""
+
+    def plant() -> None:
+        before_writing(8, shutil.rmtree)()
+        saves_before_the_next_step()
+
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=8", f"--training.steps={last}"
+    ended = desk.run(f"failing beside {last}", 2, *flags, plant=plant, ends=2)
     assert "does not see it" in ended.output
-    assert ended.checkpoints() == [4]
+    assert ended.output.count("a second attempt is made") == 1  # by the first rank of the host
+    assert ended.checkpoints() == []
     assert ended.status["state"] == "failed"
-    assert 8 <= ended.steps[-1]["step"] < 1000
+    assert 8 <= ended.steps[-1]["step"] <= 10
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_write_that_fails_once_is_told_and_made_again(desk: Desk, mode: str) -> None:
+    def plant() -> None:
+        hash_files, failures = store.hash_files, [OSError(errno.EIO, "Input/output error", "of a disk")]
+
+        def fails_once(*args: Any) -> object:
+            if os.environ["RANK"] == "1" and failures:
+                raise failures.pop()
+            return hash_files(*args)
+
+        store.hash_files = fails_once
+
+    flags = f"--checkpoint.async_mode={mode}", "--checkpoint.interval=4", "--training.steps=6"
+    ended = desk.run(f"once {mode}", 2, *flags, plant=plant)
+    assert ended.status["state"] == "finished"
+    assert ended.checkpoints() == [4, 6]
+    said = "warning: step-00000004 could not be written, and a second attempt is made: rank 1: OSError: "
+    for rank in (0, 1):
+        assert (ended.folder / "logs" / f"rank{rank}.log").read_text().count(said) == 1
+    assert ended.content(4) == desk.run(f"at once {mode}", 2, *flags, "--job.stop_after=4").content(4)
 
 
 def test_a_signal_waits_for_what_is_being_written(desk: Desk) -> None:
@@ -202,15 +247,34 @@ def test_other_weights_on_another_rank_end_every_rank(desk: Desk, tmp_path: Path
     assert ended.output.count("on rank 1 the weights that rank 0 has read") >= 1
 
 
-def test_the_random_state_goes_on_where_it_was(desk: Desk) -> None:
-    def plant() -> None:  # ranks are forked from one process, and would begin alike
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
+def test_every_generator_follows_from_the_seed_and_goes_on_where_it_was(desk: Desk) -> None:
+    def plant() -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # as whatever started the rank left them
             seed(time.monotonic_ns() % 2**32)
+        take = loop.train_step
+
+        def draws(*args: object) -> torch.Tensor:
+            print("drew", random.random(), np.random.rand(), torch.rand(()).item())
+            return take(*args)
+
+        loop.train_step = draws
+
+    def drawn(run: Ended) -> list[list[str]]:
+        ranks = run.output.split("--- rank ")[1:]
+        return [[line for line in of.splitlines() if line.startswith("drew")] for of in ranks]
 
     half = desk.run("random", 2, "--job.stop_after=2", plant=plant)
     rest = desk.run("random", 2, "--job.stop_after=4", plant=plant)
-    assert len(half.content(2, rng=True)) == 2 * 3
-    assert rest.content(4, rng=True) == half.content(2, rng=True)  # nothing that is trained here draws
+    whole = desk.run("random whole", 2, "--job.stop_after=4", plant=plant)
+    assert [a + b for a, b in zip(drawn(half), drawn(rest), strict=True)] == drawn(whole)
+    assert rest.content(4, rng=True) == whole.content(4, rng=True)
+    assert len(rest.content(4, rng=True)) == 2 * 3
+    tensor_parallel = "--parallelism.tensor_parallel_degree=2", "--job.stop_after=2"
+    ranks = [*drawn(half), *drawn(desk.run("random TP", 2, *tensor_parallel, plant=plant))]
+    other = desk.run("random other", 1, "--training.seed=7", "--job.stop_after=2", plant=plant)
+    assert ranks[2] == ranks[3] == ranks[0]  # of one tensor-parallel group, and the first of them
+    numbers = [draw.split()[1:] for of in (*ranks[:2], *drawn(other)) for draw in of]
+    assert all(len(set(of_one)) == 3 * 2 for of_one in zip(*numbers, strict=True))
 
 
 @pytest.mark.parametrize("undisturbed", ["FSDP 2"], indirect=True)

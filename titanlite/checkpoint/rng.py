@@ -21,6 +21,17 @@ from titanlite.checkpoint.collective import rank
 PREFIX = "rng/"
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators whose states a checkpoint holds.
+
+    Args:
+        seed: from 0 up to 2³² - 1, as numpy has it.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def rng_state() -> dict[str, Tensor]:
     """Copy the state of this rank's generators: Python, numpy, torch, and the current CUDA device if there is one.
 

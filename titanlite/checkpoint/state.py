@@ -8,6 +8,7 @@ Every method is collective: all ranks call it, all ranks return the same or rais
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -28,15 +29,17 @@ from titanlite.errors import CheckpointError
 class Checkpoints:
     """All checkpoints of one run."""
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, warn: Callable[[str], object] = lambda text: None) -> None:
         """Name the folder; nothing is touched.
 
         Args:
             root: folder of the checkpoints, on a file system that all ranks share.
             keep: complete checkpoints to keep; 0 keeps all. The one resumed from is kept besides.
+            warn: called with a text, on every rank, if one could not be written at the first attempt.
         """
         self.root = root
         self.keep = keep
+        self._warn = warn
         self._resumed_from: int | None = None
 
     def save(
@@ -46,7 +49,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         group: dist.ProcessGroup | None = None,
     ) -> Path:
-        """Publish a checkpoint, then delete what is older than the newest `keep`.
+        """Publish a checkpoint, at the second attempt if need be; then delete what is older than the newest `keep`.
 
         Args:
             step: the last step that is in `tensors`.
@@ -58,7 +61,8 @@ class Checkpoints:
             The folder of the checkpoint, complete and on disk.
 
         Raises:
-            CheckpointError: the step exists already, or some rank could not write. Earlier checkpoints are untouched.
+            CheckpointError: the step exists already, or some rank could not write, twice. Earlier checkpoints are
+                untouched.
         """
         content = {
             "version": VERSION,
@@ -69,16 +73,15 @@ class Checkpoints:
             "state": state,
         }
         text = on_rank_0(lambda: json.dumps(content, indent=1), group)  # fails before anything is written, if it does
-        tmp = on_rank_0(lambda: publish.begin(self.root, step), group)
-        entries = store.write(tmp, tensors, group)
-
-        def finish() -> Path:
-            write_durably(tmp / STATE, text)
-            folder = publish.commit(tmp, entries | publish.hash_files(tmp, [STATE]))
-            publish.prune(self.root, self.keep, spare=self._resumed_from)
-            return folder
-
-        return on_rank_0(finish, group)
+        try:
+            folder = self._write(step, tensors, text, group)
+        except CheckpointError as e:
+            if on_rank_0(lambda: os.path.lexists(publish.step_folder(self.root, step)), group):
+                raise
+            self._warn(f"step-{step:08d} could not be written, and a second attempt is made: {e}")
+            folder = self._write(step, tensors, text, group)
+        on_rank_0(lambda: publish.prune(self.root, self.keep, spare=self._resumed_from), group)
+        return folder
 
     def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         """Decide at start what to resume from, and remove what a killed save or deletion left behind.
@@ -138,6 +141,16 @@ class Checkpoints:
             )
         self._resumed_from = step
         return saved["state"], notices
+
+    def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:
+        tmp = on_rank_0(lambda: publish.begin(self.root, step), group)
+        entries = store.write(tmp, tensors, group)
+
+        def finish() -> Path:
+            write_durably(tmp / STATE, text)
+            return publish.commit(tmp, entries | publish.hash_files(tmp, [STATE]))
+
+        return on_rank_0(finish, group)
 
     def _choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         publish.remove_stale(self.root)

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite
 from titanlite.checkpoint.collective import on_rank_0
+from titanlite.checkpoint.rng import seed_all
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
@@ -137,7 +138,7 @@ def build(
     fill_buffers(model)
     initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
-    torch.manual_seed((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
+    seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
     settle(model, config, mesh)  # before the optimizer, which must see where shards end up
     named = dict(model.named_parameters())
     parameters = list(named.values())

@@ -173,7 +173,7 @@ def _train(
         for text in add_data(run.receipt, key, source.meta, sizes.vocab_size):
             if rank == 0:
                 console.warning(text)
-    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k)
+    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k, console.warning)
     per_step = sequences_per_step(config, dist.get_world_size())
     assert per_step is not None  # noqa: S101  # the config is checked
     start, state = restore(run, checkpoints, console, per_step)
