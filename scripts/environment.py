@@ -42,6 +42,18 @@ for requirement in map(Requirement, wanted):
         print(requirement if found is None else f"{requirement} (found: {found})")
 """
 
+# Likewise: prints the newest version of torch without CUDA that meets a requirement.
+NEWEST_WITHOUT_CUDA = """
+import re, subprocess, sys
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.version import Version
+requirement = Requirement(sys.argv[1])
+command = [sys.executable, "-m", "pip", "index", "versions", requirement.name, *sys.argv[2:]]
+offered = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout
+versions = [v for v in re.findall(r"[\\w.]+\\+cpu", offered) if requirement.specifier.contains(v)]
+print(f"{requirement.name}=={max(versions, key=Version)}" if versions else "")
+"""
+
 
 def main() -> None:
     """Print the path of an interpreter with everything that the named extras need."""
@@ -101,10 +113,10 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
     run(sys.executable, "-m", "venv", *clear, VENV)
     UNFINISHED.touch()  # --clear took it away
     if sys.platform == "linux" and not has_gpu:
-        # PyPI's torch for Linux brings CUDA, gigabytes of it. torch's own index has a build without; if it cannot be
+        # PyPI's torch for Linux brings CUDA, gigabytes of it. torch's own index has builds without; if it cannot be
         # reached, PyPI's is taken, so one short attempt is enough.
-        index = "https://download.pytorch.org/whl/cpu"
-        run(*pip("--no-deps", "--retries", "1", "--timeout", "15", "--extra-index-url", index, torch_requirement()))
+        index = ["--retries", "1", "--timeout", "15", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
+        run(*pip("--no-deps", *index, torch_without_cuda(index)))
     run(*pip("-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)))
     # On all cores, where pip takes one, and without what nobody imports, of 12,000 files a quarter. Some packages have
     # templates among them, which are no Python.
@@ -116,12 +128,19 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
     return PYTHON
 
 
-def torch_requirement() -> str:
-    """Return the project's own requirement on torch."""
+def torch_without_cuda(index: Sequence[str]) -> str:
+    """Return the newest torch without CUDA that the project takes, or where none is offered, the project's requirement.
+
+    Args:
+        index: pip's options that name it.
+    """
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    return next(r for r in project["dependencies"] if r.startswith("torch>"))
+    requirement = next(r for r in project["dependencies"] if r.startswith("torch>"))
+    command = [PYTHON, "-c", NEWEST_WITHOUT_CUDA, requirement, *index]
+    newest = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
+    return newest or requirement
 
 
 def pip(*args: str) -> list[str | Path]:

@@ -72,7 +72,8 @@ def test_scales_are_laid_out_as_torch_wants_them(turned: bool, left_of, right_of
             return out.shape
 
     assert shape_of_result([scale for scale, _ in given]) == (R, S)
-    if R > 128 and (device == "cuda" or torch.__version__ >= (2, 12)):  # before, CPUs' are not checked
+    # Of fake tensors on CPUs, torch 2.12 and 2.13 alone look at the scales.
+    if R > 128 and (device == "cuda" or (2, 12) <= torch.__version__ < (2, 14)):
         with pytest.raises(RuntimeError, match="blockwise scaling"):
             shape_of_result([scale.contiguous() for scale, _ in given])
     for (laid_out, _), (bits, unit) in zip(given, (left, right), strict=True):

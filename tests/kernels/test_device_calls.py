@@ -7,6 +7,7 @@ key, an operand whose numbers do not lie as the kernel reads them, and one that 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ from titanlite.kernels.device import (
     tiles,
 )
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
-from titanlite.kernels.device.launch import Blocks
+from titanlite.kernels.device.launch import Blocks, _Launcher
 from titanlite.kernels.float8_cast import _blocks_like
 from titanlite.kernels.products import NOTHING, SLOWER
 
@@ -468,3 +469,15 @@ def test_slots_that_have_grown_are_another_launch(launches: Launches):
             scatter_rows([torch.zeros(4, 8, dtype=BF16)], [torch.zeros(8, wide, dtype=BF16)])
     names = [name for name, *_ in launches.by_key]  # type: ignore[misc]
     assert {names.count(name) for name in names} == {2}
+
+
+def test_a_matrix_is_encoded_as_the_installed_triton_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function takes two arguments up to Triton 3.7, three from 3.8 on."""
+    asked: list[tuple] = []
+    utils = SimpleNamespace(fill_tma_descriptor_tiled=lambda *args: asked.append(args) or "map")
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    launcher = object.__new__(_Launcher)
+    launcher.metas = [{"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}]
+    memory = torch.empty(128, 256, dtype=torch.bfloat16)
+    assert launcher._encode(0, Blocks(memory, (128, 256), 256, (64, 64))) == ["map", 128, 256, 256, 1]
+    assert asked[0][0] == memory.data_ptr()

@@ -22,6 +22,7 @@ if sys.platform != "linux" or platform.machine() != "x86_64":
 # There, the extra `dev` brings Triton: without it this file is an error and not skipped.
 
 import triton
+from packaging.version import Version
 
 from tests.kernels.compile_only import compiling, fake_channel
 from tests.kernels.ptx import (
@@ -49,6 +50,7 @@ RANKS = 4
 SHARED_MEMORY = 232448  # bytes that a thread block may have on sm_90
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = Tiles(specialised=False)
+IS_3_8 = Version(triton.__version__) >= Version("3.8")
 
 # --- rules -------------------------------------------------------------------------------------------------------
 
@@ -87,8 +89,8 @@ PRODUCT = r"wgmma\.mma_async\b"
 PRODUCED = r"wgmma\.wait_group\.sync\.aligned\s+"
 # By all lanes, into one of several words: what one lane draws for the others is stored under a predicate, and what
 # the roles are started with goes to fixed addresses.
-WRITE_TILE = r"(?<!\d )st\.shared\.b32\s+\[\s*%r"
-READ_TILE = r"ld\.shared\.b32\b"
+WRITE_TILE = r"(?<!\d )st\.shared(::cta)?\.b32\s+\[\s*%r"
+READ_TILE = r"ld\.shared(::cta)?\.b32\b"
 FILL = r"stmatrix\b"
 
 # One block tells the peers that what has been stored is there, and waits for theirs. Who waits before it signals may be
@@ -315,6 +317,7 @@ def check_resources(compiled: dict[str, triton.compiler.CompiledKernel], folder:
         cubin.write_bytes(kernel.asm["cubin"])
         said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
         used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
+        may_spill |= IS_3_8 and name in ("gather_matmul", "matmul_push")  # up to 500 bytes a thread; not timed
         assert may_spill or used["STACK"] == used["LOCAL"] == "0", f"{name}: {said}"
         assert kernel.metadata.shared <= SHARED_MEMORY, name
 
@@ -497,6 +500,11 @@ DOCTORED = {
 }  # fmt: skip
 
 
+# Triton 3.8 has two barriers there, of which one is enough.
+DOUBLED = {("gather_matmul", "tile's number without a sync"), ("gather_matmul", "pull without a sync")}
+DOUBLED |= {("_matmul_push", "without a barrier")}
+
+
 @cache
 def sound(call: str, name: str) -> str:
     """A kernel's PTX, which breaks nothing."""
@@ -510,7 +518,10 @@ def sound(call: str, name: str) -> str:
 )
 def test_a_missing_or_moved_instruction_is_found(name: str, change: str) -> None:
     call, changes = DOCTORED[name]
-    assert problems(changes[change](sound(call, name)), RULES[name])
+    ptx = changes[change](sound(call, name))
+    if IS_3_8 and (name, change) in DOUBLED:
+        ptx = changes[change](ptx)
+    assert problems(ptx, RULES[name])
 
 
 def test_each_of_two_waits_has_its_fence() -> None:

@@ -8,7 +8,7 @@ is a ValueError. Three things differ:
 - A scaled product is scattered along `orig_scatter_dim` of `output_shape`, and so has the rows of torch's definition.
   torch's own GPU code cuts the flattened rows instead, and for `[B, S, N]` scattered along S with B > 1 returns others.
 
-Source: `torch/distributed/_symmetric_memory/__init__.py` of torch 2.11 to 2.13, whose `_fallback` functions are the
+Source: `torch/distributed/_symmetric_memory/__init__.py` of torch 2.11 to 2.14, whose `_fallback` functions are the
 definitions that the tests compare with.
 """
 

@@ -23,6 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 MOST_DESCRIPTORS = 4096
 """Kept for one kernel."""
 
+UNREAD = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
+"""Further arguments of `make_tensordesc_arg`: Triton 3.8 has one, the rest of the launch, which it does not read."""
+
 
 def cdiv(n: int, size: int) -> int:
     """How many blocks of `size` cover n. `triton.cdiv` serves kernels too, and is slow for it."""
@@ -89,7 +92,7 @@ class _Launcher:
 
     def _encode(self, n: int, blocks: Blocks) -> list[Any]:
         made = blocks.descriptor()
-        return [made] if self.metas is None else make_tensordesc_arg(made, self.metas[n])
+        return [made] if self.metas is None else make_tensordesc_arg(made, self.metas[n], *UNREAD)
 
     def launch(self, blocks: tuple[int, int], tensors: Sequence[Tensor | None], addresses: Sequence[int]) -> None:
         passed = self.passed.copy()

@@ -112,7 +112,7 @@ def _require_oracle() -> None:
         raise ShardingError(
             f"torch {torch.__version__}: DTensor's sharding rules are not those that titanlite was tested with\n    "
             + "\n    ".join(wrong)
-            + "\n    want: the rules of torch 2.11 to 2.13\n    fix:  install one of these versions"
+            + "\n    want: the rules of torch 2.11 to 2.14\n    fix:  install one of these versions"
         )
 
 
