@@ -59,6 +59,7 @@ def start_process_group(config: Comm) -> torch.device:
 
 def leave_limits_to_watchdog() -> None:
     """From now on no collective of any group ends the run by its own clock, which goes on while a job is suspended."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.14
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(_NO_LIMIT, group)
+        set_timeout(_NO_LIMIT, group)
     set_deadline(_NO_LIMIT.total_seconds())
