@@ -8,6 +8,7 @@ and exits with code 2. Anything else that escapes is a bug.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,13 +72,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice that was probably meant, whatever its case; None if none is near.
 
     Three letters with another, or without one, are still that word ("ful"); where more differs, or of two letters any
-    ("7B", "70B"), they are another.
+    ("7B", "70B"), they are another, as a word with another number is ("llama4").
 
     Args:
         word: what was written.
         choices: what could have been.
     """
-    spelling = {choice.lower(): choice for choice in choices}
+    number = re.sub(r"\D", "", word)
+    spelling = {c.lower(): c for c in choices if not number or re.sub(r"\D", "", c) in ("", number)}
     near = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=0.6 if len(word) > 3 else 0.85)
     return spelling[near[0]] if near else None
 

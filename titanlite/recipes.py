@@ -21,6 +21,7 @@ from titanlite.config.architectures import check_keys
 from titanlite.config.build import build, show
 from titanlite.config.check_recipe import check_float8, check_model, check_save_list
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
+from titanlite.config.port import flavor
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
@@ -174,12 +175,13 @@ def _find(
     if name.endswith(".toml") and os.path.isfile(base / name):
         return base / name
     words = () if key is not None or name in KINDS[kind].words else KINDS[kind].words
-    asked, choices, place = name, [*words, *files], "a .toml file that exists"
+    asked, choices, place, there = name, [*words, *files], "a .toml file that exists", None
     if kind == "model" and key is None:  # a config says name and flavor apart
-        architecture, _, flavor = name.partition("-")
+        architecture, _, size = name.partition("-")
+        there = flavor(architecture, size)
         own = [stem for stem, path in files.items() if path.parent != shipped_folder("recipes") / kind]
         has = f", which have {', '.join(own)}" if own else ""
-        asked, place = flavor or name, f"model/{name}.toml in a folder of job.recipe_dirs{has}"
+        asked, place = size or name, f"model/{name}.toml in a folder of job.recipe_dirs{has}"
         flavors = [c.removeprefix(f"{architecture}-") for c in choices if c.startswith(f"{architecture}-")]
         choices = (
             [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
@@ -187,7 +189,7 @@ def _find(
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
     near = near or nearest(asked, choices)
-    fix = f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`"
+    fix = there or (f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`")
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)
     raise problems.error(RecipeError)

@@ -58,6 +58,29 @@ def test_every_shipped_config_passes(path: Path) -> None:
     assert floats.float8 == load("float8", "rowwise")
 
 
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (("--training.steps", "3"), "is less than lr_scheduler.warmup_steps = 10: the learning rate rises to 0.3 of"),
+        (
+            ("--lr_scheduler.decay_ratio", "0.95"),
+            "decay_ratio = 0.95 is cut: decay takes the 90 of 100 steps",
+        ),
+        (
+            ("--lr_scheduler.decay_ratio", "0.004"),
+            "decay_ratio = 0.004 of 100 steps is none: the learning rate",
+        ),
+        (("--lr_scheduler.decay_ratio", "0.9"), ""),
+        (("--job.stop_after", "3"), ""),
+        (("--job.stop_after", "3", "--checkpoint.enable", "false"), ""),
+    ],
+)
+def test_a_schedule_that_is_cut_is_a_hint(file: str, flags: tuple[str, ...], hint: str) -> None:
+    hints = checked_run([file, *flags]).hints
+    assert len(hints) == bool(hint)
+    assert hint in "".join(hints)
+
+
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     assert [p.stem for p in CONFIGS] == [
         "debug",
@@ -552,7 +575,7 @@ def test_the_config_stands_first_or_behind_its_flag(
             ("line 4  float8.recipe", "line 6  activation_checkpoint", "line 8  training.steps = 0", "/no/such"),
         ),
         (  # beside an unknown flavor
-            '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = 99999\n'
+            '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = -9\n'
             '[data]\nsource = "/no/such/file.txt"\n',
             ('line 2  model.flavor = "9B"', "line 4  optimizer.lr = -1.0", "line 6  lr_scheduler", "/no/such/f"),
         ),
@@ -648,7 +671,7 @@ def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("text", "silent"),
     [
-        ("[training]\nstep = 5\n[lr_scheduler]\nwarmup_steps = 20000\n", "warmup_steps"),  # of how many steps
+        ("[training]\nstep = 5\n[job]\nstop_after = 20000\n", "stop_after"),  # of how many steps
         ("[training]\nseq = 64\n[parallelism]\ntensor_parallel_degree = 3\n", "degree"),
         ('[job]\nrecipe_dir = ["a"]\n[float8]\nrecipe = "mine"\n', "float8"),
         ('[job]\nrecipe_dirs = "a"\n[float8]\nrecipe = "mine"\n', "float8"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.test_command_line import parse
-from titanlite.config.check import check, sequences_per_step
+from titanlite.config.check import check, last_step, sequences_per_step
 from titanlite.config.problems import Origin, Place
 from titanlite.config.ranges import RANGES
 from titanlite.config.read import schema_keys
@@ -137,14 +137,7 @@ def test_numbers_out_of_range(key: str) -> None:
             None,
             ["1 × 8 = 8", "global_batch_size = 8"],
         ),
-        ({"training__steps": 1}, None, ["lr_scheduler.warmup_steps = 200", "warmup_steps = 0"]),
-        ({"training__steps": 100}, None, ["lr_scheduler.warmup_steps = 200", "warmup_steps = 10"]),
-        (
-            {"lr_scheduler__decay_ratio": 0.99},
-            None,
-            ["at most 0.98: warm-up takes 200 of 10000 steps", "leave decay_ratio out"],
-        ),
-        ({"lr_scheduler__decay_ratio": 4e-5}, None, ["at least one of 10000 steps", "leave decay_ratio out"]),
+        ({"lr_scheduler__decay_ratio": 0.0}, None, ["decay_ratio = 0.0", "fix:  use lr_scheduler.min_lr_factor = 1.0"]),
         ({"training__steps": -5}, None, ["training.steps = -5", "steps = 10000"]),
         ({"job__stop_after": 10_001}, None, ["at most training.steps = 10000", "stop_after = 0"]),
         (
@@ -184,7 +177,6 @@ def test_numbers_out_of_range(key: str) -> None:
         ),
         ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
-        ({"checkpoint__enable": False, "job__stop_after": 5}, None, ["job.stop_after = 5", "enable = true"]),
         ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),
         ({"metrics__float8_numerics_freq": 5}, None, ["nothing to measure", "float8_numerics_freq = 0"]),
         ({"model__file": "nowhere.py"}, None, ['model.file = "nowhere.py"', "a file that exists"]),
@@ -213,7 +205,10 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
     [
         {"lr_scheduler__decay_ratio": 1.0, "lr_scheduler__warmup_steps": 0},
         {"lr_scheduler__decay_ratio": 0.98},
-        {"training__steps": 200},
+        {"training__steps": 1},
+        {"lr_scheduler__decay_ratio": 0.99},
+        {"lr_scheduler__decay_ratio": 4e-5},
+        {"checkpoint__enable": False, "job__stop_after": 5},
         {"job__stop_after": 10_000},
         {"profiling__enable": True, "profiling__start_step": 9_998},
         {"profiling__start_step": 99_999},
@@ -295,7 +290,7 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
     path = tmp_path / "run.toml"
     path.write_text(
         "[training]\nsteps = 10\nlocal_batch_size = 2\nglobal_batch_size = 3\n"
-        "[lr_scheduler]\nwarmup_steps = 20\n[parallelism]\ntensor_parallel_degree = 3\n"
+        "[lr_scheduler]\nmin_lr_factor = 20\n[parallelism]\ntensor_parallel_degree = 3\n"
     )
     config, origin = parse(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
     with pytest.raises(ConfigError) as caught:
@@ -306,44 +301,33 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
         "  optimizer.lr = -1.0",
         f"{path}: 3 problems",
         "  line 4  training.global_batch_size = 3",
-        "  line 6  lr_scheduler.warmup_steps = 20",
+        "  line 6  lr_scheduler.min_lr_factor = 20.0",
         "  line 8  parallelism.tensor_parallel_degree = 3",
     ]
 
 
 def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(
-        "[lr_scheduler]\nwarmup_steps = 20\n[job]\nstop_after = 30\n"
-        "[profiling]\nenable = true\nstart_step = 10\nsteps = 9\n"
-    )
+    path.write_text("[job]\nstop_after = 30\n[profiling]\nenable = true\nstart_step = 10\nsteps = 9\n")
     flags = ["--config", str(path), "--training.steps", "6"]
     config, origin = parse(flags, "train.py")
     with pytest.raises(ConfigError) as caught:
         check(config, LLAMA_8B, None, origin)
     said = str(caught.value)
-    assert "line 2  lr_scheduler.warmup_steps = 20\n      want: at most training.steps = 6\n" in said
+    assert "line 2  job.stop_after = 30\n      want: at most training.steps = 6\n" in said
     fixes = [f.split(" (")[0].split() for f in re.findall(r"fix:  (--.*)", said)]
-    assert len(fixes) == 4
+    assert len(fixes) == 3
     pasted = [word for fix in fixes for word in fix]
     check(*parse([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
 
 
-def test_a_trial_of_a_long_run_is_told_two_ways() -> None:
-    """Both can be pasted; that without checkpoints, which `job.stop_after` saves, is none."""
+@pytest.mark.parametrize("flags", [("--training.steps", "3"), ("--job.stop_after", "3")])
+@pytest.mark.parametrize("checkpoints", ["true", "false"])
+def test_a_look_at_three_steps_of_a_long_run_takes_one_flag(flags: tuple[str, str], checkpoints: str) -> None:
     config = shipped_folder("configs") / "llama3_8b.toml"
-    trial, off = ["--config", str(config), "--training.steps", "10"], ["--checkpoint.enable", "false"]
-    asked, origin = parse(trial, "train.py")
-    with pytest.raises(ConfigError) as caught:
-        check(asked, LLAMA_8B, None, origin)
-    found = re.search(r"fix:  (--\S+ 1) \(or (--\S+ 10) instead of --training.steps 10\)", str(caught.value))
-    assert found
-    for flags in ([*trial, *found[1].split()], [*trial[:2], *found[2].split()]):
-        check(parse(flags, "train.py")[0], LLAMA_8B, None)
-    asked, origin = parse([*trial, *off], "train.py")
-    with pytest.raises(ConfigError) as caught:
-        check(asked, LLAMA_8B, None, origin)
-    assert "stop_after" not in str(caught.value)
+    asked, origin = parse([str(config), "--checkpoint.enable", checkpoints, *flags], "train.py")
+    check(asked, LLAMA_8B, None, origin)
+    assert last_step(asked) == 3
 
 
 def test_without_a_model_the_rest_is_checked() -> None:

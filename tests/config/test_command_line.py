@@ -20,7 +20,7 @@ def file(tmp_path: Path) -> str:
 
 
 def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
-    config, problems = parse_what_is_right(argv, usage)
+    config, problems, _ = parse_what_is_right(argv, usage)
     problems.raise_all()
     return config, problems.origin
 
@@ -108,8 +108,8 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--lr", "5"], ["--lr = 5", "did you mean optimizer.lr?"]),
         (["--trainin.steps", "5"], ["did you mean training.steps?"]),
         (["--training"], ["--training", "see --help training"]),
-        (["--activation_checkpoint.mode", "full"], ["use activation_checkpoint.recipe"]),
-        (["--activation_checkpoint.mode", "selective"], ['recipe = "every_second_matmul"']),
+        (["--activation_checkpoint.mode", "full"], ['use --activation_checkpoint.recipe "full"']),
+        (["--training.compile"], ["use --compile.enable true"]),
         (["--checkpoint.async_mode", "async_with_pinned_mem"], ['fix:  --checkpoint.async_mode "async"']),
         (["--training.steps", "1e4"], ["want: a whole number", "fix:  --training.steps 10000"]),
         (["--training.steps", "many"], ["--training.steps = many", "fix:  --training.steps 10000 (the default)"]),
@@ -147,14 +147,19 @@ def test_bad_flags_and_a_bad_file_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_the_config_must_be_named_once(file: str) -> None:
-    assert "fix:  name it: --config" in message("--training.steps", "5")
+    assert "fix:  name it: train.py configs/debug.toml" in message("--training.steps", "5")
     for nothing in (["--config"], ["--config="], ["--config", ""]):
         assert "--config\n      want: one TOML file" in message(*nothing)
     misspelt = message("--confg", file)
     assert f"--confg = {file}\n" in misspelt
     assert "fix:  did you mean --config?" in misspelt
-    assert "a flag, such as" in message(file)
+    assert "a flag, such as" in message(file, file)
     assert "want: one TOML file\n      fix:  extends = " in message("--config", file, "--config", file)
+
+
+def test_the_config_may_stand_first_without_its_flag(file: str) -> None:
+    assert config_of(file, "--training.steps", "9") == config_of("--training.steps", "9", "--config", file)
+    assert "want: one TOML file\n" in message(file, "--config", file)
 
 
 def test_nothing_is_printed_by_the_parser_underneath(file: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -337,6 +337,15 @@ def test_the_last_step_is_logged_though_nothing_waits_for_it(desk: Desk) -> None
     assert run.checkpoints() == []
 
 
+@pytest.mark.parametrize("flag", ["--training.steps=3", "--job.stop_after=3"])
+def test_a_look_at_three_steps_takes_one_flag_with_checkpoints_or_without(desk: Desk, flag: str) -> None:
+    run = desk.run(f"look {flag[2:5]}", 1, "--checkpoint.enable=false", flag)
+    assert [row["step"] for row in run.rows] == [1, 2, 3]
+    assert run.checkpoints() == []
+    assert run.status["step"] == 3
+    assert ("is less than lr_scheduler.warmup_steps = 5" in run.output) == (flag == "--training.steps=3")
+
+
 def test_a_disk_without_room_for_checkpoints_is_told_before_the_first_step(desk: Desk) -> None:
     def plant() -> None:
         usage = shutil.disk_usage("/")

@@ -162,3 +162,25 @@ def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
     is_given = bool(config.checkpoint.initial_load_path)  # with the weights, whose rows are so many
     fix = "" if is_given else f"; --model.vocab_size {larger} costs less than that"
     return (f"model.vocab_size = {size} {why}: {slow}{fix}",)
+
+
+def cut_schedule(config: Config) -> tuple[str, ...]:
+    """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is.
+
+    Args:
+        config: the run.
+
+    Returns:
+        One hint, or none.
+    """
+    steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
+    decay = steps - warmup if ratio is None else round(ratio * steps)
+    if warmup > steps:
+        reached = f"the learning rate rises to {steps / warmup:.2g} of optimizer.lr, and no further"
+        return (f"training.steps = {steps} is less than lr_scheduler.warmup_steps = {warmup}: {reached}",)
+    if warmup + decay > steps:
+        less = f"decay takes the {steps - warmup} of {steps} steps that warm-up leaves"
+        return (f"lr_scheduler.decay_ratio = {ratio:g} is cut: {less}",)
+    if ratio is not None and decay == 0:
+        return (f"lr_scheduler.decay_ratio = {ratio:g} of {steps} steps is none: the learning rate does not decay",)
+    return ()

@@ -24,6 +24,7 @@ from titanlite.checkpoint.resume import (
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.commands.hints import (
+    cut_schedule,
     not_chosen,
     other_tokenizer,
     other_training,
@@ -36,6 +37,7 @@ from titanlite.config.build import show
 from titanlite.config.check import check, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
+from titanlite.config.port import stands_for
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
@@ -70,6 +72,7 @@ class CheckedRun:
     Attributes:
         save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
         origin: the place of each key.
+        to_paste: what a config from torchtitan leaves out that has another default there; "" if nothing is.
     """
 
     config: Config
@@ -80,6 +83,7 @@ class CheckedRun:
     inputs: Inputs
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
+    to_paste: str = ""
 
 
 def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
@@ -97,11 +101,14 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         ConfigError: something is wrong; all that can be said of the rest in spite of it is in the message.
         SystemExit: with 0, after `--help`.
     """
-    config, problems = parse_what_is_right(argv, "train.py --config FILE [--section.key VALUE ...]")
+    config, problems, port = parse_what_is_right(argv, "train.py FILE [--section.key VALUE ...]")
     origin = problems.origin
-    unread = {key.partition(".")[0] for key in problems.wrong_keys()}
-    # What is no key may have been meant as any of its section.
-    wrong = {key if key in schema_keys() else key.partition(".")[0] for key in problems.wrong_keys()}
+    # What is no key may have been meant as any of its section, unless torchtitan has it.
+    wrong = set[str]()
+    for key in problems.wrong_keys():
+        meant = stands_for(key)
+        wrong |= {key} if key in schema_keys() else {key.partition(".")[0]} if meant is None else meant
+    unread = {key.partition(".")[0] for key in wrong}
 
     def is_right(*keys: str) -> bool:
         return not any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in keys for b in wrong)
@@ -165,7 +172,9 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
             needs = ("activation_checkpoint", "float8.recipe", *shapes)
             attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
     if problems or dimensions is None or inputs is None:
-        raise problems.error(ConfigError)
+        said = (*port.hint(), port.to_paste().rstrip())
+        raise ConfigError(*problems.error(ConfigError).args, *(text for text in said if text))
+    hints += port.hint() + cut_schedule(config)
     hints += unaligned_vocabulary(config, dimensions) + unread_environment(config)
     few = other_vocabulary(config, inputs, dimensions.vocab_size)
     warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
@@ -173,7 +182,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if given and not _resumes(config):
         warnings += other_tokenizer(config, inputs.sources)
         hints += other_training(config)
-    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints, warnings)
+    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints, warnings, port.to_paste())
 
 
 def _resumes(config: Config) -> bool:
@@ -287,7 +296,7 @@ def run(argv: list[str]) -> int:
         found.append(error)
     if found:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
-    sys.stdout.write(summary(checked, given.file, given.world, step, samples))
+    sys.stdout.write(summary(checked, given.file, given.world, step, samples) + checked.to_paste)
     return 0
 
 

@@ -6,12 +6,11 @@ for a tuple.
 """
 
 import dataclasses
-import json
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from titanlite.config.problems import Problems
+from titanlite.config.problems import Problems, show
 from titanlite.config.renamed import replacement
 from titanlite.errors import nearest
 
@@ -139,7 +138,8 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
     if near := nearest(str(value), choices):
         return f'did you mean "{near}"?'
     if isinstance(default, bool | int | float | str):
-        return f"{key} = {show(default)} (the default)"
+        legal = f"{key} = {show(default)} (the default)"
+        return f"choose one of these; {show(default)} is the default" if choices else legal
     return f"give {describe_type(hint)}"
 
 
@@ -155,14 +155,3 @@ def _meant(value: object) -> object:
             except ValueError:
                 continue
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def show(value: object) -> str:
-    """Write a value as TOML does; "" for a table, and "…" for one in a list."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(show(v) or '…' for v in cast('list[object]', value))}]"
-    return "" if isinstance(value, dict) else str(value)

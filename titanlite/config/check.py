@@ -12,7 +12,7 @@ from collections.abc import Collection
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
 from titanlite.config.config_json import FROM_CHECKPOINT
-from titanlite.config.problems import COMMAND_LINE, Origin, Problems
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Model
@@ -61,9 +61,9 @@ def check(
         _check_batch(config, world_size, problems)
         if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
-    if are_read("training", "lr_scheduler", "job", "profiling"):
+    if are_read("training", "job", "profiling"):
         _check_steps(config, problems)
-    if are_read("job", "model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
+    if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
         _check_features(config, model, problems)
     problems.raise_all()
 
@@ -185,24 +185,10 @@ def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
 
 def _check_steps(config: Config, problems: Problems) -> None:
     """What happens at a step happens within the run."""
-    steps, schedule, profiling = config.training.steps, config.lr_scheduler, config.profiling
+    steps, profiling = config.training.steps, config.profiling
     if steps < 1:
         return  # out of range, and reported
     limit = f"at most training.steps = {steps}"
-    warmup, decay_ratio = schedule.warmup_steps, schedule.decay_ratio or 0.0
-    if warmup > steps:
-        fix = f"warmup_steps = {steps // 10}"
-        if problems.origin.of("training.steps") == COMMAND_LINE and config.checkpoint.enable:  # a trial of a long run
-            fix += f" (or --job.stop_after {steps} instead of --training.steps {steps})"
-        problems.add("lr_scheduler.warmup_steps", str(warmup), limit, fix, against="training.steps")
-    elif 0 < decay_ratio <= 1 and warmup + round(decay_ratio * steps) > steps:  # any other ratio is out of range
-        want = f"at most {(steps - warmup) / steps:.3g}: warm-up takes {warmup} of {steps} steps"
-        fix = "leave decay_ratio out: decay then starts when warm-up ends"
-        problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
-    elif 0 < decay_ratio <= 1 and round(decay_ratio * steps) == 0:
-        want = f"a decay of at least one of {steps} steps"
-        fix = "leave decay_ratio out; with min_lr_factor = 1.0, if you want no decay"
-        problems.add("lr_scheduler.decay_ratio", show(decay_ratio), want, fix)
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
         problems.add("job.stop_after", str(config.job.stop_after), limit, fix, against="training.steps")
@@ -240,7 +226,7 @@ def _check_names(config: Config, problems: Problems) -> None:
 
 def _check_features(config: Config, model: ModelRecipe | None, problems: Problems) -> None:
     """No feature is asked for that does not exist, or that another key turns off."""
-    job, checkpoint = config.job, config.checkpoint
+    checkpoint = config.checkpoint
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
         problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
@@ -254,13 +240,9 @@ def _check_features(config: Config, model: ModelRecipe | None, problems: Problem
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')
-    if not checkpoint.enable:
-        for key, value, asked in (
-            ("checkpoint.resume", checkpoint.resume, isinstance(checkpoint.resume, int)),
-            ("job.stop_after", job.stop_after, job.stop_after > 0),
-        ):
-            if asked:
-                problems.add(key, show(value), "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
+    if not checkpoint.enable and isinstance(checkpoint.resume, int):
+        want = "checkpoints, but checkpoint.enable = false"
+        problems.add("checkpoint.resume", show(checkpoint.resume), want, "checkpoint.enable = true")
     if config.metrics.float8_numerics_freq > 0 and config.float8.recipe == "none":
         want = 'a float8 recipe, but float8.recipe = "none": there is nothing to measure'
         given = str(config.metrics.float8_numerics_freq)

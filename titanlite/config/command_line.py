@@ -1,4 +1,4 @@
-"""The command line: `--config FILE`, and flags that are the dotted paths of TOML keys and win over the file.
+"""The command line: `FILE` or `--config FILE`, and flags that are the dotted paths of TOML keys and win over the file.
 
 tyro turns the flags into a `Config`. Two things are done around it. Booleans take `--x`, `--x=false` and `--x true`
 alike, where tyro knows either the pair `--x`/`--no-x` or a value: it is asked for values, and they are spelled out
@@ -9,32 +9,35 @@ are found here, and if tyro refuses the rest, each flag is tried by itself to se
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_origin
 
+import tomli
 import tyro
 
 from titanlite.config.build import describe_type, repair
 from titanlite.config.explain import overview, section_page
+from titanlite.config.port import Port
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.read import read_what_is_right, schema_keys, sections, suggest_key
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
-def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
+def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems, Port]:
     """Read the config file that the command line names, and apply the flags.
 
     Args:
         argv: arguments without the program.
-        usage: what the help page begins with, as "train.py --config FILE".
+        usage: what the help page begins with, as "train.py FILE".
 
     Returns:
-        The config, whose values fit the schema, but are not yet checked against each other; and what is wrong with keys
-        and values, which are as if they were not given.
+        The config, whose values fit the schema, but are not yet checked against each other; what is wrong with keys and
+        values, which are as if they were not given; and what else there is to say of a file from torchtitan.
 
     Raises:
         ConfigError: there is not one file, or it is missing or not TOML.
@@ -49,23 +52,23 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
     files = flags.pop("config", [])
     is_named = files not in ([], [""])  # "" as of a variable that is not set
     unread: tuple[str, ...] = ()
-    config, problems = Config(), Problems(Origin("".join(files)))
+    config, problems, port = Config(), Problems(Origin("".join(files))), Port()
     try:
         if is_named:
-            config, problems = read_what_is_right(Path(files[0]))
+            config, problems, port = read_what_is_right(Path(files[0]), flags)
     except ConfigError as error:
         unread = error.args
     # A typing mistake on the command line is reported together with those in the file.
     known = {key: values for key, values in flags.items() if not _refuse_unknown(key, values, problems)}
     if not is_named:
-        problems.add("--config", "", "one TOML file", "name it: --config configs/debug.toml", at=COMMAND_LINE)
+        problems.add("--config", "", "one TOML file", "name it: train.py configs/debug.toml", at=COMMAND_LINE)
         problems.raise_all()
     origin = problems.origin
     problems.origin = Origin(origin.source, {**origin.places, **dict.fromkeys(known, COMMAND_LINE)})
     config = _apply(known, config, problems)
     if unread:
         raise ConfigError(*unread, *problems.error(ConfigError).args)
-    return config, problems
+    return config, problems, port
 
 
 def answer_help(argv: Sequence[str], usage: str) -> None:
@@ -112,9 +115,11 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(describe("command line", [Problem(arg, "", "flags that begin with two dashes", fix)]))
         elif key and not (key == "config" and flags[key]):
             flags[key].append(arg)
+        elif not flags:
+            key, flags["config"] = "config", [arg]
         else:
             want = "a flag, such as --training.steps 100"
-            fix = "leave it out, or write the flag whose value it is" if key else "write --config FILE for the config"
+            fix = "leave it out, or write the flag whose value it is"
             raise ConfigError(describe("command line", [Problem(arg, "", want, fix)]))
     return flags
 
@@ -136,7 +141,8 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
     if positive != key and schema_keys().get(positive) is bool:
         meant = f"--{positive} false"
     else:
-        meant = None if key in sections() else suggest_key(key, " ".join(values))
+        meant = None if key in sections() else suggest_key(key, _as_toml(" ".join(values)))
+        meant = meant and re.sub(r"(\w+\.\w+) = ", r"--\1 ", meant)  # as a flag has it
         if nearest(key, ("config",)):
             meant = "did you mean --config?"
     fix = meant or f"see --help {section if own else ''}".rstrip()
@@ -144,8 +150,18 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
     return True
 
 
+def _as_toml(text: str) -> object:
+    """The value that a word is in TOML: a number, true or false; otherwise the word itself."""
+    try:
+        return tomli.loads(f"value = {text.lower() or 'true'}")["value"]
+    except tomli.TOMLDecodeError:
+        return text
+
+
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
     """Return `config` with the flags applied, and add a problem for each flag whose values do not fit."""
+    if not flags:
+        return config
     spelled = {key: _spell(key, schema_keys()[key], values) for key, values in flags.items()}
     result = _tyro([word for words in spelled.values() for word in words], config)
     if result is not None:

@@ -20,7 +20,7 @@ def overview(usage: str) -> str:
     """Return the page of `--help`: the usage and one line per section, on 24 lines of 80 columns.
 
     Args:
-        usage: the command, as "train.py --config FILE", and whatever else comes before the sections.
+        usage: the command, as "train.py FILE", and whatever else comes before the sections.
     """
     width = max(len(name) for name in sections())
     lines = [f"usage: {usage}", ""]

@@ -5,9 +5,10 @@ and line of every key, so that a cross-check made long after reading can still p
 gathers everything that is wrong before anything is raised: a person fixes a file once, not once per mistake.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
 
 from titanlite.errors import ConfigError, Problem, describe
 
@@ -91,4 +92,25 @@ class Problems:
         for place, problem in self._found:
             by_source.setdefault(place.source, []).append(problem)
         ordered = {s: sorted(found, key=lambda p: p.line or 10**9) for s, found in by_source.items()}
-        return error(*(describe(source, found) for source, found in ordered.items()))
+        return error(*(describe(source, _said_once(found)) for source, found in ordered.items()))
+
+
+def _said_once(problems: list[Problem]) -> list[Problem]:
+    """The problems, of which only the first with the same long list of choices has it."""
+    seen, said = set[str](), list[Problem]()
+    for p in problems:
+        again = p.want in seen and p.want.startswith("one of ")
+        said.append(replace(p, want="one of the same, above") if again else p)
+        seen.add(p.want)
+    return said
+
+
+def show(value: object) -> str:
+    """Write a value as TOML does; "" for a table, and "…" for one in a list."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(show(v) or '…' for v in cast('list[object]', value))}]"
+    return "" if isinstance(value, dict) else str(value)

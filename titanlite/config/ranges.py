@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
+from titanlite.config.renamed import replacement
 from titanlite.config.schema import Config
 
 RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 stands for all, and 0 is none
@@ -67,6 +68,7 @@ def check_ranges(config: Config, problems: Problems) -> None:
     for key, span in RANGES.items():
         value, default, name = attrgetter(key)(config), attrgetter(key)(Config()), key.partition(".")[2]
         fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
+        fix = replacement(key, value) or fix
         if isinstance(value, int | float) and not _inside(value, span):
             problems.add(key, show(value), _in_words(span, value), fix)
         elif isinstance(value, float) and value and not least <= value <= most:

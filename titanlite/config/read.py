@@ -1,15 +1,17 @@
 """Read a config file into a `Config`, strictly, and say for every unknown key what was probably meant.
 
 tomli parses, `toml_file.py` merges what the file extends, `build.py` checks each key and value against the schema.
-What is left for this file is to know the whole schema when a key is not found: it may belong to another section, be
-misspelt, or come from a torchtitan file.
+`renamed.py` answers the keys of torchtitan. What is left for this file is to know the whole schema when a key is not
+found: it may belong to another section, or be misspelt.
 """
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from titanlite.config.build import build
+from titanlite.config.port import Port, take_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.renamed import replacement
 from titanlite.config.schema import Config
@@ -42,27 +44,29 @@ def read_config(path: Path) -> tuple[Config, Origin]:
     Raises:
         ConfigError: a file is missing or is not TOML, or keys or values do not fit the schema (all of them at once).
     """
-    config, problems = read_what_is_right(path)
+    config, problems, _ = read_what_is_right(path)
     problems.raise_all()
     return config, problems.origin
 
 
-def read_what_is_right(path: Path) -> tuple[Config, Problems]:
+def read_what_is_right(path: Path, flags: Collection[str] = ()) -> tuple[Config, Problems, Port]:
     """Read a TOML file, and those it extends, into a `Config`; a key that is wrong is as if it were not given.
 
     Args:
         path: the file.
+        flags: keys that are given beside it.
 
     Returns:
-        The config, and what is wrong with its keys and values.
+        The config, what is wrong with its keys and values, and what else there is to say if it comes from torchtitan.
 
     Raises:
         ConfigError: a file is missing or is not TOML.
     """
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     problems = Problems(Origin(str(path), places))
+    table, port = take_out(table, problems, flags)
     config = build(Config, table, problems, suggest=suggest_key)
-    return cast("Config", config), problems
+    return cast("Config", config), problems, port
 
 
 def suggest_key(path: str, value: object = None) -> str | None:
@@ -87,6 +91,7 @@ def suggest_key(path: str, value: object = None) -> str | None:
     if own and 1 <= len(elsewhere) <= 3:
         near = elsewhere
     else:
-        meant = nearest(path, own or schema_keys())
+        names = {k.partition(".")[2]: k for k in own}  # apart from their section, in which they are alike
+        meant = names.get(nearest(key, names) or "") if own else nearest(path, schema_keys())
         near = [meant] if meant else elsewhere[:3]
     return f"did you mean {' or '.join(near)}?" if near else None

@@ -22,7 +22,7 @@ class Job:
     strict: bool = True
     """Stop before step 2 if a requested feature was not applied, or only partly."""
     stop_after: int = 0
-    """Save and exit with code 0 after this step, before `training.steps` is reached. 0: off."""
+    """Save, if `checkpoint.enable`, and exit with code 0 after this step, before `training.steps` is reached. 0: off."""
     stop_with_launcher: bool = True
     """Save and stop when the launcher (torchrun, srun, mpirun, a script) has ended without ending its ranks. Set it to false for ranks that a script starts and leaves to themselves. A process without a rank has no launcher."""
     recipe_dirs: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class LRScheduler:
     warmup_steps: int = 200
     """Steps of linear warm-up."""
     decay_ratio: float | None = None
-    """Fraction of `training.steps`, at the end, over which the rate decays (warm-up, stable, decay). Not given: decay starts when warm-up ends."""
+    """Fraction of `training.steps`, at the end, over which the rate decays (warm-up, stable, decay). Not given: decay starts when warm-up ends, as it does where there is less room."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: float = 0.1

@@ -1,0 +1,480 @@
+"""Configs of torchtitan v0.2.2: every key and choice is answered, and a config that follows the answers is accepted."""
+
+import re
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import tomli_w
+from tokenizers import Tokenizer, models
+
+from titanlite.commands.validate import checked_run
+from titanlite.config.port import stands_for
+from titanlite.config.read import read_what_is_right, schema_keys
+from titanlite.config.renamed import _OLDER, replacement
+from titanlite.config.schema import Config
+from titanlite.config.torchtitan import ASKED_BY_DEFAULT, DATASETS, FLAVORS, IDLE, KEYS, SAME_DEFAULT, SWITCHES, UNSAID
+from titanlite.errors import ConfigError
+
+CHOICES: dict[str, list[Any]] = {
+    "model.name": ["llama3", "qwen3"],
+    "model.flavor": ["debugmodel", "debugmodel_flex_attn", "8B", "8B_flex", "70B", "405B"],
+    "model.converters": [[], ["float8"], ["quantize.linear.float8"], ["quantize.linear.mx"], ["my.converter"]],
+    "optimizer.name": ["Adam", "AdamW"],
+    "optimizer.implementation": ["for-loop", "foreach", "fused"],
+    "training.global_batch_size": [-1, 16],
+    "debug.seed": [7],
+    "lr_scheduler.total_steps": [300, 10_000, 20_000],
+    "lr_scheduler.decay_ratio": [0.0, 0.5],
+    "lr_scheduler.decay_type": ["linear", "sqrt", "cosine"],
+    "training.dataset": [*DATASETS],
+    "training.dataset_path": ["./tests/assets/c4_test"],
+    "validation.dataset": [*DATASETS],
+    "validation.dataset_path": ["./tests/assets/c4_test"],
+    "training.dtype": ["bfloat16", "float32"],
+    "training.mixed_precision_param": ["bfloat16", "float32"],
+    "parallelism.fsdp_reshard_after_forward": ["default", "always", "never"],
+    "parallelism.context_parallel_rotate_method": ["allgather", "alltoall"],
+    "parallelism.expert_parallel_comm_backend": ["standard", "deepep"],
+    "checkpoint.export_dtype": ["float16", "bfloat16", "float32"],
+    "checkpoint.async_mode": ["disabled", "async", "async_with_pinned_mem"],
+    "activation_checkpoint.mode": ["selective", "full", "memory_budget", "none"],
+    "activation_checkpoint.selective_ac_option": ["1", "2", "op"],
+    "quantize.linear.float8.recipe_name": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+    "quantize.linear.float8.filter_fqns": [[], ["output"], ["auto_filter_small_kn", "wo"]],
+    "quantize.linear.mx.filter_fqns": [["output"]],
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ["triton", "cuda", "torch"],
+    "comm.mode": ["default", "fake_backend", "local_tensor"],
+    "model.hf_assets_path": ["./tests/assets/tokenizer"],
+    "model.tokenizer_path": ["./tests/assets/tokenizer/tokenizer.json", "./tests/assets/tokenizer/tokenizer.model"],
+    "checkpoint.initial_load_path": [""],
+    "parallelism.data_parallel_shard_degree": [-1, 2],
+    "parallelism.tensor_parallel_degree": [1, 2],
+    "lr_scheduler.min_lr_factor": [0.0, 0.1],
+    "training.mixed_precision_reduce": ["float32"],
+}
+LEFT_OUT = "left out, with another default in torchtitan"
+
+
+@pytest.fixture(autouse=True)
+def _where_its_assets_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = tmp_path / "tests/assets/c4_test"
+    texts.mkdir(parents=True)
+    (texts / "data.jsonl").write_text(f'{{"text": "{"one text " * 1000}"}}\n' * 120)  # a mebibyte: it is not counted
+    for folder in ("tests/assets/tokenizer", *(f"assets/hf/{size}" for size in HF_FOLDERS)):
+        (tmp_path / folder).mkdir(parents=True)
+        vocabulary = {"one": 0, "text": 1, "<|end_of_text|>": 2}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="one"))
+        tokenizer.add_special_tokens(["<|end_of_text|>"])
+        tokenizer.save(str(tmp_path / folder / "tokenizer.json"))
+
+
+HF_FOLDERS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-32B")
+
+
+def nested(keys: dict[str, Any]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for key, value in keys.items():
+        *sections, name = key.split(".")
+        inside = table
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return table
+
+
+def dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def validate(keys: dict[str, Any], world: int | None = None) -> tuple[Config | None, str]:
+    """The config, if it is one, and what is said of it, or what is to be pasted."""
+    Path("run.toml").write_text(tomli_w.dumps(nested(keys)))
+    try:
+        checked = checked_run(["--config", "run.toml"], world)
+    except ConfigError as error:
+        return None, str(error)
+    return checked.config, "\n".join([*checked.hints, checked.to_paste])
+
+
+def follow(keys: dict[str, Any], said: str) -> dict[str, Any]:
+    """The config with what a message says, and nothing else: no knowledge of either schema."""
+    problems, _, to_paste = said.partition(LEFT_OUT)
+    followed = dict(keys)
+    for where, fix in re.findall(r"^  line \d+  (\S+)(?: = .*)?\n      want: .*\n      fix:  (.*)$", problems, re.M):
+        del followed[where]
+        fix = re.sub(r"^(\w+ = )", rf"{where.rpartition('.')[0]}.\1", fix)
+        sets = "\n".join(f"{key} = {value}" for key, value in re.findall(SET, fix))
+        followed |= dict(dotted(tomli.loads(sets)))
+    pasted = dict(dotted(tomli.loads("\n".join(to_paste.splitlines()[1:]))))
+    assert not set(pasted) & set(followed)
+    return followed | pasted
+
+
+SET = r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)'
+
+
+def values_of(key: str) -> list[Any]:
+    default = KEYS[key][0]
+    if key in CHOICES:
+        return CHOICES[key]
+    if isinstance(default, bool):
+        return [True, False]
+    if isinstance(default, int):
+        return [default, max(default, 1) * 2]
+    if isinstance(default, float):
+        return [default, default / 2]
+    return [*([] if default is None else [default]), [["a"]] if key.endswith("model_part") else "other"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(key: str) -> None:
+    on = {
+        switch: True if KEYS[switch][0] is False else 2
+        for switch, keys in SWITCHES.items()
+        if key.startswith(keys) and switch not in (key, "checkpoint.initial_load_path")
+    }
+    if key.startswith("quantize."):
+        on["model.converters"] = [".".join(key.split(".")[:3])]
+    for value in values_of(key):
+        keys = {"model.print_after_conversion": False, **on, key: value}  # the first of which says where it is from
+        config, said = validate(keys)
+        if KEYS[key][1] is not None:
+            assert key in said, f"{key} = {value}: {said}"
+        if config is None:
+            fixes = re.findall(r"fix:  (.*)", said)
+            assert all(re.match(r"use |remove it|choose one of these|\w+ = ", fix) for fix in fixes), said
+        else:
+            assert LEFT_OUT in said
+        config, said = validate(follow(keys, said))
+        assert config is not None, f"{key} = {value}: {said}"
+        assert said.strip() == "" or said.startswith(
+            ("keys of torchtitan", "model.vocab_size")
+        )  # nothing is left out now
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"metrics.enable_wandb": True}, {"metrics.wandb": "online"}),
+        ({"training.dataset": "c4"}, {"data.source": "hf:allenai/c4:en"}),
+        ({"training.dataset": "c4", "training.dataset_path": "./tests"}, {"data.source": "hf:./tests:en"}),
+        ({"model.hf_assets_path": "assets/hf/Qwen3-1.7B"}, {"data.tokenizer": "assets/hf/Qwen3-1.7B/tokenizer.json"}),
+        ({"debug.seed": 7, "debug.deterministic": True}, {"training.seed": 7, "training.deterministic": True}),
+        ({"activation_checkpoint.mode": "none"}, {"activation_checkpoint.recipe": "none"}),
+        ({"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.recipe": "full"}),
+        ({"activation_checkpoint.selective_ac_option": "2"}, {"activation_checkpoint.recipe": "full"}),
+        (
+            {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+            {"activation_checkpoint.recipe": "every_second_matmul"},
+        ),
+        ({"model.converters": ["float8"]}, {"float8.recipe": "tensorwise", "float8.filter_fqns": ()}),
+        (
+            {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.recipe_name": "rowwise"},
+            {"float8.recipe": "rowwise", "float8.filter_fqns": ()},
+        ),
+        ({"quantize.linear.float8.filter_fqns": ["wo"]}, {"float8.recipe": "none", "float8.filter_fqns": ("output",)}),
+        ({"model.converters": ["quantize.linear.mx"]}, {"float8.recipe": "mxfp8", "float8.filter_fqns": ("output",)}),
+        ({"lr_scheduler.decay_ratio": 0.0}, {"lr_scheduler.min_lr_factor": 1.0, "lr_scheduler.decay_ratio": None}),
+        ({"lr_scheduler.total_steps": 20_000}, {"training.steps": 20_000, "job.stop_after": 10_000}),
+        ({"training.steps": 50}, {"lr_scheduler.warmup_steps": 50}),  # as it shortens the 200 that are its default
+        ({"optimizer.name": "Adam", "optimizer.weight_decay": 0.1}, {"optimizer.weight_decay": 0.0}),
+        ({"model.flavor": "debugmodel"}, {"model.n_layers": 6, "model.vocab_size": 2048, "model.flavor": "8B"}),
+        ({"model.name": "llama3_ft"}, {"model.name": "llama3"}),
+        ({"training.global_batch_size": -1}, {"training.global_batch_size": None}),
+        (
+            {"profiling.enable_profiling": True, "profiling.profile_freq": 100},
+            {"profiling.enable": True, "profiling.start_step": 100, "profiling.steps": 1},
+        ),
+        ({"validation.enable": True}, {"validation.source": "hf:allenai/c4:en:validation", "validation.freq": 10}),
+        ({"checkpoint.enable": True}, {"checkpoint.keep_latest_k": 10}),
+        (
+            {},
+            {
+                "training.local_batch_size": 8,
+                "optimizer.lr": 8e-4,
+                "optimizer.weight_decay_exclude": (),
+                "lr_scheduler.decay_type": "linear",
+                "lr_scheduler.min_lr_factor": 0.0,
+                "compile.enable": False,
+                "checkpoint.enable": False,
+                "activation_checkpoint.recipe": "full",
+                "data.source": "hf:./tests/assets/c4_test",
+                "data.tokenizer": "./tests/assets/tokenizer/tokenizer.json",
+                "model.n_layers": 6,
+                "metrics.log_freq": 10,
+                "comm.init_timeout_seconds": 300,
+                "comm.train_timeout_seconds": 100,
+            },
+        ),
+    ],
+)
+def test_what_is_followed_is_what_was_asked(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    keys = {"job.description": "mine", **keys}
+    config, _ = validate(follow(keys, validate(keys)[1]))
+    assert config is not None
+    assert {key: attrgetter(key)(config) for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "flux", "llama4"])
+def test_a_model_that_is_none_here_is_said_to_be_none(name: str) -> None:
+    fix = "choose one of these: titanlite has no such model"
+    assert f'want: "llama3", "qwen3", "gemma3" or "gpt2"\n      fix:  {fix}' in validate({"model.name": name})[1]
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel_moe", "30B-A3B", "235B-A22B"])
+def test_a_mixture_of_experts_is_none_here(flavor: str) -> None:
+    said = validate({"model.name": "qwen3", "model.flavor": flavor})[1]
+    assert "fix:  choose one of these: titanlite has no mixture of experts" in said
+
+
+def test_one_recipe_of_ones_own_is_not_overruled(tmp_path: Path) -> None:
+    (tmp_path / "mine/model").mkdir(parents=True)
+    (tmp_path / "mine/model/llama3-debugmodel.toml").write_text(
+        'help = "Mine."\nextends = "llama3-debug"\nn_layers = 3\n'
+    )
+    config, _ = validate({"model.flavor": "debugmodel", "job.recipe_dirs": ["mine"]})
+    assert config is not None
+
+
+def test_keys_that_ask_for_nothing_are_one_line_and_not_a_problem() -> None:
+    keys = {
+        "parallelism.pipeline_parallel_degree": 1,
+        "job.print_config": False,
+        "quantize.linear.float8.emulate": True,
+    }
+    config, said = validate(keys)
+    assert config is not None
+    assert said.splitlines()[0].endswith(f": {', '.join(keys)}")
+
+
+def test_a_key_of_the_wrong_type_is_a_problem() -> None:
+    assert 'profiling.enable_profiling = "true"' in validate({"profiling.enable_profiling": "true"})[1]
+    for value in ("x", [{"a": 1}]):
+        for key in KEYS:
+            Path("run.toml").write_text(tomli_w.dumps(nested({key: value})))
+            read_what_is_right(Path("run.toml"))  # whatever it is, nothing else is raised
+
+
+def test_flags_count_as_given(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[job]\ndescription = "x"\n')
+    to_paste = checked_run(["--config", "run.toml", "--optimizer.lr", "1e-3"]).to_paste
+    assert "  lr = " not in to_paste
+    assert '  [lr_scheduler]\n  decay_type = "linear"  # "cosine" here\n' in to_paste
+
+
+def test_a_file_of_titanlite_is_told_nothing_of_it() -> None:
+    config, said = validate({"model.flavor": "debug", "optimizer.lr": 1e-3})
+    assert config is not None
+    assert said.strip() == ""
+    assert LEFT_OUT not in validate({"training.stepz": 5})[1]
+
+
+def test_the_keys_are_those_of_both_schemas() -> None:
+    """A key that is added to titanlite must leave what is torchtitan's own."""
+    assert {key for key, (_, answer) in KEYS.items() if answer is None} == set(KEYS) & set(schema_keys())
+    for answer in [*(answer for _, answer in KEYS.values() if answer), *_OLDER.values()]:  # what is recommended exists
+        assert {key for key, _ in re.findall(SET, answer)} <= set(schema_keys()), answer
+    assert {key for key in KEYS for named in stands_for(key) or () if named not in schema_keys()} == set()
+    assert set(UNSAID) <= set(schema_keys())
+    assert not set(_OLDER) & set(schema_keys())
+    for prefix in (
+        *ASKED_BY_DEFAULT,
+        *IDLE,
+        *SAME_DEFAULT,
+        *SWITCHES,
+        *(p for keys in SWITCHES.values() for p in keys),
+    ):
+        assert any(key.startswith(prefix) for key in KEYS), prefix
+
+
+@pytest.mark.parametrize(
+    ("key", "fix"),
+    [
+        ("training.batch_size", "use training.local_batch_size = 4"),
+        ("float8.recipe_name", "use float8.recipe = 4"),
+        ("mx.recipe_name", 'use float8.recipe = "mxfp8"'),
+        ("memory_estimation.disable_fake_mode", "titanlite plan FILE --world N"),
+        ("debug.moe_force_load_balance", "titanlite has no mixture of experts"),
+    ],
+)
+def test_a_single_key_is_answered_as_well(key: str, fix: str) -> None:
+    assert fix in (replacement(key, 4) or "")
+
+
+COMMON: dict[str, Any] = {
+    "job.dump_folder": "./outputs",
+    "profiling.save_traces_folder": "profile_trace",
+    "profiling.profile_freq": 100,
+    "metrics.log_freq": 10,
+    "metrics.save_tb_folder": "tb",
+    "optimizer.name": "AdamW",
+    "optimizer.eps": 1e-8,
+    "training.max_norm": 1.0,
+    "training.dataset": "c4",
+    "parallelism.data_parallel_replicate_degree": 1,
+    "parallelism.data_parallel_shard_degree": -1,
+    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.context_parallel_degree": 1,
+    "checkpoint.enable": False,
+    "checkpoint.folder": "checkpoint",
+    "checkpoint.interval": 500,
+    "checkpoint.async_mode": "disabled",
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+    "compile.enable": False,
+    "compile.components": ["model", "loss"],
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": False,
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": False,
+    "quantize.linear.float8.filter_fqns": ["output"],
+}
+LLAMA: dict[str, Any] = {
+    **COMMON,
+    "profiling.enable_profiling": True,
+    "metrics.enable_tensorboard": True,
+    "model.name": "llama3",
+    "lr_scheduler.warmup_steps": 200,
+    "training.seq_len": 8192,
+    "training.steps": 1000,
+    "parallelism.pipeline_parallel_degree": 1,
+    "checkpoint.last_save_model_only": True,
+    "checkpoint.export_dtype": "float32",
+    "validation.enable": False,
+    "validation.dataset": "c4_validation",
+    "validation.freq": 500,
+    "validation.steps": 1200,
+}
+QWEN: dict[str, Any] = {
+    **COMMON,
+    "profiling.enable_profiling": False,
+    "metrics.enable_tensorboard": False,
+    "model.name": "qwen3",
+    "training.seq_len": 4096,
+    "parallelism.fsdp_reshard_after_forward": "default",
+    "checkpoint.last_save_model_only": False,
+    "checkpoint.export_dtype": "float16",
+}
+FULL = {"activation_checkpoint.mode": "full"}
+
+
+def model(flavor: str, folder: str, lr: float, local_batch_size: int) -> dict[str, Any]:
+    return {
+        "job.description": f"{flavor} training",
+        "model.flavor": flavor,
+        "model.hf_assets_path": f"./assets/hf/{folder}",
+        "optimizer.lr": lr,
+        "training.local_batch_size": local_batch_size,
+    }
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "llama3/debug_model": LLAMA
+    | {
+        **model("debugmodel", "", 8e-4, 8),
+        "model.hf_assets_path": "./tests/assets/tokenizer",
+        "job.print_config": False,
+        "profiling.enable_profiling": False,
+        "profiling.profile_freq": 10,
+        "profiling.enable_memory_snapshot": False,
+        "profiling.save_memory_snapshot_folder": "memory_snapshot",
+        "metrics.log_freq": 1,
+        "metrics.disable_color_printing": False,
+        "metrics.enable_tensorboard": False,
+        "metrics.enable_wandb": False,
+        "lr_scheduler.warmup_steps": 2,
+        "lr_scheduler.decay_ratio": 0.8,
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+        "training.seq_len": 2048,
+        "training.steps": 10,
+        "training.dataset": "c4_test",
+        "parallelism.fsdp_reshard_after_forward": "default",
+        "parallelism.enable_async_tensor_parallel": False,
+        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+        "checkpoint.interval": 10,
+        "checkpoint.last_save_model_only": False,
+        "activation_checkpoint.selective_ac_option": "2",
+        "validation.freq": 5,
+        "validation.steps": 10,
+    },
+    "llama3/llama3_8b": LLAMA | model("8B", "Llama-3.1-8B", 3e-4, 1),
+    "llama3/llama3_70b": LLAMA
+    | model("70B", "Llama-3.1-70B", 1.5e-4, 8)
+    | {**FULL, "parallelism.tensor_parallel_degree": 8},
+    "llama3/llama3_405b": LLAMA
+    | model("405B", "Llama-3.1-405B", 8e-5, 2)
+    | FULL
+    | {
+        "model.converters": ["float8"],
+        "lr_scheduler.warmup_steps": 600,
+        "training.steps": 3000,
+        "parallelism.tensor_parallel_degree": 8,
+        "parallelism.enable_async_tensor_parallel": True,
+        "compile.enable": True,
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
+    },
+    "qwen3/qwen3_0.6b": QWEN
+    | model("0.6B", "Qwen3-0.6B", 3e-4, 4)
+    | {"metrics.log_freq": 1, "lr_scheduler.warmup_steps": 2, "training.steps": 10},
+    "qwen3/qwen3_1.7b": QWEN
+    | model("1.7B", "Qwen3-1.7B", 8e-4, 4)
+    | {"lr_scheduler.warmup_steps": 20, "training.steps": 100, "checkpoint.interval": 50},
+    "qwen3/qwen3_32b": QWEN
+    | model("32B", "Qwen3-32B", 8e-4, 2)
+    | {**FULL, "lr_scheduler.warmup_steps": 600, "training.steps": 3000},
+}
+"""Its `models/*/train_configs`, but for those of models that are none here."""
+
+SHOWN_AS: dict[str, str] = {
+    "profiling.enable_profiling": "profiling.enable",
+    "parallelism.enable_async_tensor_parallel": "parallelism.async_tensor_parallel",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_of_its_files_is_ported_by_the_messages_alone_in_one_round(name: str) -> None:
+    keys = FILES[name]
+    config, said = validate(keys, world=64)
+    assert config is None
+    config, said = validate(follow(keys, said), world=64)
+    assert config is not None, said
+    assert LEFT_OUT not in said
+    for key, (default, answer) in KEYS.items():
+        value, here = keys.get(key, default), SHOWN_AS.get(key, key)
+        off = any(not keys.get(switch) for switch, under in SWITCHES.items() if key != switch and key.startswith(under))
+        if (answer is None or key in SHOWN_AS) and not off and key not in (*SAME_DEFAULT, "model.flavor"):
+            assert attrgetter(here)(config) == (value if value is not None else attrgetter(here)(Config())), key
+    assert config.optimizer.weight_decay_exclude == ()
+    assert config.data.source == {"c4": "hf:allenai/c4:en"}.get(keys["training.dataset"], "hf:./tests/assets/c4_test")
+    assert config.data.tokenizer == f"{keys['model.hf_assets_path']}/tokenizer.json"
+    assert config.float8.recipe == ("tensorwise" if "model.converters" in keys else "none")
+    selective = {"op": "every_second_matmul", "2": "full"}[keys["activation_checkpoint.selective_ac_option"]]
+    mode = keys["activation_checkpoint.mode"]
+    assert config.activation_checkpoint.recipe == (selective if mode == "selective" else mode)
+
+
+def test_sizes_that_are_called_otherwise_have_the_same_dimensions() -> None:
+    """As its `models/*/__init__.py` say them: layers, width, heads, feed-forward, vocabulary, rope, tied embeddings."""
+    there = {
+        ("llama3", "debugmodel"): (6, 256, 16, 16, 0, 768, 2048, 500_000.0, 1e-5, False, 8.0),
+        ("qwen3", "debugmodel"): (8, 256, 16, 8, 128, 3072, 2048, 1e6, 1e-6, True, None),
+        ("qwen3", "14B"): (40, 5120, 40, 8, 128, 17408, 151936, 1e6, 1e-6, False, None),
+        ("qwen3", "32B"): (64, 5120, 64, 8, 128, 25600, 151936, 1e6, 1e-6, False, None),
+    }
+    assert set(FLAVORS) == set(there)
+    for (name, flavor), expected in there.items():
+        keys = {"model.name": name, "model.flavor": flavor, "data.tokenizer": "bytes"}
+        Path("run.toml").write_text(tomli_w.dumps(nested(follow(keys, validate(keys)[1]))))
+        m = checked_run(["--config", "run.toml"]).dimensions
+        scaling = m.rope_scaling and m.rope_scaling.factor
+        sizes = (m.n_layers, m.dim, m.n_heads, m.n_kv_heads, m.head_dim, m.ffn_dim, m.vocab_size, m.rope_theta)
+        assert (*sizes, m.norm_eps, m.tied_embeddings, scaling) == expected

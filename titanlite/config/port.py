@@ -1,0 +1,267 @@
+"""Port a config of torchtitan: which of its keys ask for nothing, what the others are here, and what it leaves out.
+
+Keys that ask for nothing that titanlite does otherwise are named in one hint. Each other is a problem whose fix says
+what to write instead, where there is something as `section.key = value`. Keys that are left out may have another
+default here: `Port.to_paste` has them ready.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, cast
+
+from titanlite.config.problems import Problems, show
+from titanlite.config.schema import Config
+from titanlite.config.torchtitan import (
+    ASKED_BY_DEFAULT,
+    DATASETS,
+    FLAVORS,
+    IDLE,
+    KEYS,
+    SAME_DEFAULT,
+    SWITCHES,
+    UNSAID,
+    VALUES,
+)
+
+_SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
+_SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
+
+
+@dataclass(frozen=True)
+class Port:
+    """What a config that comes from torchtitan says, and leaves out, beside its problems.
+
+    Attributes:
+        idle: keys that ask for nothing that titanlite does otherwise.
+        left_out: keys whose default differs, in the order of the schema, with that of torchtitan as TOML has it.
+    """
+
+    idle: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def hint(self) -> tuple[str, ...]:
+        """Name the idle keys in one line, or in none."""
+        why = "keys of torchtitan at values that ask for nothing that titanlite does otherwise, which you can remove"
+        return (f"{why}: {', '.join(self.idle)}",) if self.idle else ()
+
+    def to_paste(self) -> str:
+        """Return what is left out, by section, each key with its value there and here; "" if nothing is."""
+        if not self.left_out:
+            return ""
+        lines = ["left out, with another default in torchtitan; to train as there, paste into their sections:"]
+        for section, keys in groupby(self.left_out, key=lambda key: key.partition(".")[0]):
+            lines.append(f"  [{section}]")
+            for key in keys:
+                here = attrgetter(key)(Config())
+                value = f"{key.partition('.')[2]} = {self.left_out[key]}"
+                lines.append(f"  {value}  # {'not given' if here is None else show(here)} here")
+        return "\n".join(lines) + "\n"
+
+
+def take_out(
+    table: Mapping[str, Any], problems: Problems, elsewhere: Collection[str] = ()
+) -> tuple[dict[str, Any], Port]:
+    """Take the keys that only torchtitan has out of a config.
+
+    Args:
+        table: as TOML has it.
+        problems: gets those keys that ask for something.
+        elsewhere: keys that are given beside it.
+
+    Returns:
+        The table without them, and what else there is to say; nothing if there are none.
+    """
+    elsewhere = {*problems.origin.places, *elsewhere}
+    said = Said(dict(_known(table)), elsewhere)
+    own = [key for key in said.given if KEYS[key][1] is not None]
+    if not own:
+        return dict(table), Port()
+    own += [key for key in ("training.global_batch_size",) if said(key) == KEYS[key][0] and key in said.given]
+    idle = [key for key in own if said.asks_nothing(key)]
+    answers = {key: said.answer(key) for key in own if key not in idle}
+    for key, answer in answers.items():
+        want = "keys of titanlite; this is one of torchtitan's"
+        problems.add(key, show(said.given[key]), want, answer)
+    of_values = (answer_to_value(key, value) or "" for key, value in said.given.items())
+    settled = {name for answer in (*answers.values(), *of_values) for name, _ in _SETS.findall(answer)}
+    return _without(table, own), Port(tuple(idle), said.left_out({*elsewhere, *settled}))
+
+
+class Said:
+    """What a torchtitan config says of a key: the value given, or the default there.
+
+    Args:
+        given: values of keys that torchtitan has.
+        beside: keys that are given, in all.
+    """
+
+    def __init__(self, given: Mapping[str, Any], beside: Collection[str] = ()) -> None:
+        self.given, self.beside = given, beside
+
+    def __call__(self, key: str) -> Any:
+        """Return the value; the default for one of another type."""
+        return self.given.get(key, KEYS[key][0]) if self.fits(key) else KEYS[key][0]
+
+    def fits(self, key: str) -> bool:
+        """Whether a value, if one is given, has the type of the default, where that has one."""
+        default = KEYS[key][0]
+        value = self.given.get(key, default)
+        return default is None or type(value) is type(default) or (type(default) is float and type(value) is int)
+
+    def asks_nothing(self, key: str) -> bool:
+        """Whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
+        if not self.fits(key):
+            return False
+        is_default = self(key) == KEYS[key][0] and key not in ASKED_BY_DEFAULT
+        return is_default or key.startswith(IDLE) or self.is_off(key) or self._is_settled(key)
+
+    def is_off(self, key: str) -> bool:
+        """Whether a key belongs to a feature that is not on."""
+        off = (s for s, keys in SWITCHES.items() if key != s and key.startswith(keys))
+        return any(self(switch) in (KEYS[switch][0], "") for switch in off)
+
+    def _is_settled(self, key: str) -> bool:
+        """Whether another key covers this one, or its value is what titanlite has."""
+        mode = "activation_checkpoint.mode"
+        if (here := stands_for(key)) and here <= {*self.beside}:
+            return True
+        match key.split("."):
+            case ["quantize", _, kind, name]:
+                return name == "recipe_name" or not self._converts(kind)
+            case ["validation", "local_batch_size" | "seq_len" as name]:
+                return self(key) == self(f"training.{name}")
+            case [section, "dataset"]:
+                return f"{section}.dataset_path" in self.given
+            case [_, "hf_assets_path"]:
+                return "model.tokenizer_path" in self.given
+            case [_, "initial_load_in_hf"]:
+                return self(key) is True
+            case [_, "total_steps"]:
+                return self(key) == self("training.steps")
+            case [_, "memory_budget" | "visualize_memory_budget_pareto"]:
+                return self(mode) != "memory_budget"
+            case [_, "selective_ac_option"]:
+                return mode in self.given
+            case _:
+                return False
+
+    def answer(self, key: str) -> str:
+        """Say what a key is here."""
+        value: Any = self(key)
+        text = KEYS[key][1] or ""
+        if not self.fits(key):
+            return text.replace(" = {}", "")
+        match key.split("."):
+            case ["model", "flavor"]:
+                return flavor(self("model.name"), value) or ""
+            case ["model", "converters"] if self._converts("float8"):
+                return f"use float8.recipe = {show(self('quantize.linear.float8.recipe_name') or 'tensorwise')}"
+            case ["model", "converters"] if self._converts("mx"):
+                return KEYS["quantize.linear.mx.recipe_name"][1] or ""
+            case ["model", "hf_assets_path" | "tokenizer_path"] if not str(value).endswith(".json"):
+                folder = os.path.dirname(str(value)) if str(value).endswith(".model") else str(value)
+                value = os.path.join(folder, "tokenizer.json")
+            case ["activation_checkpoint", "mode" | "selective_ac_option"]:
+                return _save_list(self("activation_checkpoint.mode"), self("activation_checkpoint.selective_ac_option"))
+            case ["training" | "validation" as section, "dataset"] if value in DATASETS:
+                return f"use {section.replace('training', 'data')}.source = {show(DATASETS[value])}"
+            case [section, "dataset_path"]:
+                _, _, of_c4 = DATASETS.get(self(f"{section}.dataset"), "").removeprefix("hf:").partition(":")
+                value = f"hf:{value}:{of_c4}".rstrip(":")
+            case [_, "total_steps"] if isinstance(value, int) and value > self("training.steps"):
+                text += f" with job.stop_after = {self('training.steps')}"
+            case [*_, "filter_fqns"] if "auto_filter_small_kn" in cast("list[str]", value):
+                value = [one for one in cast("list[str]", value) if one != "auto_filter_small_kn"]
+                text += "; titanlite has no auto_filter_small_kn"
+            case _:
+                pass
+        return text.replace("{}", show(value))
+
+    def _converts(self, kind: str) -> bool:
+        """Whether linear layers are converted to `kind`, under its name in this release or the one before."""
+        return any(name in (kind, f"quantize.linear.{kind}") for name in self("model.converters"))
+
+    def left_out(self, given: Collection[str]) -> dict[str, str]:
+        """Return the keys of titanlite that are not `given` and have another default, with that of torchtitan."""
+        found = {key: show(value) for key, value in UNSAID.items()}
+        for key, (default, answer) in KEYS.items():
+            if key in self.given or self.is_off(key):
+                continue
+            if key in ASKED_BY_DEFAULT:
+                found |= {} if self._is_settled(key) else dict(_SETS.findall(self.answer(key)))
+            elif answer is None and default is not None and key not in SAME_DEFAULT:
+                found[key] = show(default)
+        if self("training.steps") < self("lr_scheduler.warmup_steps"):  # where warm-up is as long as the run at most
+            found["lr_scheduler.warmup_steps"] = show(self("training.steps"))
+        here = Config()
+        order = [f"{part.name}.{f.name}" for part in fields(here) for f in fields(getattr(here, part.name))]
+        return {k: found[k] for k in order if k in found and k not in given and found[k] != show(attrgetter(k)(here))}
+
+
+def answer_to_value(key: str, value: object) -> str | None:
+    """Say what to write instead of a value of torchtitan that a key of the same name has not; None if it has it."""
+    return VALUES[key].get(value) if key in VALUES and isinstance(value, str | int | float) else None
+
+
+def flavor(architecture: str, name: str) -> str | None:
+    """Say what a size of torchtitan is here, or None if it has none of this name that is called otherwise."""
+    if (architecture, name) in FLAVORS:
+        base, over = FLAVORS[architecture, name]
+        dimensions = (f"model.{key} = {value}" for key, value in over.items())
+        return f"use model.flavor = {show(base)}, {', '.join(dimensions)}"
+    if mask := re.fullmatch(r"(.+?)_(flex|varlen)(_attn)?", name):
+        plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
+        return f"{plain}; titanlite has no mask between the documents of a sequence"
+    if re.search(r"moe|-A\d+B$", name):
+        return "choose one of these: titanlite has no mixture of experts"
+    return None
+
+
+def _save_list(mode: str, option: str) -> str:
+    """Say which save-list an `activation_checkpoint.mode` is."""
+    if mode == "memory_budget":
+        return (
+            'use activation_checkpoint.recipe = "auto" with activation_checkpoint.budget_gib = 60.0, '
+            "or whatever peak in GiB a GPU may reserve"
+        )
+    if mode != "selective":
+        return f"use activation_checkpoint.recipe = {show(mode)}"
+    if option == "op":
+        return 'use activation_checkpoint.recipe = "every_second_matmul"'
+    why = f"no save-list recomputes one of every {option} blocks" if option != "1" else "all blocks are recomputed"
+    return f'use activation_checkpoint.recipe = "full", or "none" where memory allows; {why}'
+
+
+def _known(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a table that torchtitan has, and their values."""
+    for name, value in table.items():
+        if (key := f"{prefix}{name}") in KEYS:
+            yield key, value
+        elif isinstance(value, dict) and key in _SECTIONS:
+            yield from _known(cast("dict[str, Any]", value), f"{key}.")
+
+
+def _without(table: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """The table without some of its keys, and without sections of torchtitan that have no others."""
+    rest: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key in _SECTIONS:
+            value = _without(cast("dict[str, Any]", value), keys, f"{key}.")
+            if not value:
+                continue
+        if key not in keys:
+            rest[name] = value
+    return rest
+
+
+def stands_for(key: str) -> set[str] | None:
+    """Return the keys that are set here where torchtitan sets `key`; None if it has no key of its own of this name."""
+    _, answer = KEYS.get(key, (None, None))
+    if answer is None:
+        return None
+    return {*re.findall(r"[a-z0-9_]+\.[a-z0-9_]+", answer if answer.startswith("use ") else "")}

@@ -1,0 +1,270 @@
+"""Every key of torchtitan v0.2.2, the last release configured in TOML: its default there, and what it is here.
+
+The answer is None where titanlite has the key under the same name, and otherwise a text. What titanlite has instead
+stands in it as `section.key = value`, where `{}` is the value that was given. `port.py` has the few answers that
+depend on the value or on other keys. `docs/coming_from_torchtitan.md` shows what differs, and is held to this file.
+"""
+
+from typing import Any
+
+_CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml"
+_PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
+_CONTEXT = "remove it; titanlite has no context parallelism"
+_EXPERTS = "remove it; titanlite has no mixture of experts"
+_MEMORY = "remove it; titanlite has no memory snapshots"
+_LOADER = "remove it; batches are read ahead from memory-mapped token shards, without workers"
+_RECIPE = "remove it; the float8 recipe sets it (fsdp_all_gather)"
+_FLIGHT = "remove it, and set the environment variable"
+_TORCHFT = "remove it; titanlite has no torchft: restart with torchrun --max-restarts"
+_PLAN = "remove it; titanlite plan FILE --world N prints the memory of a run, and needs no GPU"
+_GARBAGE = "remove it; garbage collection is not configurable"
+
+KEYS: dict[str, tuple[Any, str | None]] = {
+    "job.config_file": (None, "remove it; the file is named on the command line, as --config FILE"),
+    "job.dump_folder": ("./outputs", None),
+    "job.description": ("default job", "remove it; it is shown nowhere. job.name names the run and its folder"),
+    "job.print_config": (False, _CONFIG),
+    "job.save_config_file": (None, _CONFIG),
+    "job.custom_config_module": ("", "remove it; titanlite has no custom config module"),
+    "profiling.enable_profiling": (False, "use profiling.enable = {}"),
+    "profiling.save_traces_folder": ("profile_traces", "remove it; traces are in <dump_folder>/<name>/profile"),
+    "profiling.profile_freq": (10, "use profiling.start_step = {}; there is one trace"),
+    "profiling.profiler_active": (1, "use profiling.steps = {}"),
+    "profiling.profiler_warmup": (3, "remove it; the trace needs no warm-up"),
+    "profiling.enable_memory_snapshot": (False, _MEMORY),
+    "profiling.save_memory_snapshot_folder": ("memory_snapshot", _MEMORY),
+    "metrics.log_freq": (10, None),
+    "metrics.enable_tensorboard": (False, "remove it; metrics are in <dump_folder>/<name>/metrics.jsonl"),
+    "metrics.disable_color_printing": (False, "remove it, and set the environment variable NO_COLOR=1"),
+    "metrics.save_tb_folder": ("tb", "remove it; metrics are in <dump_folder>/<name>/metrics.jsonl"),
+    "metrics.save_for_all_ranks": (False, "remove it; metrics are global"),
+    "metrics.enable_wandb": (False, 'use metrics.wandb = "online"'),
+    "model.name": ("llama3", None),
+    "model.flavor": ("debugmodel", None),
+    "model.hf_assets_path": ("./tests/assets/tokenizer", "use data.tokenizer = {}"),
+    "model.tokenizer_path": (None, "use data.tokenizer = {}"),
+    "model.converters": ([], "remove it; titanlite has no converters but the recipes of float8.recipe"),
+    "model.print_after_conversion": (False, "remove it; receipt.json says what was converted"),
+    "optimizer.name": ("AdamW", None),
+    "optimizer.lr": (8e-4, None),
+    "optimizer.beta1": (0.9, None),
+    "optimizer.beta2": (0.95, None),
+    "optimizer.eps": (1e-8, None),
+    "optimizer.weight_decay": (0.1, None),
+    "optimizer.implementation": ("fused", "remove it; AdamW is always fused"),
+    "optimizer.early_step_in_backward": (False, "remove it; titanlite has no optimizer step inside backward"),
+    "lr_scheduler.warmup_steps": (200, None),
+    "lr_scheduler.total_steps": (None, "use training.steps = {}"),
+    "lr_scheduler.decay_ratio": (None, None),
+    "lr_scheduler.decay_type": ("linear", None),
+    "lr_scheduler.min_lr_factor": (0.0, None),
+    "training.dataset": ("c4_test", "use data.source (a path, or hf:<dataset>)"),
+    "training.dataset_path": (None, "use data.source = {}"),
+    "training.local_batch_size": (8, None),
+    "training.global_batch_size": (-1, None),
+    "training.seq_len": (2048, None),
+    "training.max_norm": (1.0, None),
+    "training.steps": (10_000, None),
+    "training.enable_cpu_offload": (False, "remove it; titanlite has no CPU offload"),
+    "training.dtype": ("float32", "remove it; master weights are float32. Compute is training.mixed_precision_param"),
+    "training.mixed_precision_param": ("bfloat16", None),
+    "training.mixed_precision_reduce": ("float32", None),
+    "training.gc_freq": (50, _GARBAGE),
+    "training.gc_debug": (False, _GARBAGE),
+    "training.dataloader.num_workers": (0, _LOADER),
+    "training.dataloader.persistent_workers": (False, _LOADER),
+    "training.dataloader.pin_memory": (False, _LOADER),
+    "training.dataloader.prefetch_factor": (None, _LOADER),
+    "parallelism.data_parallel_replicate_degree": (1, None),
+    "parallelism.data_parallel_shard_degree": (-1, None),
+    "parallelism.fsdp_reshard_after_forward": ("default", None),
+    "parallelism.tensor_parallel_degree": (1, None),
+    "parallelism.disable_loss_parallel": (False, "remove it; the loss is always parallel over the vocabulary"),
+    "parallelism.enable_async_tensor_parallel": (False, "use parallelism.async_tensor_parallel = {}"),
+    "parallelism.pipeline_parallel_degree": (1, _PIPELINE),
+    "parallelism.module_fqns_per_model_part": (None, _PIPELINE),
+    "parallelism.pipeline_parallel_first_stage_less_layers": (1, _PIPELINE),
+    "parallelism.pipeline_parallel_last_stage_less_layers": (1, _PIPELINE),
+    "parallelism.pipeline_parallel_layers_per_stage": (None, _PIPELINE),
+    "parallelism.pipeline_parallel_schedule": ("1F1B", _PIPELINE),
+    "parallelism.pipeline_parallel_schedule_csv": ("", _PIPELINE),
+    "parallelism.pipeline_parallel_microbatch_size": (1, _PIPELINE),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": (True, _PIPELINE),
+    "parallelism.context_parallel_degree": (1, _CONTEXT),
+    "parallelism.context_parallel_load_balancer": ("headtail", _CONTEXT),
+    "parallelism.context_parallel_rotate_method": ("allgather", _CONTEXT),
+    "parallelism.expert_parallel_degree": (1, _EXPERTS),
+    "parallelism.expert_tensor_parallel_degree": (1, _EXPERTS),
+    "parallelism.expert_parallel_comm_backend": ("standard", _EXPERTS),
+    "checkpoint.enable": (False, None),
+    "checkpoint.enable_ft_dataloader_checkpoints": (True, "remove it; every checkpoint has the position in the data"),
+    "checkpoint.folder": ("checkpoint", "remove it; checkpoints are in <dump_folder>/<name>/checkpoints"),
+    "checkpoint.interval": (500, None),
+    "checkpoint.initial_load_path": (None, None),
+    "checkpoint.initial_load_model_only": (True, "remove it; only weights are loaded, without optimizer and schedule"),
+    "checkpoint.initial_load_in_hf": (
+        False,
+        "remove it; checkpoint.initial_load_path is always in Hugging Face's layout, which torchtitan's "
+        "scripts/checkpoint_conversion/convert_to_hf.py makes",
+    ),
+    "checkpoint.initial_load_in_hf_quantized": (False, "remove it; titanlite has no start from quantized weights"),
+    "checkpoint.last_save_model_only": (True, "remove it; every checkpoint is complete, including the last"),
+    "checkpoint.last_save_in_hf": (
+        False,
+        "remove it; titanlite export RUN writes a checkpoint in Hugging Face's layout",
+    ),
+    "checkpoint.export_dtype": (
+        "float32",
+        "remove it; checkpoints are in float32. titanlite export RUN --dtype converts them",
+    ),
+    "checkpoint.async_mode": ("disabled", None),
+    "checkpoint.keep_latest_k": (10, None),
+    "checkpoint.load_step": (-1, "use checkpoint.resume = {}"),
+    "checkpoint.exclude_from_loading": ([], "remove it; a checkpoint is loaded whole"),
+    "checkpoint.enable_first_step_checkpoint": (False, "remove it; to try saving, start once with --job.stop_after 1"),
+    "checkpoint.create_seed_checkpoint": (False, "remove it; the same seed gives the same weights under any layout"),
+    "checkpoint.load_only": (False, "remove it; a run that resumes also saves"),
+    "activation_checkpoint.mode": ("selective", "use activation_checkpoint.recipe = {}"),
+    "activation_checkpoint.selective_ac_option": ("2", "use activation_checkpoint.recipe"),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
+        ["moe.router.gate"],
+        "remove it; the rules of a save-list name modules (docs/activation_checkpoint.md)",
+    ),
+    "activation_checkpoint.early_stop": (False, "remove it; recomputation always stops early"),
+    "activation_checkpoint.memory_budget": (
+        0.5,
+        "remove it; the budget is activation_checkpoint.budget_gib, in GiB",
+    ),
+    "activation_checkpoint.visualize_memory_budget_pareto": (
+        False,
+        "remove it; titanlite plan FILE --activation-checkpoint --world N prints what each save-list holds",
+    ),
+    "activation_checkpoint.preserve_rng_state": (True, "remove it; recomputation always restores the RNG state"),
+    "activation_checkpoint.determinism_check": ("default", "remove it; titanlite has no choice of determinism checks"),
+    "activation_checkpoint.debug": (False, "remove it; titanlite has no debug mode of checkpointing"),
+    "compile.enable": (False, None),
+    "compile.components": (["model", "loss"], "remove it; compile.enable compiles the blocks and the loss"),
+    "compile.backend": ("inductor", "remove it; the back end is inductor"),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": (False, _RECIPE),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, _RECIPE),
+    "quantize.linear.float8.recipe_name": (None, "use float8.recipe = {}"),
+    "quantize.linear.float8.filter_fqns": ([], "use float8.filter_fqns = {}"),
+    "quantize.linear.float8.emulate": (False, "remove it; a device without float8 emulates it, as receipt.json says"),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "remove it; mxfp8 is emulated"),
+    "quantize.linear.mx.recipe_name": ("mxfp8_cublas", 'use float8.recipe = "mxfp8", which is emulated'),
+    "quantize.linear.mx.filter_fqns": (["output"], "use float8.filter_fqns = {}"),
+    "quantize.grouped_mm.float8.fqns": ([], _EXPERTS),
+    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", _EXPERTS),
+    "quantize.grouped_mm.mx.fqns": ([], _EXPERTS),
+    "comm.init_timeout_seconds": (300, None),
+    "comm.train_timeout_seconds": (100, None),
+    "comm.trace_buf_size": (20_000, f"{_FLIGHT} TORCH_FR_BUFFER_SIZE"),
+    "comm.save_traces_folder": ("comm_traces", f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
+    "comm.save_traces_file_prefix": ("rank_", f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
+    "comm.mode": ("default", _PLAN),
+    "memory_estimation.enable": (False, _PLAN),
+    "memory_estimation.disable_fake_mode": (False, _PLAN),
+    "fault_tolerance.enable": (False, _TORCHFT),
+    "fault_tolerance.process_group": ("gloo", _TORCHFT),
+    "fault_tolerance.process_group_timeout_ms": (10_000, _TORCHFT),
+    "fault_tolerance.replica_id": (0, _TORCHFT),
+    "fault_tolerance.group_size": (0, _TORCHFT),
+    "fault_tolerance.min_replica_size": (1, _TORCHFT),
+    "fault_tolerance.semi_sync_method": (None, _TORCHFT),
+    "experimental.custom_import": ("", "remove it; model.file takes an architecture of your own"),
+    "experimental.custom_args_module": ("", "remove it; titanlite has no custom config module"),
+    "validation.enable": (False, None),
+    "validation.dataset": ("c4_validation", "use validation.source (a path, or hf:<dataset>)"),
+    "validation.dataset_path": (None, "use validation.source = {}"),
+    "validation.local_batch_size": (8, "remove it; validation uses training.local_batch_size"),
+    "validation.seq_len": (2048, "remove it; validation uses training.seq_len"),
+    "validation.freq": (10, None),
+    "validation.steps": (-1, None),
+    "validation.dataloader.num_workers": (0, _LOADER),
+    "validation.dataloader.persistent_workers": (False, _LOADER),
+    "validation.dataloader.pin_memory": (False, _LOADER),
+    "validation.dataloader.prefetch_factor": (None, _LOADER),
+    "debug.seed": (None, "use training.seed = {}"),
+    "debug.deterministic": (False, "use training.deterministic = {}"),
+    "debug.deterministic_warn_only": (False, "remove it; a kernel that is not deterministic is an error"),
+    "debug.moe_force_load_balance": (False, _EXPERTS),
+}
+
+SWITCHES = {
+    "profiling.enable_profiling": ("profiling.save_traces_", "profiling.profile_", "profiling.profiler_"),
+    "profiling.enable_memory_snapshot": ("profiling.save_memory_",),
+    "metrics.enable_tensorboard": ("metrics.save_tb_",),
+    "parallelism.tensor_parallel_degree": ("parallelism.enable_async_", "parallelism.disable_loss_"),
+    "parallelism.pipeline_parallel_degree": ("parallelism.pipeline_", "parallelism.module_"),
+    "parallelism.context_parallel_degree": ("parallelism.context_",),
+    "parallelism.expert_parallel_degree": ("parallelism.expert_",),
+    "checkpoint.enable": ("checkpoint.",),
+    "checkpoint.initial_load_path": ("checkpoint.initial_load_",),
+    "compile.enable": ("compile.",),
+    "memory_estimation.enable": ("memory_estimation.",),
+    "fault_tolerance.enable": ("fault_tolerance.",),
+    "validation.enable": ("validation.",),
+}
+"""While one of these is at its default, keys that begin so ask for nothing."""
+
+IDLE = (
+    *("job.description", "optimizer.implementation", "training.gc_freq", "training.dataloader."),
+    *("validation.dataloader.", "profiling.profiler_warmup", "checkpoint.enable_ft_dataloader_checkpoints"),
+    *("activation_checkpoint.early_stop", "activation_checkpoint.preserve_rng_state", "quantize.linear.mx.mxfp8_"),
+    *("activation_checkpoint.determinism_check", "checkpoint.last_save_model_only"),
+    *("quantize.linear.float8.enable_", "quantize.linear.float8.precompute_"),
+)
+"""Keys that change nothing that is trained or written, at any value."""
+
+ASKED_BY_DEFAULT = (
+    *("model.flavor", "model.hf_assets_path", "training.dataset", "checkpoint.initial_load_in_hf"),
+    *("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option", "profiling.profiler_active"),
+    *("quantize.linear.float8.filter_fqns", "quantize.linear.mx.filter_fqns"),
+    *("validation.dataset", "validation.local_batch_size", "validation.seq_len"),
+)
+"""Keys that ask for something at their default, too. All others ask for nothing there."""
+
+SAME_DEFAULT = ("job.dump_folder", "training.global_batch_size")
+"""Defaults that mean the same, though they are written otherwise."""
+
+MODELS = {
+    **dict.fromkeys(("deepseek_v3", "flux", "gpt_oss", "llama4", "vlm", "transformers_modeling_backend"), ""),
+    **dict.fromkeys(("simple_fsdp.deepseek_v3", "compiler_toolkit.deepseek_v3", "autoparallel.deepseek_v3"), ""),
+    "autoparallel.local_map_deepseek_v3": "",
+    **dict.fromkeys(("llama3_ft", "simple_fsdp.llama3", "compiler_toolkit.llama3", "autoparallel.llama3"), "llama3"),
+}
+"""What else `model.name` may be there, and which model it is here; "" if there is none."""
+
+_DEBUG = {"n_layers": 6, "dim": 256, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 768, "vocab_size": 2048}
+FLAVORS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
+    ("llama3", "debugmodel"): ("8B", _DEBUG),
+    ("qwen3", "debugmodel"): ("0.6B", {"n_layers": 8, "dim": 256, "vocab_size": 2048}),
+    ("qwen3", "14B"): ("8B", {"n_layers": 40, "dim": 5120, "n_heads": 40, "ffn_dim": 17408}),
+    ("qwen3", "32B"): ("8B", {"n_layers": 64, "dim": 5120, "n_heads": 64, "ffn_dim": 25600}),
+}
+"""Sizes that are called otherwise here: the flavor to start from, and the dimensions over it."""
+
+DATASETS = {
+    "c4": "hf:allenai/c4:en",
+    "c4_test": "hf:./tests/assets/c4_test",
+    "c4_validation": "hf:allenai/c4:en:validation",
+}
+"""What its names of datasets load."""
+
+UNSAID: dict[str, Any] = {"optimizer.weight_decay_exclude": []}
+"""What it does without a key for it."""
+
+VALUES: dict[str, dict[object, str]] = {
+    "checkpoint.async_mode": {"async_with_pinned_mem": 'async_mode = "async"'},
+    "lr_scheduler.decay_ratio": {0.0: "use lr_scheduler.min_lr_factor = 1.0 without decay_ratio, for no decay"},
+    "model.name": {
+        name: f'name = "{ours}", which is its model'
+        if ours
+        else "choose one of these: titanlite has no such model; model.file takes a file of your own"
+        for name, ours in MODELS.items()
+    },
+    "optimizer.name": {
+        "Adam": 'name = "AdamW" with optimizer.weight_decay = 0.0: Adam without its L2 penalty',
+    },
+}
+"""Values of keys that are the same here, and what to write instead."""
