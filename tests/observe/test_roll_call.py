@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch.distributed as dist
 
 from titanlite.observe import roll_call as module
@@ -52,6 +53,25 @@ def test_without_rank_0_rank_1_is_told() -> None:
     told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3)
     places = f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})\n    there: rank 2 ({PROCESS})"
     assert told == {1: places, 2: None}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize(("agent", "who"), [("False", "rank 0"), ("True", "torchrun, and perhaps ranks beside it")])
+def test_a_store_that_does_not_answer_is_named_by_its_host(monkeypatch, agent: str, who: str, fails: bool) -> None:
+    class Silent:
+        def set(self, key: str, value: str) -> None:
+            """Waits for no answer."""
+
+        def check(self, keys: list[str]) -> None:
+            if fails:
+                raise RuntimeError("Connection reset by peer")
+            threading.Event().wait(5)
+
+    monkeypatch.setenv("MASTER_ADDR", "c12")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    told = held(Silent(), {1: "here", 2: "here"}, world=3)  # type: ignore[arg-type]
+    silent = f"the job's store does not answer, so what hosts it is stopped, gone or cut off: {who}, on c12"
+    assert told == {1: f"    here: rank 1\n    {silent}", 2: None}
 
 
 def test_what_was_said_of_an_earlier_wait_does_not_count() -> None:

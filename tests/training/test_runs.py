@@ -710,25 +710,46 @@ def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk:
             write = Report.step
 
             def late(self: Report, outcome: Outcome) -> None:
-                time.sleep(8 if outcome.step == 5 else 0)
+                time.sleep(12 if outcome.step == 5 else 0)
                 write(self, outcome)
 
             Report.step = late
 
-    job = desk.start("hangs", 2, "--comm.train_timeout_seconds=4", plant=plant)
+    job = desk.start("hangs", 2, "--comm.train_timeout_seconds=6", plant=plant)
     assert job.wait(30) == [1, 1], job.output()
     of_rank_0 = job.output().partition("--- rank 1")[0]
     waits, late = (
         rf"step \d+, in step, titanlite/training/{file}: rank {n} \(host .*, process \d+\)"
         for n, file in enumerate(PLACES)
     )
-    where = rf"made no progress for [23] s at step \d+; where each rank is:\n    {waits}\n    {late}"
+    where = rf"made no progress for [34] s at step \d+; where each rank is:\n    {waits}\n    {late}"
     assert re.search(f"watchdog: rank 0 {where}", of_rank_0)
-    assert re.search(f"TimeoutError: rank 0 {where}$|rank 0 made no progress for 4 s", of_rank_0.rstrip())
+    assert re.search(f"TimeoutError: rank 0 {where}$|rank 0 made no progress for 6 s", of_rank_0.rstrip())
     assert "where each rank is" not in job.output().partition("--- rank 1")[2]
     status = Ended(desk.folder / "runs" / "hangs", "").status
     assert (status["state"], status["error"]["type"]) == ("failed", "TimeoutError")
     assert re.search(where, status["stalled"])
+
+
+def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -> None:
+    def plant() -> None:
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+
+    job = desk.start("stopped host", 3, "--training.global_batch_size=6", "--comm.train_timeout_seconds=6", plant=plant)
+    folder = desk.folder / "runs" / "stopped host"
+    wait_for_step(folder, 3)
+    os.kill(job.pids[0], signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while (status := Ended(folder, "").status)["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(job.pids[0], signal.SIGKILL)
+    assert job.wait() == [-signal.SIGKILL, 1, 1]
+    silent = "the job's store does not answer, so what hosts it is stopped, gone or cut off: rank 0, on 127.0.0.1"
+    places = rf"rank 1 made no progress for 3 s at step \d+; where each rank is:\n.*: rank 1\n    {silent}"
+    assert re.fullmatch(places, status["stalled"])
+    assert f"    {silent}\n" in job.output()
 
 
 def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk: Desk) -> None:

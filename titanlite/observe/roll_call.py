@@ -7,12 +7,16 @@ main thread is. Rank 0 reads them and prints them by place:
     watchdog: rank 0 made no progress for 90 s at step 58; where each rank is:
         step 58, in step, titanlite/training/report.py:72 in read: ranks 0-2, 4-7
         step 57, in step, titanlite/data/batches.py:120 in next: rank 3 (host c12, process 4711)
+
+Where the store itself does not answer, it is its host that all others wait for, and no rank can hear any other.
 """
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -45,10 +49,11 @@ class RollCall:
             wait_s: how long to wait for the others.
 
         Returns:
-            On rank 0, or on rank 1 if rank 0 does not answer: where each rank is, a line for each place, those of
-            fewest ranks last. Else None.
+            On rank 0, or on rank 1 if rank 0 or the store does not answer: where each rank is, a line for each place,
+            those of fewest ranks last. Else None.
         """
-        self._store.set(self._key(self._rank), f"{time.time()} {where}")
+        if not self._say(where, wait_s):
+            return f"    {where}: rank {self._rank}\n    {_store_host()}" if self._rank == 1 else None
         if self._rank > 1 or (self._rank == 1 and self._hear([0], wait_s)):
             return None
         heard = self._hear(range(self._world), wait_s)
@@ -57,6 +62,19 @@ class RollCall:
             places.setdefault(heard.get(rank, _SILENT), []).append(rank)
         of_most_first = sorted(places.items(), key=lambda place: -len(place[1]))
         return "\n".join(f"    {place}: {self._who(ranks)}" for place, ranks in of_most_first)
+
+    def _say(self, where: str, wait_s: float) -> bool:
+        """Whether the store has taken where this rank is; one whose host is stopped returns from nothing."""
+        taken = threading.Event()
+
+        def say() -> None:
+            with suppress(RuntimeError):  # its host has ended
+                self._store.set(self._key(self._rank), f"{time.time()} {where}")
+                self._store.check([self._key(self._rank)])  # to set a key waits for no answer
+                taken.set()
+
+        threading.Thread(target=say, daemon=True).start()
+        return taken.wait(wait_s)
 
     def _who(self, ranks: list[int]) -> str:
         words, process = _in_words(ranks), self._key(ranks[0], "process")
@@ -82,6 +100,14 @@ class RollCall:
 
     def _key(self, rank: int, what: str = "place") -> str:
         return f"titanlite/roll_call/{rank}/{what}"
+
+
+def _store_host() -> str:
+    """Name who does not answer where the store does not."""
+    is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = "torchrun, and perhaps ranks beside it" if is_agent else "rank 0"
+    address = os.environ.get("MASTER_ADDR", "its host")
+    return f"the job's store does not answer, so what hosts it is stopped, gone or cut off: {who}, on {address}"
 
 
 def line_of(frame: FrameType | None) -> str:

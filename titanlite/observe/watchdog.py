@@ -142,7 +142,7 @@ class Watchdog:
     def _ask(self, roll_call: RollCall, seen: _Seen, idle: float) -> None:
         line = line_of(sys._current_frames().get(self._main))
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone, or the disk is full
-            places = roll_call.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 8)
+            places = roll_call.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 4)
             if places and self._seen.since == seen.since:
                 start = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
                 text = f"{start}; where each rank is:\n{places}"
