@@ -9,6 +9,7 @@ import itertools
 import os
 import stat
 from pathlib import Path
+from typing import TextIO
 
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
@@ -28,6 +29,33 @@ def open_plain(path: Path, flags: int) -> int:
     """
     _require_plain(path, flags & (os.O_WRONLY | os.O_RDWR) != 0)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def append_plain(path: Path) -> TextIO:
+    """Open a plain text file to add lines to it, each of which is at once the operating system's; made if need be.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: as `open_plain` says.
+    """
+    lines = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    # What is told may have half a surrogate pair, which has no UTF-8.
+    return open(lines, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+
+
+def is_at(path: Path, file: int) -> bool:
+    """Whether a path is still that of an open file: nobody has removed, moved or replaced it.
+
+    Args:
+        path: where it was opened.
+        file: its descriptor.
+    """
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(file))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def read_plain(path: Path) -> bytes:

@@ -48,6 +48,10 @@ class OutOfMemoryError(TitanliteError):
     """The device has no room for the run."""
 
 
+class FolderLostError(TitanliteError):
+    """Another job has taken the run's folder."""
+
+
 class StrictError(TitanliteError):
     """Something that the config asked for was not applied, and `job.strict` is on."""
 

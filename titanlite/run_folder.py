@@ -6,6 +6,7 @@ The config of the run is in its folder; what defines the run must equal it, and 
 
 The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
 gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is told as well.
+Whoever deletes it by hand lets another job in; so this one looks now and then whether it still has the folder.
 """
 
 import errno
@@ -26,9 +27,9 @@ import tomli_w
 
 from titanlite.byte_size import byte_size
 from titanlite.config.schema import Config, Model
-from titanlite.durable import earlier, require_writable, write_durably
-from titanlite.errors import ConfigError, Problem, describe
-from titanlite.json_file import read_json
+from titanlite.durable import earlier, is_at, open_plain, read_plain, require_writable, write_durably
+from titanlite.errors import ConfigError, FolderLostError, Problem, describe
+from titanlite.json_file import parse_json
 from titanlite.recipes import model_dimensions
 from titanlite.redact import redact_tree, redact_urls
 
@@ -61,6 +62,37 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the lock is still where this process has taken it; so it is where it has none."""
+        return self._lock is None or is_at(self.path / "lock", self._lock)
+
+    def keep(self) -> str | None:
+        """Take the lock again if somebody has removed it. On the process that claimed the folder.
+
+        Returns:
+            What the user should be told, if so.
+
+        Raises:
+            FolderLostError: another job has been let in.
+        """
+        if self.is_ours:
+            return None
+        before, lock = self._lock, self.path / "lock"
+        try:
+            if os.path.lexists(lock):
+                raise OSError
+            self._take_lock()
+        except (OSError, ConfigError):
+            want = (
+                "the file that this job has locked: since it was removed or replaced, another job may have begun here"
+            )
+            fix = "let one of the two go on; never delete the lock of a job that runs, which is dropped when it ends"
+            problem = Problem("lock", "not this job's any more", want, fix)
+            raise FolderLostError(describe(str(self.path), [problem])) from None
+        os.close(before)  # type: ignore[arg-type]
+        return f"{lock} was removed, and with it the guard against a second job; it is taken anew"
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
@@ -110,7 +142,7 @@ class RunFolder:
     def seems_in_use(self) -> str | None:
         """Say so if a job has just said in `status.json` that it is running; else None."""
         try:
-            said = read_json(self.status)
+            said = parse_json(read_plain(self.status))
             age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
             if said["state"] != "running" or age_s > _AT_WORK_S:
                 return None
@@ -119,7 +151,7 @@ class RunFolder:
             return None
         return f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"
 
-    def record(self, config_toml: str, save_list_toml: str | None = None) -> None:
+    def record(self, config_toml: str, save_list_toml: str | None = None) -> Path | None:
         """Write `config.toml`, and a chosen save-list; call once it is certain that the claimed run trains with them.
 
         The user part of a URL is left out: who starts a run from what is recorded writes it in again.
@@ -130,19 +162,24 @@ class RunFolder:
         Args:
             config_toml: the resolved config as TOML text.
             save_list_toml: for `activation_checkpoint.toml`; None if it was not chosen for this start.
+
+        Returns:
+            The file that keeps the other config, if it was another one.
         """
         config_toml = tomli_w.dumps(redact_tree(tomli.loads(config_toml), redact_urls))
-        before = _trained(self.config.read_text(encoding="utf-8")) if self.config.exists() else None
-        if before is not None and before != _trained(config_toml):
-            config, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
-            shutil.copyfile(self.config, config)  # what stands there is compared at the next start, whatever ends this
-            if before.get("activation_checkpoint.recipe") == "auto" and self.save_list.exists():
-                shutil.copyfile(self.save_list, save_list)  # which the new config may name
+        kept: Path | None = None
+        was = read_plain(self.config) if os.path.lexists(self.config) else None
+        if was is not None and (before := _trained(was)) != _trained(config_toml.encode()):
+            kept, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
+            kept.write_bytes(was)  # what stands there is compared at the next start, whatever ends this
+            if before.get("activation_checkpoint.recipe") == "auto" and os.path.lexists(self.save_list):
+                save_list.write_bytes(read_plain(self.save_list))  # which the new config may name
             if self.receipt.exists():
                 self.receipt.rename(receipt)
         if save_list_toml is not None:
             write_durably(self.save_list, save_list_toml)
         write_durably(self.config, config_toml)
+        return kept
 
     @contextmanager
     def write_errors_explained(self) -> Iterator[None]:
@@ -182,12 +219,12 @@ class RunFolder:
                 "job.dump_folder",
                 f"{config.job.dump_folder} ({e})",
                 "a folder that can be read and written",
-                "set job.dump_folder to one, or make room",
+                "set job.dump_folder to one, make room, or remove what is in a file's place",
             )
             raise ConfigError(describe(str(self.path), [problem])) from None
 
     def _take_lock(self) -> list[str]:
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = open_plain(self.path / "lock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -225,7 +262,7 @@ class RunFolder:
     def _compare(self, config: Config) -> list[str]:
         """Differences to the config that the run was last started with; those that make it another run are errors."""
         try:
-            before = dotted(redact_tree(tomli.loads(self.config.read_text(encoding="utf-8")), redact_urls))
+            before = dotted(redact_tree(tomli.loads(read_plain(self.config).decode()), redact_urls))
         except FileNotFoundError:
             return []
         except (ValueError, RecursionError) as e:  # tomli's, or a byte that is no text
@@ -292,9 +329,12 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _trained(config_toml: str) -> dict[str, Any]:
-    """What of a config all starts of a run have, if nothing was changed."""
-    keys = dotted(redact_tree(tomli.loads(config_toml), redact_urls))
+def _trained(config_toml: bytes) -> dict[str, Any]:
+    """What of a config all starts of a run have, if nothing was changed; nothing of a file that is none."""
+    try:
+        keys = dotted(tomli.loads(config_toml.decode()))
+    except (ValueError, RecursionError):  # changed since the folder was claimed
+        return {}
     return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
 
 

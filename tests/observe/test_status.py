@@ -218,3 +218,15 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path, monkeypatch):
     status.progress(3)
     assert (read(path)["step"], len(told)) == (3, 1)
     assert "a pipe in place of a file" in told[0]
+
+
+def test_nothing_is_written_in_a_folder_that_another_job_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path, ours = tmp_path / "status.json", [True]
+    status = Status(path, is_ours=lambda: ours[0])
+    path.write_text("another's")
+    ours[0] = False
+    status.progress(3)
+    status.stalled("somewhere")
+    status.stopped(3, by="SIGTERM")
+    assert path.read_text() == "another's"

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,8 +34,8 @@ from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
-from titanlite.observe import watchdog
-from titanlite.observe.metrics import MetricsFile, StepRow
+from titanlite.observe import console, status, watchdog
+from titanlite.observe.metrics import MetricsFile, StepRow, read_metrics
 from titanlite.observe.profiler import Profiler
 from titanlite.recipes import load
 from titanlite.training import loop, train
@@ -597,11 +598,14 @@ def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
     place.parent.mkdir(parents=True)
     if what == "logs":
         place.touch()
-    elif what == "logs/rank0.log":
-        place.symlink_to("/dev/full")
-    else:
+    elif what != "logs/rank0.log":
         place.mkdir()
-    run = desk.run(name, 1, "--job.stop_after=1", ends=2)
+
+    def plant() -> None:
+        if what == "logs/rank0.log":
+            console.append_plain = lambda _: open("/dev/full", "a", buffering=1)  # noqa: SIM115
+
+    run = desk.run(name, 1, "--job.stop_after=1", plant=plant, ends=2)
     reason = {"logs": "File exists", "logs/rank0.log": "No space left on device"}.get(what, "Is a directory")
     assert reason in run.output
     assert "want: a folder that takes the run's log" in run.output
@@ -629,6 +633,115 @@ def test_metrics_that_find_no_room_in_a_save_say_how_to_go_on(desk: Desk) -> Non
 
     run = desk.run("no room for rows", 2, "--job.stop_after=1", plant=plant, ends=2)
     assert run.output.count("want: a folder that takes the run's log, metrics and status") == 2
+
+
+NAMES = ["lock", "config.toml", "config.toml.tmp", "status.json.0.tmp", "metrics.jsonl", "receipt.json.tmp"]
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+@pytest.mark.parametrize("name", [*NAMES, "logs/rank0.log"])
+def test_what_is_in_the_place_of_a_file_of_the_run_is_refused(desk: Desk, name: str, kind: str) -> None:
+    run = f"{kind} {name.replace('/', ' ')}"
+    path, outside = desk.folder / "runs" / run / name, desk.folder / f"outside {run}"
+    path.parent.mkdir(parents=True)
+    outside.write_text("untouched")
+    path.symlink_to(outside) if kind == "a link" else os.mkfifo(path)
+    said = desk.run(run, 1, "--job.stop_after=1", ends=2).output
+    assert f"{kind} in place of a file: '{path}'" in said
+    assert "file's place" in said
+    assert outside.read_text() == "untouched"
+
+
+def slow_steps() -> None:
+    take = loop.train_step
+    loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+
+
+@pytest.mark.parametrize("checkpoints", ["true", "false"])
+def test_a_job_whose_folder_another_has_taken_stops_and_loses_no_row(desk: Desk, checkpoints: str) -> None:
+    flags = ("--checkpoint.interval=4", "--training.steps=300", f"--checkpoint.enable={checkpoints}")
+    name = f"taken {checkpoints}"
+    job, folder = desk.start(name, 2, *flags, plant=slow_steps), desk.folder / "runs" / name
+    wait_for_step(folder, 6)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGSTOP)
+    before = len(rows(folder))
+    (folder / "lock").unlink()
+    steps = "--job.stop_after=12" if checkpoints == "true" else "--training.steps=12"
+    second = desk.run(name, 2, *flags, steps)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGCONT)
+    assert job.wait() == [2, 2], job.output()
+    assert job.output().count("lock = not this job's any more\n      want: the file that this job has locked") == 2
+    after = Ended(folder, "")
+    assert (after.rows, after.status, after.checkpoints()) == (second.rows, second.status, second.checkpoints())
+    *_, aside = sorted(folder.glob("metrics.earlier-*.jsonl"))
+    kept = [row["step"] for row in read_metrics(aside)]
+    assert kept == list(range(1, len(kept) + 1))
+    assert before <= len(kept) <= before + 4
+    assert f"the rows of this one are kept in {aside}" in job.output()
+
+
+def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
+    flags = ("--checkpoint.interval=4", "--training.steps=60")
+    job, folder = desk.start("unlocked", 1, *flags, plant=slow_steps), desk.folder / "runs" / "unlocked"
+    wait_for_step(folder, 3)
+    (folder / "lock").unlink()
+    wait_for_step(folder, rows(folder)[-1]["step"] + 3)
+    refused = desk.run("unlocked", 1, *flags, ends=2)
+    assert f'{{"host": "{socket.gethostname()}", "pid": {job.pids[0]}, ' in refused.output
+    assert job.wait() == [0]
+    assert job.output().count(f"warning: {folder / 'lock'} was removed, and with it the guard") == 1
+    assert [row["step"] for row in rows(folder)] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_that_somebody_removes_or_replaces_lose_no_row(desk: Desk, replaced: bool) -> None:
+    name = f"rows replaced {replaced}"
+    job, folder = desk.start(name, 1, "--training.steps=40", plant=slow_steps), desk.folder / "runs" / name
+    wait_for_step(folder, 3)
+    path = folder / "metrics.jsonl"
+    if replaced:  # as an editor saves a file
+        (folder / "edited").write_text("mine\n")
+        (folder / "edited").replace(path)
+    else:
+        path.unlink()
+    assert job.wait() == [0]
+    assert [row["step"] for row in rows(folder)] == list(range(1, 41))
+    assert job.output().count(f"warning: {path} was {'replaced' if replaced else 'removed'}") == 1
+    assert [aside.read_text() for aside in folder.glob("metrics.earlier-1.jsonl")] == ["mine\n"] * replaced
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"state": "failed", "updated": "9"}'])
+def test_a_status_that_somebody_changes_in_mid_run_ends_nothing(desk: Desk, text: str) -> None:
+    def plant() -> None:
+        status._RENEW_S = 0.0
+        take = loop.train_step
+
+        def changed(*args: object) -> torch.Tensor:
+            (desk.folder / "runs" / name / "status.json").write_text(text)
+            return take(*args)
+
+        loop.train_step = changed
+
+    name = f"status {text[:2]}{len(text)}"
+    run = desk.run(name, 2, "--training.steps=6", plant=plant)
+    assert (run.status["state"], run.status["step"]) == ("finished", 6)
+    assert run.output.count("status.json is not as this run left it (no JSON object with a state)") == 1
+
+
+def test_a_config_that_somebody_breaks_while_the_run_makes_ready_is_kept(desk: Desk) -> None:
+    def plant() -> None:
+        build = train.build
+        path = desk.folder / "runs" / "config broken" / "config.toml"
+        train.build = lambda *args: (path.write_text("[broken"), build(*args))[1]
+
+    desk.run("config broken", 1, "--job.stop_after=1")
+    run = desk.run("config broken", 1, "--job.stop_after=2", plant=plant)
+    aside = run.folder / "config.earlier-1.toml"
+    assert aside.read_text() == "[broken"
+    assert f"the config that was in the folder is kept in {aside}" in run.output
+    assert (run.folder / "config.toml").read_text().startswith("[job]")
 
 
 def test_lost_metrics_are_told(desk: Desk) -> None:
@@ -690,13 +803,13 @@ def test_a_job_that_is_suspended_beyond_its_limits_goes_on(desk: Desk, kept_awak
         for pid in stopped:
             os.kill(pid, number)
         time.sleep(then_s)
-    codes, status = job.wait(), Ended(folder, "").status
+    codes, state = job.wait(), Ended(folder, "").status["state"]
     if kept_awake:
         assert 1 in codes
-        assert status["state"] == "failed"
+        assert state == "failed"
         return
     assert codes == [0, 0], job.output()
-    assert status["state"] == "finished"
+    assert state == "finished"
     assert [row["step"] for row in rows(folder)] == list(range(1, 61))
     assert "watchdog" not in job.output()
 
@@ -741,14 +854,14 @@ def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -
     wait_for_step(folder, 3)
     os.kill(job.pids[0], signal.SIGSTOP)
     deadline = time.monotonic() + 60
-    while (status := Ended(folder, "").status)["state"] == "running":
+    while (said := Ended(folder, "").status)["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(job.pids[0], signal.SIGKILL)
     assert job.wait() == [-signal.SIGKILL, 1, 1]
     silent = "the job's store does not answer, so what hosts it is stopped, gone or cut off: rank 0, on 127.0.0.1"
     places = rf"rank 1 made no progress for 3 s at step \d+; where each rank is:\n.*: rank 1\n    {silent}"
-    assert re.fullmatch(places, status["stalled"])
+    assert re.fullmatch(places, said["stalled"])
     assert f"    {silent}\n" in job.output()
 
 

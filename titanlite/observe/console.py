@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
 from titanlite.observe.metrics import Float8Row, StepRow, ValidationRow
 from titanlite.redact import redact
@@ -47,8 +48,7 @@ class Console:
             stream: the terminal; standard output if not given.
         """
         log_folder.mkdir(parents=True, exist_ok=True)
-        log = log_folder / f"rank{rank}.log"  # may be told half a surrogate pair, which has no UTF-8
-        self._file = log.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        self._file = append_plain(log_folder / f"rank{rank}.log")
         self._rank = rank
         self._on_terminal = local_rank == 0
         self._total = total_steps

@@ -13,17 +13,20 @@ killed before its first checkpoint or whose checkpoints somebody deleted, is ren
 `-2` and so on. Lines are flushed to the operating system, which a killed process survives; `sync` puts them on disk,
 and called before a checkpoint is published it guarantees the rows of every step that a restart can resume from, even
 after a power cut.
+
+A file that was removed or replaced while the run goes on is put back with all rows; what somebody put in its place is
+kept under such a name, too. Where another job has taken the folder, it is these rows that get that name.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.durable import earlier, write_durably
+from titanlite.durable import append_plain, earlier, is_at, open_plain, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import parse_json
 
@@ -78,7 +81,14 @@ Row = StepRow | ValidationRow | Float8Row
 class MetricsFile:
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
-    def __init__(self, path: Path, resume_step: int, validates_again: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int,
+        validates_again: bool = False,
+        warn: Callable[[str], object] = lambda text: None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Open the file, drop what will be trained again, and go to its end.
 
         Where a start at step 0 finds rows, `earlier` is the file that has them from now on; else it is None.
@@ -88,14 +98,18 @@ class MetricsFile:
             path: the file; created, with its folder, if it does not exist.
             resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
             validates_again: drop the validation of that step too.
+            warn: called with a text if the file is found removed or replaced.
+            is_ours: whether the folder is still this run's.
 
         Raises:
             RunError: a line before the last one is not a JSON object.
+            OSError: it cannot be read or written, or something else than a plain file is in its place.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._warn, self._is_ours = path, warn, is_ours
         self.earlier: Path | None = None
         self.last_step = 0
-        has_rows = path.exists() and path.stat().st_size > 0
+        has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
             self.earlier = path.rename(*earlier(path))
         elif has_rows:
@@ -104,12 +118,13 @@ class MetricsFile:
                 kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
             self.last_step = max((row["step"] for row in kept if "loss" in row), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a")
+        self._open()
 
     def write(self, row: Row) -> None:
         """Append one row and hand it to the operating system."""
+        if self._is_ours():
+            self._put_back()
         self._file.write(json.dumps(json_row(row)) + "\n")
-        self._file.flush()
 
     def sync(self) -> None:
         """Wait until all rows are on disk."""
@@ -117,7 +132,35 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file."""
+        if self._is_ours():
+            self._put_back()
+        elif not is_at(self._path, self._file.fileno()):
+            (aside,) = earlier(self._path)
+            write_durably(aside, self._all_rows())
+            self._warn(f"{self._path} is another job's; the rows of this one are kept in {aside}")
         self._file.close()
+        self._rows.close()
+
+    def _open(self) -> None:
+        """To write, and to read what is written when the path is no longer its own."""
+        self._file = append_plain(self._path)
+        self._rows = os.fdopen(open_plain(self._path, os.O_RDONLY), encoding="utf-8")
+
+    def _put_back(self) -> None:
+        if is_at(self._path, self._file.fileno()):
+            return
+        found = "removed"
+        if os.path.lexists(self._path):
+            found = f"replaced; what was in its place is kept in {self._path.rename(*earlier(self._path))}"
+        write_durably(self._path, self._all_rows())
+        self._file.close()
+        self._rows.close()
+        self._open()
+        self._warn(f"{self._path} was {found}. It is written anew with all rows")
+
+    def _all_rows(self) -> str:
+        self._rows.seek(0)
+        return self._rows.read()
 
 
 def json_row(row: Row) -> dict[str, int | float | None]:

@@ -32,7 +32,12 @@ class Status:
     """The state of this run. On ranks other than 0 all methods but `failed` and `stalled` do nothing."""
 
     def __init__(
-        self, path: Path, step: int = 0, rank: int = 0, warn: Callable[[str], object] = lambda text: None
+        self,
+        path: Path,
+        step: int = 0,
+        rank: int = 0,
+        warn: Callable[[str], object] = lambda text: None,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """Write that the run is running.
 
@@ -41,8 +46,9 @@ class Status:
             step: the step from which training starts.
             rank: this process's.
             warn: called with one text if the file turns out to be none of ours.
+            is_ours: whether the folder is still this run's; where it is not, nothing is written.
         """
-        self._warn = warn
+        self._warn, self._is_ours = warn, is_ours
         self._path, self._rank, self._written = path, rank, 0.0
         self.step = step  # the last one done
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
@@ -124,6 +130,8 @@ class Status:
         with self._lock:
             # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
             if self._end and (state == "running" or (self._end, state) == ("stopped", "failed")):
+                return
+            if not self._is_ours():
                 return
             write_status(self._path, content, self._rank)
             self._end = "" if state == "running" else state

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, NoReturn
 
+from titanlite.durable import append_plain
 from titanlite.observe.guard import Guard
 from titanlite.observe.roll_call import RollCall, line_of
 from titanlite.redact import redact
@@ -70,7 +71,7 @@ class Watchdog:
             on_stall: called with that, on one rank, as `Status.stalled`.
             guard: the process that ends this one when the watchdog cannot.
         """
-        self._log = log.open("a")
+        self._log = append_plain(log)
         self._rank = rank
         self._on_timeout = on_timeout
         self._roll_call, self._on_stall = roll_call, on_stall

@@ -16,6 +16,7 @@ from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
+from titanlite.errors import FolderLostError
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
@@ -71,6 +72,7 @@ class Loop:
             asks_to_stop = self.stop.received is not None or (
                 self.background is not None and self.background.has_failed
             )
+            asks_to_stop |= self._is_folder_lost()
             result = train_step(run, micro_batches, lr, asks_to_stop)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
 
@@ -109,6 +111,7 @@ class Loop:
             self.watchdog.progress(step, "checkpoint")
             self._limit(config.comm.init_timeout_seconds)
             self._say_saved(self.background.wait())
+        on_rank_0(self._keep_folder)  # who has lost it has no last word there
         return step
 
     def validate(self, step: int) -> None:
@@ -155,8 +158,21 @@ class Loop:
             self._say_saved(self.background.wait())  # also for what it failed of
             self.background.save(step, tensors_of(self.run), state)
 
+    def _is_folder_lost(self) -> bool:
+        """Whether another job has it; rank 0 asks all to stop then, and tells them why where they meet."""
+        try:
+            self._keep_folder()
+        except FolderLostError:
+            return True
+        return False
+
+    def _keep_folder(self) -> None:
+        if text := self.folder.keep():
+            self.report.console.warning(text)
+
     def _sync(self) -> None:
         """On rank 0, which alone has the file, and may find the disk full."""
+        self._keep_folder()
         with self.folder.write_errors_explained():
             self.report.sync()
 

@@ -20,7 +20,7 @@ from titanlite.config.write import to_toml
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.order import epochs
 from titanlite.data.prepare import prepare
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError, FolderLostError, Problem, describe
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.launcher import Launcher
 from titanlite.observe.console import Console
@@ -85,7 +85,7 @@ def train(
         saved = complete_steps(folder.checkpoints)
         step = saved[-1] if saved else 0
         guard = Guard(folder.status, rank)
-        status = Status(folder.status, step, rank, console.warning)
+        status = Status(folder.status, step, rank, console.warning, lambda: folder.is_ours)
         if rank == 0:
             guard.runs(math.inf)  # the others' first word comes when the file is that of this run
 
@@ -121,7 +121,8 @@ def train(
                 peer = peer or TimeoutError(status.stall)
             if isinstance(error, RuntimeError) and _SAID_OF_A_PEER.search(str(error)):
                 peer = peer or ConnectionError(_PEER_ENDED)
-            for say in (console.failed, status.failed):
+            # Where the folder is another job's, so is what its status says.
+            for say in (console.failed, *([] if isinstance(error, FolderLostError) else [status.failed])):
                 with suppress(OSError):  # of a full disk, which may be the error itself
                     say(peer or error)
             if peer:
@@ -194,7 +195,7 @@ def _train(
         validation = ValidationBatches(held_out, seq_len=seq_len, steps=config.validation.steps, **placed)
 
     validates_first = validation is not None and bool(state.get("validation_due"))
-    metrics = _open(folder, run, start, validates_first)
+    metrics = _open(folder, run, start, validates_first, console)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     if metrics is not None and metrics.earlier is not None:
         console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
@@ -249,16 +250,18 @@ def _train(
     status.stopped(last, ended_by)
 
 
-def _open(folder: RunFolder, run: Run, start: int, validates_first: bool) -> MetricsFile | None:
+def _open(folder: RunFolder, run: Run, start: int, validates_first: bool, console: Console) -> MetricsFile | None:
     """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
     opened: list[MetricsFile] = []
 
     def open_all() -> None:
         with folder.write_errors_explained():
-            opened.append(MetricsFile(folder.metrics, start, validates_again=validates_first))
+            opened.append(MetricsFile(folder.metrics, start, validates_first, console.warning, lambda: folder.is_ours))
             # A start that has nothing to train leaves the config that the run was trained with.
             if start < last_step(run.config) or not folder.config.exists():
-                folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
+                kept = folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
+                if kept is not None:
+                    console.notice(f"the config that was in the folder is kept in {kept}")
 
     on_rank_0(open_all)
     return opened[0] if opened else None

@@ -1,0 +1,92 @@
+"""What stands in a file's place is no file: it is neither followed, nor written to, nor waited for."""
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanlite.durable import append_plain, is_at, open_plain, read_plain, write_durably
+
+
+def link(path: Path) -> None:
+    path.symlink_to("outside")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def hard_link(path: Path) -> None:
+    path.hardlink_to("outside")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/full")
+
+
+def listener(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(path.name)
+
+
+IMPOSTORS = {
+    "a link": link,
+    "a link ": dangling,
+    "a link  ": device,
+    "a pipe": os.mkfifo,
+    "a socket": listener,
+    "Is a directory": os.mkdir,
+}
+
+
+@pytest.fixture(autouse=True)
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("outside").write_text("untouched")
+    return Path("outside")
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS)
+@pytest.mark.parametrize(
+    "act",
+    [
+        read_plain,
+        append_plain,
+        lambda path: open_plain(path, os.O_RDWR | os.O_CREAT),
+        lambda path: write_durably(path.with_suffix(""), "text"),
+    ],
+)
+def test_it_is_refused(outside: Path, impostor: str, act: Callable[[Path], object]) -> None:
+    path = Path("file.tmp")
+    IMPOSTORS[impostor](path)
+    with pytest.raises(OSError, match=impostor.strip()) as refused:
+        act(path)
+    assert refused.value.filename == "file.tmp"
+    assert outside.read_text() == "untouched"
+    assert not Path("nowhere").exists()
+
+
+def test_a_file_with_another_name_is_not_written_to(outside: Path) -> None:
+    path = Path("file.tmp")
+    hard_link(path)
+    for act in (append_plain, lambda path: open_plain(path, os.O_RDWR)):
+        with pytest.raises(OSError, match="a hard link"):
+            act(path)
+    assert read_plain(path) == b"untouched"
+    write_durably(Path("file"), "text")  # it removes the name, as it does with what a process that was killed left
+    assert (outside.read_text(), Path("file").read_text(), path.exists()) == ("untouched", "text", False)
+
+
+def test_a_path_is_known_to_be_another_file_or_none() -> None:
+    path = Path("file")
+    with append_plain(path) as file:
+        assert is_at(path, file.fileno())
+        path.rename("moved")
+        assert not is_at(path, file.fileno())
+        path.write_text("another")
+        assert not is_at(path, file.fileno())
+        path.unlink()
+        path.symlink_to("moved")
+        assert not is_at(path, file.fileno())
