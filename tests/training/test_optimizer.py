@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
-from tests.training.short_run import assemble, batches_of, checked, take_steps
+from tests.training.short_run import assemble, batches_of, checked, take_steps, whole
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
@@ -238,5 +238,54 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
                 assert abs(norm - true_norm) <= 1e-5 * true_norm
                 clipped += bool(norm > max_norm)
         assert clipped == (0 if max_norm == 1e6 else 10)
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_with_torchtitans_keys_twenty_steps_are_its_optimizer_and_schedule(tmp_path):
+    """In plain torch: one AdamW over all parameters, its factor of the learning rate as a LambdaLR, clipped at 1."""
+    of_its_debug_model = {"lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.8}
+    left_out = {
+        "optimizer.lr": 8e-4,
+        "optimizer.weight_decay_exclude": "[]",
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+    }
+    asked = checked(tmp_path, 1, [f"--{key}={value}" for key, value in (of_its_debug_model | left_out).items()])
+
+    def factor(done: int) -> float:
+        warmup, decay, last = 2, 16, 20
+        return min((done + 1) / warmup, (last - done) / decay, 1.0)
+
+    def body() -> None:
+        run = assemble(asked)
+        model = Llama3(run.sizes, run.config.training.seq_len)
+        model.fill_buffers()
+        initialise(model, run.config.training.seed)
+        adamw = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adamw, factor)
+        with closing(batches_of(run)) as batches:
+            for step in range(1, 21):
+                micro_batches = batches.next()
+                rate = learning_rate(step, run.config)
+                assert abs(rate - schedule.get_last_lr()[0]) <= 1e-15
+                loss, _, skipped, _ = train_step(run, micro_batches, rate, False)
+                n_tokens = sum(batch.targets.numel() for batch in micro_batches)
+                truth = 0.0
+                for batch in micro_batches:
+                    part = F.cross_entropy(model(batch.tokens), batch.targets, reduction="sum") / n_tokens
+                    part.backward()
+                    truth += part.item()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                adamw.step()
+                schedule.step()
+                adamw.zero_grad()
+                assert skipped == 0
+                assert abs(loss - truth) <= 1e-6 * truth
+        weights = dict(model.named_parameters())
+        difference = sum(
+            (whole(p).double() - weights[n].double()).square().sum() for n, p in run.model.named_parameters()
+        )
+        assert difference.sqrt() <= 1e-6 * sum(p.double().square().sum() for p in weights.values()).sqrt()
 
     run_ranks(body, tmp_path, 1)
