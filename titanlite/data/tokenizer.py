@@ -270,7 +270,8 @@ def _special_token(
         if token is not None:
             if not isinstance(token, str) or token not in ids:
                 saw = f"which has no token {token!r}, though {config} names it as {key}"
-                raise _unusable(name, saw, f"correct {key}")
+                how = "tokenizers.Tokenizer.add_special_tokens, then save"
+                raise _unusable(name, saw, f"add it to {path.name} ({how}), or make {key} one of its tokens")
             return ids[token]
     found = [s for s in usual if s in ids]
     if not found:
