@@ -397,7 +397,7 @@ def test_progress_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str], monke
     prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == f"preparing {source}"
-    assert re.fullmatch(rf"preparing {source}: 2 of 2 MB, [\d.]+ MB/s", lines[1])
+    assert re.fullmatch(rf"preparing {source}: 2 of 2 MB, [\d.]+ MB/s, 4 MB written", lines[1])
     prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
     assert capfd.readouterr().err == ""
 

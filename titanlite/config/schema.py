@@ -71,6 +71,8 @@ class Data:
     """Limit on the tokens taken from `source`: reading ends with the document that reaches it. Not for token files. 0: no limit."""
     max_bad_records: int = 0
     """Maximum number of unusable records to skip. The first ten are named; exceeding the maximum is an error."""
+    max_record_mib: int = 64
+    """Maximum size of a record: a line of a .jsonl file, or a text of a .parquet file or dataset. A larger one is unusable. It also limits a .txt file that the tokenizer takes only whole."""
     cache_dir: str = "~/.cache/titanlite/data"
     """Folder for token shards. Hosts may share it; where each has its own, each tokenizes."""
 

@@ -27,6 +27,8 @@ _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
 _LISTED = 10  # bad records that a message names
 _STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
+_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 32  # of a Parquet file that are unpacked at once
+_NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
 
@@ -52,6 +54,14 @@ class Tally:
     n_bad: int = 0
     bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
     skipped: list[str] = field(default_factory=list)  # files left out by rule
+    max_record_mib: int = Data.max_record_mib
+    tell: Callable[[], object] = lambda: None  # called every few MB
+    say: Callable[[str], object] = lambda line: None  # called with what the user is to know at once
+    n_unpacked: int = 0  # bytes of text or records, after decompression
+    is_ended: bool = False  # by a record that is too large, and one too many
+    _file: Path | None = None  # that is read, until something is said of it
+    _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
+    _told: int = 0  # n_unpacked when `tell` was called
 
     def add_bad(self, place: str, reason: str) -> None:
         """Count a record that cannot be used."""
@@ -60,6 +70,33 @@ class Tally:
             self.bad.append(f"{place}: {reason}")
         if self.n_bad > self.limit + _RUNAWAY:
             self.check()
+
+    def add_large(self, place: str) -> None:
+        """Count a record that is too large; what follows is not read if it is one too many: it may have no end."""
+        self.add_bad(place, self.too_large())
+        self.is_ended = self.n_bad > max(0, self.limit)
+
+    def too_large(self) -> str:
+        """Return the reason why a record that is too large is bad."""
+        return f"larger than data.max_record_mib = {self.max_record_mib}"
+
+    def begin(self, file: Path) -> None:
+        """Note the file that is read from here on."""
+        self._file, self._before = file, (self.n_bytes, self.n_unpacked)
+
+    def unpack(self, n_bytes: int) -> None:
+        """Count bytes that were read, after decompression; say so if they come of too few."""
+        self.n_unpacked += n_bytes
+        if self.n_unpacked - self._told < _BLOCK_BYTES:
+            return
+        self._told = self.n_unpacked
+        self.tell()
+        packed, unpacked = (now - then for now, then in zip((self.n_bytes, self.n_unpacked), self._before, strict=True))
+        times, least = _NO_TEXT
+        if self._file and unpacked > max(least, times * packed):
+            what = f"{packed / 1e6:.2f} MB are {unpacked / 1e6:,.0f} MB unpacked so far, as no real text is"
+            self.say(f"{self._file}: {what}; if it is not what you meant, interrupt this or set data.max_tokens")
+            self._file = None
 
     def take_back(self, first: int, end: int) -> bool:
         """Forget the bad records with numbers from `first` up to `end`. Returns whether there were any."""
@@ -100,6 +137,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
         return
     for file in source.files:
         start = tally.n_bytes
+        tally.begin(file)
         try:
             if ending(file) in JSON_LINES:
                 yield from _jsonl_documents(file, text_key, tally)
@@ -107,6 +145,8 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
                 yield from _parquet_documents(file, text_key, tally, source.key)
             else:
                 yield from _text_document(file, tally, skip=source.kind == "python")
+            if tally.is_ended:
+                return
             tally.n_bytes = start + file.stat().st_size
         except OSError as e:
             raise unreadable(source.name, source.key, file, e) from e
@@ -192,6 +232,7 @@ def _blocks(file: Path, tally: Tally) -> Iterator[str]:
     with file.open("rb") as data:
         while chunk := data.read(_BLOCK_BYTES):
             tally.n_bytes += len(chunk)
+            tally.unpack(len(chunk))
             yield decoder.decode(chunk)
 
 
@@ -210,28 +251,43 @@ def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             yield lines, data.tell
 
 
-def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
-    start = tally.n_bytes
-    with _json_lines(file) as (lines, n_read):
-        for number, line in enumerate(lines, 1):
+def _lines(file: Path, tally: Tally) -> Iterator[bytes | None]:
+    """The lines of a file; None in place of one that is too large, whose rest is passed over."""
+    start, most, is_rest = tally.n_bytes, tally.max_record_mib << 20, False
+    with _json_lines(file) as (stream, n_read):
+        while piece := stream.readline(_BLOCK_BYTES if is_rest else most + 1):
             tally.n_bytes = start + n_read()
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
-            try:
-                record = parse_json(line.decode())
-                text = record.get(text_key) if isinstance(record, dict) else None
-                if isinstance(text, str):
-                    text.encode()  # JSON can spell half a surrogate pair, which is no text
-            except UnicodeDecodeError as e:
-                tally.add_bad(f"{file}:{number}", _not_utf8(e))
-            except UnicodeEncodeError:
-                tally.add_bad(f"{file}:{number}", f"field {text_key!r} holds half a surrogate pair")
-            except ValueError as e:
-                tally.add_bad(f"{file}:{number}", f"not JSON: {e}")
-            else:
-                yield from _record_document(f"{file}:{number}", record, text_key, tally)
+            tally.unpack(len(piece))
+            is_large = (is_rest or len(piece) > most) and not piece.endswith(b"\n")
+            if not is_rest:
+                yield None if is_large else piece
+            is_rest = is_large
+
+
+def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
+    for number, line in enumerate(_lines(file, tally), 1):
+        if line is None:
+            tally.add_large(f"{file}:{number}")
+            if tally.is_ended:
+                return
+            continue
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        try:
+            record = parse_json(line.decode())
+            text = record.get(text_key) if isinstance(record, dict) else None
+            if isinstance(text, str):
+                text.encode()  # JSON can spell half a surrogate pair, which is no text
+        except UnicodeDecodeError as e:
+            tally.add_bad(f"{file}:{number}", _not_utf8(e))
+        except UnicodeEncodeError:
+            tally.add_bad(f"{file}:{number}", f"field {text_key!r} holds half a surrogate pair")
+        except ValueError as e:
+            tally.add_bad(f"{file}:{number}", f"not JSON: {e}")
+        else:
+            yield from _record_document(f"{file}:{number}", record, text_key, tally)
 
 
 def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> Iterator[Document]:
@@ -242,6 +298,8 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
     elif not isinstance(record[text_key], str):
         kind = "null" if record[text_key] is None else f"of type {type(record[text_key]).__name__}"
         tally.add_bad(place, f"field {text_key!r} is {kind}, not a string")
+    elif len(record[text_key]) > tally.max_record_mib << 20:
+        tally.add_large(place)
     elif record[text_key]:
         yield Document(place, (record[text_key],))
 
@@ -251,18 +309,47 @@ def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Ite
 
     with _parquet(file, text_key, key) as table:
         start, size, row, n_rows = tally.n_bytes, file.stat().st_size, 0, table.metadata.num_rows
-        for batch in table.iter_batches(batch_size=256, columns=[text_key]):
-            for value in batch.column(0):
-                row += 1
-                try:
-                    record = {text_key: value.as_py()}
-                except UnicodeDecodeError as e:
-                    tally.add_bad(f"{file}:{row}", _not_utf8(e))
-                else:
-                    yield from _record_document(f"{file}:{row}", record, text_key, tally)
+        for value in _parquet_values(file, table, text_key):
+            row += 1
+            n_bytes = _size_of(value)
             tally.n_bytes = start + size * row // max(row, n_rows)
+            tally.unpack(n_bytes)
+            if n_bytes > tally.max_record_mib << 20:
+                tally.add_large(f"{file}:{row}")
+                if tally.is_ended:
+                    return
+                continue
+            try:
+                record = {text_key: value.as_py()}
+            except UnicodeDecodeError as e:
+                tally.add_bad(f"{file}:{row}", _not_utf8(e))
+            else:
+                yield from _record_document(f"{file}:{row}", record, text_key, tally)
         if row != n_rows:  # some damage inside a column ends it early, without an error
             raise pyarrow.ArrowInvalid(f"{row} rows, where its end says {n_rows}")
+
+
+def _parquet_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
+    """The values of a column, few at a time: one that many rows have may be a few bytes of the file and gigabytes."""
+    import pyarrow.parquet
+
+    known = table.metadata
+    with pyarrow.parquet.ParquetFile(file, metadata=known, read_dictionary=[text_key]) as by_number:
+        for number in range(known.num_row_groups):
+            group = known.row_group(number)
+            columns = map(group.column, range(known.num_columns))  # those inside of others, too
+            n_bytes = next(c.total_uncompressed_size for c in columns if c.path_in_schema == text_key)
+            reader = by_number if n_bytes <= _BATCH_BYTES else table  # all different values of a group stay in memory
+            n_rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * group.num_rows // max(1, n_bytes)))
+            for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
+                yield from batch.column(0)
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of a Parquet file's text, which is not copied for that."""
+    value = getattr(value, "value", value)  # of a dictionary's
+    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
+    return buffer.size if buffer else 0
 
 
 @contextmanager
@@ -302,8 +389,12 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         number = 0
         for number, row in enumerate(builder.as_streaming_dataset(split=split), 1):
             for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
-                tally.n_bytes += sum(len(text.encode()) for text in document.blocks)
+                n_bytes = sum(len(text.encode()) for text in document.blocks)
+                tally.n_bytes += n_bytes
+                tally.unpack(n_bytes)
                 yield document
+            if tally.is_ended:
+                return
         stated = (builder.info.splits or {}).get(split)
         if stated is not None and number < (stated.num_examples or 0):
             missing = stated.num_examples - number

@@ -19,6 +19,7 @@ from titanlite.data.sources import Source
 from titanlite.data.tokenizer import EncodingError, Tokenizer
 
 _BATCH_CHARACTERS = 1 << 22  # that are encoded at once
+_LEAST_CHARACTERS = 200  # that a text costs, however short: there may be millions
 _PIECE_CHARACTERS = 1 << 17  # of a large document, at least: so that a batch has some for each core
 _AROUND_CHARACTERS = 500  # on either side of a place, that show whether it is a seam
 _TRIALS = 16  # places that are looked at in a row, before the piece is made longer
@@ -38,6 +39,7 @@ class _Piece(NamedTuple):
     text: str
     ends: bool
     n_bad: int  # records that were bad before its document
+    bad: str = ""  # why its document cannot be used
 
 
 def encode(
@@ -64,10 +66,10 @@ def encode(
         encoded: list[Encoded] = []
         n_read = tally.n_bad
         for n, (piece, ids) in enumerate(zip(batch, _ids([p.text for p in batch], tokenizer), strict=True), 1):
-            ends = piece.ends
-            if isinstance(ids, str) or (ids == tokenizer.separator_id).any():
+            ends, bad = piece.ends, piece.bad or (ids if isinstance(ids, str) else "")
+            if isinstance(ids, str) or bad or (ids == tokenizer.separator_id).any():
                 if not is_bad:
-                    tally.add_bad(piece.place, ids if isinstance(ids, str) else _holds_separator(tokenizer))
+                    tally.add_bad(piece.place, bad or _holds_separator(tokenizer))
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
                 is_bad, n_tokens, n_unknown = True, 0, 0
             elif not is_bad:
@@ -121,7 +123,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     n_characters = 0
     for piece in pieces:
         batch.append(piece)
-        n_characters += len(piece.text)
+        n_characters += max(len(piece.text), _LEAST_CHARACTERS)
         if n_characters >= _BATCH_CHARACTERS:
             yield batch
             batch, n_characters = [], 0
@@ -143,7 +145,11 @@ def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> It
                     start = at = seam
                 at += _PIECE_CHARACTERS
             text, at = text[start:], at - start
-        yield _Piece(document.place, text, True, n_bad)
+            if len(text) > tally.max_record_mib << 20:
+                yield _Piece(document.place, "", True, n_bad, f"{tally.too_large()}, without a place to cut it")
+                break
+        else:
+            yield _Piece(document.place, text, True, n_bad)
 
 
 def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:

@@ -88,7 +88,13 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
             if tokenizer is None:
                 meta = scan(found, dtype, report)
             else:
-                meta = _tokenize(found, tokenizer, data, max_tokens, dtype, unfinished, report)
+
+                def tell(tally: Tally, n_written: int) -> None:
+                    shown.made(tally.n_bytes, tally.n_unpacked, n_written)
+                    report(tally.n_bytes)
+
+                tally = _tally(found, data, shown.say)
+                meta = _tokenize(found, tokenizer, data, max_tokens, dtype, unfinished, tally, tell)
             if found.stamps() != stamps:
                 saw = f"{source!r}, whose files changed during reading"
                 raise DataError(
@@ -97,9 +103,10 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
             meta.write(unfinished)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
-        terms = f"{key}, data.max_bad_records = {data.max_bad_records}"
+        terms = f"{key}, data.max_bad_records = {data.max_bad_records}, max_record_mib = {data.max_record_mib}"
         title = f"preparing {source}" + (f", data.max_tokens {max_tokens:,}" if max_tokens else "")
-        make_once(folder, make, terms, Progress(title, progress, whole_from_hub(found, data)), total)
+        shown = Progress(title, progress, whole_from_hub(found, data))
+        make_once(folder, make, terms, shown, total)
     except OSError as e:
         raise _unusable_cache(data, e) from e
     shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count)
@@ -210,6 +217,7 @@ def _folder(
         identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
     max_tokens = _max_tokens(source, data)
     cut = f" {max_tokens} by pieces" if max_tokens else ""
+    cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
     cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
     inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
     return Path(data.cache_dir).expanduser() / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
@@ -234,7 +242,7 @@ def _count_if_small(
         return n_bytes // np.dtype(dtype).itemsize, 0
     if not is_small:
         return None
-    tally = Tally(source.name, source.key, data.max_bad_records)
+    tally = _tally(source, data)
     if tokenizer is None:  # which is reported
         for _ in documents(source, data.text_key, tally):
             pass
@@ -338,6 +346,11 @@ def _no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
     return DataError(describe("data", [Problem(key, saw, "at least one document", "give another source")]))
 
 
+def _tally(source: Source, data: Data, say: Callable[[str], object] = lambda line: None) -> Tally:
+    limit, most = data.max_bad_records, data.max_record_mib
+    return Tally(source.name, source.key, limit, max_record_mib=most, say=say)
+
+
 def _tokenize(
     source: Source,
     tokenizer: Tokenizer,
@@ -345,19 +358,22 @@ def _tokenize(
     max_tokens: int,
     dtype: str,
     folder: Path,
-    report: Callable[[int], None],
+    tally: Tally,
+    tell: Callable[[Tally, int], None],
 ) -> Meta:
-    """Write the shards of a text source."""
-    tally = Tally(source.name, source.key, data.max_bad_records)
+    """Write the shards of a text source, and tell how far that is."""
+    n_written = 0
+    tally.tell = lambda: tell(tally, n_written)
     with ShardWriter(folder, dtype) as writer:
         for batch in encode(source, data.text_key, tokenizer, tally, max_tokens):
             for encoded in batch:
                 writer.write(encoded.ids)
+                n_written += encoded.ids.size * np.dtype(dtype).itemsize
                 if encoded.ends:
                     writer.keep()
                 elif encoded.is_bad:
                     writer.drop()
-            report(tally.n_bytes)
+            tally.tell()
         shards, fingerprint = writer.close()
     return Meta(
         source=source.name,

@@ -24,6 +24,7 @@ class Progress:
 
     def __init__(self, title: str, enable: bool, notice: str = "") -> None:
         self._title, self._enable, self._notice, self._n_bytes = redact(title), enable, notice, 0
+        self._made = ""
         self._console: Console | None = None
         self._bar: Bar | None = None
         self._started = self._last_line = time.monotonic()
@@ -37,7 +38,7 @@ class Progress:
                 self.say(self._notice)
             if self._console.is_terminal:
                 self._bar = _bar(self._console)
-                self._task = self._bar.add_task(self._title, total=None)
+                self._task = self._bar.add_task(self._title, total=None, made="")
                 self._bar.start()
             else:
                 self.say(self._title)
@@ -47,21 +48,27 @@ class Progress:
         if self._bar:
             self._bar.stop()
         if kind is KeyboardInterrupt:
-            lost = f"interrupted after {self._n_bytes / 1e6:,.0f} MB"
+            lost = f"interrupted after {_mb(self._n_bytes)} MB"
             self.say(f"{self._title}: {lost}; unless another process ends it, the next start begins anew")
         elif not self._bar and self._enable and kind is None and self._last_line > self._started:
             self.say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
+
+    def made(self, n_bytes: int, n_unpacked: int, n_written: int) -> None:
+        """Take note of what the next `update` is to show beside the `n_bytes` that have been read."""
+        unpacked = f"{_mb(n_unpacked)} MB unpacked, " if n_unpacked > n_bytes else ""
+        self._made = f"{unpacked}{_mb(n_written)} MB written"
 
     def update(self, n_bytes: int, total: int | None) -> None:
         """Show that `n_bytes` of `total` have been read. Cheap enough to be called often."""
         self._n_bytes = n_bytes
         if self._bar:
-            self._bar.update(self._task, completed=n_bytes, total=total)
+            self._bar.update(self._task, completed=n_bytes, total=total, made=self._made)
         elif self._enable and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            of_total = f" of {total / 1e6:,.0f}" if total else ""
+            of_total = f" of {_mb(total)}" if total else ""
             rate = n_bytes / 1e6 / (self._last_line - self._started)
-            self.say(f"{self._title}: {n_bytes / 1e6:,.0f}{of_total} MB, {rate:.1f} MB/s")
+            made = f", {self._made}" if self._made else ""
+            self.say(f"{self._title}: {_mb(n_bytes)}{of_total} MB, {rate:.1f} MB/s{made}")
 
     def say(self, line: str) -> None:
         """Print a line of its own."""
@@ -69,9 +76,13 @@ class Progress:
             self._console.print(line, markup=False)
 
 
+def _mb(n_bytes: int) -> str:
+    return f"{n_bytes / 1e6:,.{0 if n_bytes >= 1e6 else 2}f}"
+
+
 def _bar(console: "Console") -> "Bar":
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
+    return Bar(*columns, TimeRemainingColumn(), TextColumn("{task.fields[made]}"), console=console, transient=True)
