@@ -113,6 +113,93 @@ def test_a_shard_that_shrinks_while_mapped_is_an_error_and_not_a_signal(tmp_path
         shards.read(150, 1)
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.shards.BLOCK_BYTES", 64)
+    monkeypatch.setattr("titanlite.data.token_files.BLOCK_BYTES", 64)
+
+
+def test_a_block_is_held_against_its_hash_before_it_is_read(tmp_path: Path, small_blocks: None) -> None:
+    """Other ids at equal size train on, or end in an IndexError; what was right once is not hashed again."""
+    made = make_shards(tmp_path / "s", np.arange(250))
+    assert [len(s.hashes) for s in made.meta.shards] == [4, 4, 2]
+    file = tmp_path / "s" / "shard-00001.bin"
+    content = bytearray(file.read_bytes())
+    content[130] ^= 1
+    file.write_bytes(content)
+    shards = TokenShards(tmp_path / "s")
+    assert np.array_equal(shards.read(0, 164), np.arange(164))
+    assert shards.checked.tolist() == [True] * 6 + [False] * 4
+    with pytest.raises(
+        DataError, match=r"shard-00001.bin has changed: bytes 128 to 192 are not(.|\n)*fix:  delete .*/s;"
+    ):
+        shards.read(163, 2)
+    with pytest.raises(DataError, match=r"shard-00001.bin has changed"):
+        shards.read(0, 250)
+    assert np.array_equal(shards.read(196, 54), np.arange(196, 250))
+
+
+def test_shards_without_hashes_have_no_larger_ids_than_they_had(tmp_path: Path, small_blocks: None) -> None:
+    make_shards(tmp_path / "s", np.arange(250))
+    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+    for shard in meta["shards"]:
+        del shard["hashes"]  # as an earlier version wrote them
+    (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
+    assert np.array_equal(TokenShards(tmp_path / "s").read(0, 250), np.arange(250))
+    file = tmp_path / "s" / "shard-00001.bin"
+    ids = np.fromfile(file, "<u2")
+    ids[80] = 50_000
+    ids.tofile(file)
+    shards = TokenShards(tmp_path / "s")
+    assert shards.read(0, 160)[159] == 159
+    with pytest.raises(DataError, match=r"shard-00001.bin has changed: bytes 128 to 192"):
+        shards.read(180, 1)
+
+
+def test_meta_with_too_few_hashes(tmp_path: Path, small_blocks: None) -> None:
+    make_shards(tmp_path / "s", np.arange(250))
+    meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+    meta["shards"][1]["hashes"].pop()
+    (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match=r"token shards = ValueError: 3 hashes of shard-00001.bin"):
+        TokenShards(tmp_path / "s")
+
+
+def test_what_is_taken_back_is_in_no_hash(tmp_path: Path, small_blocks: None) -> None:
+    with ShardWriter(tmp_path, "uint16", 100) as writer:
+        writer.write(np.arange(150))
+        writer.keep()
+        writer.write(np.arange(500))
+        writer.drop()
+        writer.write(np.arange(150, 170))
+        shards, fingerprint = writer.close()
+    Meta("test", "bytes", "uint16", shards, fingerprint).write(tmp_path)
+    assert np.array_equal(TokenShards(tmp_path).read(0, 170), np.arange(170))
+
+
+def test_token_files_that_change_and_keep_size_and_time_are_found(tmp_path: Path, small_blocks: None) -> None:
+    (tmp_path / "in").mkdir()
+    file = tmp_path / "in" / "a.bin"
+    np.arange(250, dtype="<u2").tofile(file)
+    time = file.stat().st_mtime_ns
+    assert open_files(tmp_path, 256).read(100, 1) == 100
+    np.arange(250, dtype="<u2")[::-1].tofile(file)
+    os.utime(file, ns=(time, time))
+    with pytest.raises(DataError, match=r"in/a\.bin has changed: bytes 192 to 256"):
+        open_files(tmp_path, 256).read(100, 1)
+
+
+def test_shards_that_were_damaged_on_their_way_are_refused(tmp_path: Path, small_blocks: None) -> None:
+    made = make_shards(tmp_path / "in", np.arange(250))
+    file = tmp_path / "in" / "shard-00001.bin"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"\x7f")
+    with pytest.raises(DataError, match=r"shard-00001.bin, which is not what was prepared(.|\n)*fix:  copy them again"):
+        open_files(tmp_path, 1 << 16, source="in")
+    file.write_bytes(content)
+    assert open_files(tmp_path, 1 << 16, source="in").fingerprint == made.fingerprint
+
+
 def test_a_shard_that_is_gone_before_it_is_first_read_is_named(tmp_path: Path) -> None:
     shards = make_shards(tmp_path / "s", np.arange(250))
     (tmp_path / "s" / "shard-00001.bin").unlink()

@@ -66,13 +66,24 @@ class TrainBatches:
             meta.source, shards.tokens, seq_len, at_least=global_batch_size, max_tokens=meta.max_tokens
         )
         self.position = position  # of the next step; save it to resume
-        self.wait_seconds = 0.0  # that the last `next` waited for the thread
+        self.wait_seconds = 0.0  # that the last `next` and the calls of `ready` before it waited for the thread
+        self._waited = 0.0  # so far for the next step
         self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
         self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
         self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead = self._prefetch()
+
+    def ready(self) -> None:
+        """Wait until the next step has been read.
+
+        Raises:
+            DataError: a shard cannot be read any more.
+        """
+        started = time.monotonic()
+        self._ahead.result()
+        self._waited += time.monotonic() - started
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step.
@@ -83,9 +94,9 @@ class TrainBatches:
         Raises:
             DataError: a shard cannot be read any more.
         """
-        started = time.monotonic()
+        self.ready()
         pair = self._ahead.result()
-        self.wait_seconds = time.monotonic() - started
+        self.wait_seconds, self._waited = self._waited, 0.0
         self.position += self.global_batch_size
         self._ahead = self._prefetch()
         tokens, targets = pair.to(self._device, non_blocking=True)

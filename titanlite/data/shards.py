@@ -6,7 +6,8 @@ A folder of shards holds `shard-00000.bin`, … (little-endian uint16, or uint32
 into equal pieces, its last token being the target of the one before.
 
 Reading goes through the page cache, which all ranks of a host share. A mapped file that shrinks kills the process with
-SIGBUS, without a word; so every read first compares the file's size.
+SIGBUS, without a word; so every read first compares the file's size. A file that has changed at equal size trains on,
+or has ids that the model has no row for; so a block of it is held against its hash before its first token is read.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar, get_origin
 
 import numpy as np
+import xxhash
 
 from titanlite.durable import write_durably
 from titanlite.errors import DataError, Problem, describe
@@ -27,6 +29,7 @@ from titanlite.json_file import read_json
 from titanlite.redact import redact_tree
 
 VERSION = 1
+BLOCK_BYTES = 1 << 22  # that have a hash: read and hashed within milliseconds
 _SHARD_TOKENS = 1 << 27
 
 
@@ -38,6 +41,7 @@ class Shard:
     tokens: int
     max_id: int  # -1 if there are no tokens
     max_at: int  # where it occurs first in the file, in tokens
+    hashes: tuple[str, ...] = ()  # xxh3 of each block; none in files of before they were written
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,14 @@ class Meta:
                 raise ValueError(f"version {content['version']}")
             for name in ("bad_records", "skipped"):
                 content[name] = tuple(content[name])
-            content["shards"] = tuple(_typed(Shard(**s)) for s in content["shards"])
+            shards = [s | {"hashes": tuple(s.get("hashes", ()))} for s in content["shards"]]
+            content["shards"] = tuple(_typed(Shard(**s)) for s in shards)
             meta = _typed(cls(**content))
             if meta.dtype not in ("uint16", "uint32"):
                 raise ValueError(f"dtype {meta.dtype!r}")
+            for s in meta.shards:
+                if s.hashes and len(s.hashes) != _n_blocks(s, meta.dtype):
+                    raise ValueError(f"{len(s.hashes)} hashes of {s.path}")
             return meta
         except (OSError, ValueError, TypeError, KeyError) as e:
             if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
@@ -115,6 +123,8 @@ class TokenShards:
         self._paths = [folder / s.path for s in self.meta.shards]
         self._starts = np.cumsum([0] + [s.tokens for s in self.meta.shards])
         self._maps: dict[int, mmap.mmap] = {}
+        self._blocks = np.cumsum([0] + [_n_blocks(s, self.meta.dtype) for s in self.meta.shards])
+        self.checked = np.zeros(self._blocks[-1], bool)  # blocks known to be right, of all shards in a row
         for i in range(len(self._paths)):
             self._check_size(i, _size(folder, self._paths[i]))
 
@@ -130,7 +140,7 @@ class TokenShards:
 
         Raises:
             IndexError: there are no such tokens.
-            DataError: a shard has changed its size, or cannot be read.
+            DataError: a shard has changed, or cannot be read.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} … {start + count} of {self.tokens}")
@@ -141,9 +151,41 @@ class TokenShards:
             n = min(count - done, self.meta.shards[shard].tokens - at)
             if n:
                 offset = at * self._dtype.itemsize
+                end = offset + n * self._dtype.itemsize
+                for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                    self.check(int(self._blocks[shard]) + block)
                 out[done : done + n] = np.frombuffer(self._map(shard), self._dtype, count=n, offset=offset)
             done, shard = done + n, shard + 1
         return out
+
+    def check(self, block: int) -> None:
+        """Hold a block against its hash, once; without one, against the largest id that its shard should have.
+
+        Args:
+            block: of all shards in a row.
+
+        Raises:
+            DataError: the shard has changed, or cannot be read.
+        """
+        if self.checked[block]:
+            return
+        at = int(np.searchsorted(self._blocks, block, side="right")) - 1
+        shard, path, start = self.meta.shards[at], self._paths[at], (block - int(self._blocks[at])) * BLOCK_BYTES
+        self._check_size(at, _size(self.folder, path))
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                content = file.read(BLOCK_BYTES)
+        except OSError as e:
+            raise _unreadable(self.folder, e) from e
+        if shard.hashes:
+            is_right = block_hash(content) == shard.hashes[start // BLOCK_BYTES]
+        else:
+            is_right = int(np.frombuffer(content, self._dtype).max(initial=0)) <= shard.max_id
+        if not is_right:
+            saw = f"{path} has changed: bytes {start} to {start + len(content)} are not those that were written"
+            raise _damaged(self.folder, saw, f"the content that {self.folder / 'meta.json'} was written for")
+        self.checked[block] = True
 
     def _map(self, shard: int) -> mmap.mmap:
         if shard not in self._maps:
@@ -238,13 +280,21 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._shards.append(Shard(os.path.basename(self._file.name), self._tokens, self._max_id, self._max_at))
+        with open(self._file.name, "rb") as written:
+            hashes = tuple(map(block_hash, iter(lambda: written.read(BLOCK_BYTES), b"")))
+        name = os.path.basename(self._file.name)
+        self._shards.append(Shard(name, self._tokens, self._max_id, self._max_at, hashes))
         self._file, self._tokens, self._max_id, self._max_at = None, 0, -1, 0
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":
     """The hash that makes a corpus' fingerprint, to be updated with its tokens in order."""
     return hashlib.blake2b(dtype.encode(), digest_size=16)
+
+
+def block_hash(content: bytes) -> str:
+    """Return the hash of a block of a shard: it is for accidents, so that it may be faster than a disk."""
+    return xxhash.xxh3_64_hexdigest(content)
 
 
 def sample_count(
@@ -279,6 +329,10 @@ def sample_count(
         )
         raise DataError(describe("data", [Problem(key, saw, want, fix)]))
     return n_samples
+
+
+def _n_blocks(shard: Shard, dtype: str) -> int:
+    return -(-shard.tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
 
 
 def _size(folder: Path, path: Path) -> int | None:

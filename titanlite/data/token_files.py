@@ -9,16 +9,17 @@ first use reads every file once, as an id that the model has no row for is an er
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.shards import Meta, Shard, token_hash
+from titanlite.data.shards import BLOCK_BYTES, Meta, Shard, block_hash, token_hash
 from titanlite.data.sources import Source
 from titanlite.errors import DataError, Problem, describe
 from titanlite.json_file import read_json
 
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 4 * BLOCK_BYTES
 _HEAD_BYTES = 1 << 15  # of a chunk, that are looked at for the type of its ids
 _LEAST_BYTES, _ENOUGH_BYTES = 128, 1 << 13  # that show a type by which of them are zero; by how often each value occurs
 _HEADERS = (  # by what a file begins with; and what reads the ids behind it
@@ -92,23 +93,38 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
         What meta.json of these files is to say; the files stay where they are.
 
     Raises:
-        DataError: a file shows another type, or cannot be read.
+        DataError: a file shows another type, cannot be read, or is a shard that has changed since it was prepared.
     """
     digest, n_bytes, shards = token_hash(dtype), 0, list[Shard]()
+    prepared = _prepared(source)
     for file in source.files:
-        tokens, max_id, max_at = 0, -1, 0
+        tokens, max_id, max_at, hashes = 0, -1, 0, list[str]()
         for chunk in _chunks(file, source, _CHUNK_BYTES):
             ids = np.frombuffer(chunk, _code(dtype))
             _check_type(source, file, dtype, chunk[:_HEAD_BYTES])
             digest.update(ids.data)
+            hashes += [block_hash(chunk[i : i + BLOCK_BYTES]) for i in range(0, len(chunk), BLOCK_BYTES)]
             top = int(ids.argmax())
             if ids[top] > max_id:
                 max_id, max_at = int(ids[top]), tokens + top
             tokens += len(ids)
             n_bytes += ids.nbytes
             report(n_bytes)
-        shards.append(Shard(str(file), tokens, max_id, max_at))
+        shards.append(Shard(str(file), tokens, max_id, max_at, tuple(hashes)))
+        was = prepared.get(file)
+        if was is not None and (was.tokens != tokens or was.hashes not in ((), tuple(hashes))):
+            saw = f"{source.name!r}: {file}, which is not what was prepared as {file.parent / 'meta.json'} says"
+            raise _refused(source, saw, "shards as they were written", "copy them again, or delete that meta.json")
     return Meta(source.name, "", dtype, tuple(shards), digest.hexdigest(), input_bytes=n_bytes)
+
+
+def _prepared(source: Source) -> dict[Path, Shard]:
+    """Return what is known of files that are shards, from what titanlite wrote beside them."""
+    known: dict[Path, Shard] = {}
+    for folder in {file.parent for file in source.files}:
+        with suppress(DataError):  # there is no meta.json, or it is somebody else's
+            known |= {folder / shard.path: shard for shard in Meta.read(folder).shards}
+    return known
 
 
 def check_ids(meta: Meta, vocab_size: int, key: str) -> None:

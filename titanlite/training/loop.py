@@ -22,6 +22,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run
+from titanlite.training.data_check import DataCheck
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.schedule import learning_rate
@@ -47,6 +48,7 @@ class Loop:
     watchdog: Watchdog
     stop: StopSignals
     folder: RunFolder
+    data_check: DataCheck  # of the held-out corpus first, if there is one
     data: dict[str, str]  # fingerprints of the training data: of its tokens, `corpus`, and of the `tokenizer`
 
     def train(self, start: int) -> int:
@@ -68,6 +70,7 @@ class Loop:
         report.restart_clock()
         for step in range(start + 1, last + 1):
             self.watchdog.progress(step, "step")
+            self.data_check.before(self.batches.ready)
             micro_batches, lr = self.batches.next(), learning_rate(step, config)
             asks_to_stop = self.stop.received is not None or (
                 self.background is not None and self.background.has_failed
@@ -118,6 +121,7 @@ class Loop:
         """Log the mean loss over all targets of the held-out source: the same on every rank, under any layout."""
         assert self.validation is not None  # noqa: S101
         self._limit(self.run.config.comm.init_timeout_seconds)
+        self.data_check.finish(0)
         self.run.model.eval()
         total, targets = validation_loss(self.run, self._watched(self.validation, step)).tolist()
         self.run.model.train()

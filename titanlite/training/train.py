@@ -37,6 +37,7 @@ from titanlite.parallel.overrides import LEAST
 from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.data_check import DataCheck
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.receipt import add_data
@@ -171,6 +172,9 @@ def _train(
     for key, source in sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
+        if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
+            what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
+            console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
         for text in add_data(run.receipt, key, source.meta, sizes.vocab_size):
             if rank == 0:
                 console.warning(text)
@@ -233,7 +237,11 @@ def _train(
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
         background = Background(checkpoints, tensors_of(run))
     leave_limits_to_watchdog()
-    loop = Loop(run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, data)
+    check = DataCheck([held_out, shards] if held_out is not None else [shards])
+    cleanup.callback(check.close)
+    loop = Loop(
+        run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, check, data
+    )
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     stop.begin_steps()
     cleanup.callback(stop.close)  # before what else is closed, which has nothing to save either
