@@ -347,3 +347,18 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     with pytest.raises(CheckpointError, match=r"needs .* MiB, 0.0 MiB are free"):
         run([str(made.path), "--out", str(tmp_path / "out")])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["out", "out.tmp"])
+def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path: Path, name: str) -> None:
+    made, _ = make_run(tmp_path)
+    other = tmp_path / "of somebody"
+    (tmp_path / name).symlink_to(other)
+    for there in (False, True):
+        if there:
+            other.mkdir()
+        with pytest.raises(CheckpointError, match="--out"):
+            run([str(made.path), "--out", str(tmp_path / "out")])
+        assert other.exists() == there
+    assert not list(other.iterdir())
+    assert (tmp_path / name).is_symlink()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -609,3 +610,22 @@ def test_check_inputs_needs_neither_torch_nor_time(tmp_path: Path) -> None:
     seconds, _, heavy = out.strip().partition(" ")
     assert heavy == "set()"
     assert float(seconds) < 0.3
+
+
+def test_links_in_a_cache_that_others_share_are_not_followed(tmp_path: Path) -> None:
+    source, other = write_texts(tmp_path / "in", "one"), tmp_path / "of somebody"
+    folder = prepare_here(tmp_path, source).folder
+    lock = folder.with_name(f"{folder.name}.lock")
+    shutil.rmtree(folder)
+    other.mkdir()
+    (other / "file").write_text("something else")
+    folder.with_name(f"{folder.name}.tmp-1").symlink_to(other)
+    lock.unlink()
+    lock.symlink_to(other / "file")
+    with pytest.raises(DataError, match=rf"a link in place of a file: '{lock}'"):
+        prepare_here(tmp_path, source)
+    assert (other / "file").read_text() == "something else"
+    lock.unlink()
+    prepare_here(tmp_path, source)
+    assert (other / "file").read_text() == "something else"
+    assert sorted(lock.parent.iterdir()) == [folder, lock]

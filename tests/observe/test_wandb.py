@@ -338,3 +338,19 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_shows_no_secret(monk
     assert len(warned) == 1
     assert "wandb: cannot start (" in warned[0]
     assert "not-a-folder" not in warned[0]
+
+
+@pytest.mark.parametrize("name", ["run_id", "run_id.tmp", "lines"])
+def test_a_link_in_place_of_its_files_is_not_followed(tmp_path, warned, name):
+    path, other = tmp_path / "run/metrics.jsonl", tmp_path / "of somebody"
+    MetricsFile(path, 0).close()
+    (path.parent / "wandb").mkdir()
+    if name == "run_id":  # which is read where it is known what was sent
+        (path.parent / "wandb/lines").touch()
+    (path.parent / "wandb" / name).symlink_to(other)
+    other.write_text("01234567\n")
+    run = WandbRun(Config(job=Job(name="x"), metrics=Metrics(wandb="offline")), path.parent, path, warned.append)
+    run.finish()
+    assert len(warned) == 1
+    assert f"a link in place of a file: '{path.parent / 'wandb' / name}'" in warned[0]
+    assert other.read_text() == "01234567\n"

@@ -612,6 +612,52 @@ def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
     assert "Traceback" not in run.output
 
 
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        *((name, 2) for name in ("metrics.jsonl.tmp", "profile/rank0.json.gz", "profile/kernels.txt.tmp")),
+        *((name, 0) for name in ("status.json", "receipt.json", "profile/kernels.txt")),  # replaced, not followed
+        ("checkpoints/step-00000002.tmp", 0),  # removed, as what a killed save left
+        ("checkpoints/step-00000001/MANIFEST.json", 2),
+        ("checkpoints/step-00000001/state.json", 2),
+    ],
+)
+def test_a_link_that_a_later_start_finds_is_not_followed(desk: Desk, name: str, ends: int, tmp_path: Path) -> None:
+    flags = "--profiling.enable=true", "--profiling.start_step=2", "--profiling.steps=1"
+    run = f"linked {name.replace('/', ' ')}"
+    began = desk.run(run, 1, *flags, "--job.stop_after=1")
+    place, other = began.folder / name, tmp_path / "of somebody"
+    if place.exists():
+        place.rename(other)  # so that whoever followed the link would go on
+    elif name.startswith("checkpoints"):
+        other.mkdir()
+    else:
+        other.write_text("something else")
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(other)
+    before = None if other.is_dir() else other.read_bytes()
+    ended = desk.run(run, 1, *flags, "--job.stop_after=2", ends=ends)
+    if ends:
+        assert f"a link in place of a file: '{place}'" in ended.output or f"{place.name} = a link" in ended.output
+        assert "Traceback" not in ended.output
+    else:
+        assert ended.status["state"] == "stopped"
+    assert (other.read_bytes() if before is not None else list(other.iterdir())) == (before or [])
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoints", "logs"])
+def test_a_folder_of_a_run_may_be_on_another_disk(desk: Desk, folder: str, tmp_path: Path) -> None:
+    run = f"elsewhere {folder}"
+    place = desk.folder / "runs" / run / folder
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(tmp_path)
+    desk.run(run, 1, "--job.stop_after=2")
+    ended = desk.run(run, 1, "--job.stop_after=4")
+    assert [row["step"] for row in ended.rows] == [1, 2, 3, 4]
+    assert ended.checkpoints() == [2, 4]
+    assert list(tmp_path.iterdir())
+
+
 def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk) -> None:
     def plant() -> None:
         def full(self: MetricsFile) -> None:

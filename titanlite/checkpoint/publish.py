@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.durable import write_durably
+from titanlite.durable import read_plain, write_durably
 from titanlite.errors import CheckpointError, Problem, describe
-from titanlite.json_file import read_json
+from titanlite.json_file import parse_json
 
 MANIFEST = "MANIFEST.json"
 THREADS = 4  # of a rank, for what holds one up: checksums
@@ -220,7 +220,7 @@ def _has_manifest(folder: Path) -> bool:
 def _manifest(folder: Path) -> dict[str, Entry]:
     """Read the manifest strictly: what it says is not trusted until it has been checked."""
     try:
-        raw = cast(object, read_json(folder / MANIFEST))
+        raw = cast(object, parse_json(read_plain(folder / MANIFEST)))
         files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
         entries = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:

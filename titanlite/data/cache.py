@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.data.progress import Progress
+from titanlite.durable import open_plain
 from titanlite.errors import DataError
 from titanlite.redact import redact
 
@@ -56,7 +57,7 @@ def make_once(
         os.truncate(lock, 0)
         for stale in folder.parent.glob(folder.name + ".tmp-*"):
             progress.say(f"{stale} is of a process that was killed; it is deleted, and preparation begins anew")
-            shutil.rmtree(stale)
+            stale.unlink() if stale.is_symlink() else shutil.rmtree(stale)
         unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
         unfinished.mkdir()
 
@@ -77,7 +78,7 @@ def make_once(
 
 @contextmanager
 def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, bool]]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    file = open_plain(path, os.O_RDWR | os.O_CREAT)
     has_waited = False
     try:
         while True:

@@ -10,6 +10,8 @@ left, and says so. Steps outside the window are not recorded, so they cost nothi
 import contextlib
 import gzip
 import json
+import os
+import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -18,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from titanlite.config.schema import Profiling
+from titanlite.durable import open_plain, write_durably
 from titanlite.observe.console import Console
 from titanlite.observe.kernel_table import kernel_table
 
@@ -88,11 +91,14 @@ class Profiler:
         trace.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"rank{self._rank}.json.gz"
-        trace.export_chrome_trace(str(path))
+        with tempfile.TemporaryDirectory() as folder:
+            raw = Path(folder) / "trace.json"
+            trace.export_chrome_trace(str(raw))
+            content = raw.read_bytes()
+        with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(gzip.compress(content))
         steps = self._step - self._start_step + 1
-        with gzip.open(path, "rt") as file:
-            table = kernel_table(json.load(file), steps)
-        (self._folder / "kernels.txt").write_text(table)
+        write_durably(self._folder / "kernels.txt", kernel_table(json.loads(content), steps))
         self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
 
     def _synchronize(self) -> None:

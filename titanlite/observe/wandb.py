@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from titanlite.config.schema import Config
-from titanlite.durable import write_durably
+from titanlite.durable import open_plain, read_plain, write_durably
 from titanlite.redact import redact, redact_tree
 
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
@@ -156,7 +156,10 @@ class WandbRun:
 def _run_id(folder: Path) -> str:
     """The id of this run, made up at its first start, and again where it was cut off or what was sent is not known."""
     path = folder / "run_id"
-    known = path.read_text(errors="replace").strip() if path.exists() and (folder / "lines").exists() else ""
+    known = ""
+    with suppress(FileNotFoundError):
+        os.close(open_plain(folder / "lines", os.O_RDWR))  # as the process does
+        known = read_plain(path).decode(errors="replace").strip()
     if not re.fullmatch("[0-9a-f]{8}", known):
         known = secrets.token_hex(4)
         write_durably(path, known + "\n")
