@@ -262,7 +262,7 @@ def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Pat
             "h = x + self.attention",
             "h = x if x.sum() > 0 else x + self.attention",
             r"  in forward: h = x if x.sum\(\) > 0 .* = GuardOnDataDependentSymNode: Could not guard on data-dep.*\n"
-            r" +want: a forward that runs on tensors without values .*\n +fix:  change that line: no branch on",
+            r" +want: a forward that runs, also on tensors without values .*\n +fix:  change that line; if it looks",
         ),
         (
             "h = x + self.attention",
@@ -288,7 +288,7 @@ def test_an_exception_in_it_is_one_message_with_its_line(
         (
             "class Mine(nn.Module):",
             "class Mine(nn.Module):\n    __new__ = lambda cls: 0\n",
-            r"model.file = TypeError: ",
+            r"line \d+  Mine.__init__ = TypeError: ",
         ),
         (
             "h = x + ",

@@ -18,7 +18,7 @@ from titanlite.config.recipe_schema import Block, ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Linear, RMSNorm
-from titanlite.models.mistakes import mistake
+from titanlite.models.mistakes import mistake, nearest_method, of_function
 from titanlite.models.own_model import require_trainable
 
 
@@ -41,7 +41,7 @@ def model_class(model: Model) -> type[Any]:
     file = os.path.abspath(model.file)
     try:
         module = _imported(file)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         want, fix = "a Python file that can be imported", "run `python " + model.file + "` until it has nothing to say"
         raise ConfigError(describe(model.file, [mistake(error, file, want, fix)])) from error
     classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
@@ -50,7 +50,9 @@ def model_class(model: Model) -> type[Any]:
         names = ", ".join(c.__name__ for c in found) or "no such class"
         want = "one class with a method `fill_buffers`, which is the model, as in titanlite/models/llama3.py"
         fix = "leave one in the file" if found else "def fill_buffers(self) -> None, empty if there are no buffers"
-        raise ConfigError(describe(model.file, [Problem("model.file", names, want, fix)]))
+        meant = [nearest_method(c, "fill_buffers") for c in classes if issubclass(c, nn.Module) and not found]
+        problems = [of_function(f, file, "", want, f"fill_buffers in place of {f.__name__}") for f in meant if f]
+        raise ConfigError(describe(model.file, problems or [Problem("model.file", names, want, fix)]))
     return found[0]
 
 
@@ -88,7 +90,8 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
             raise
         want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
         fix = "change that line; what depends on values belongs in fill_buffers"
-        raise ConfigError(describe(model.file, [mistake(error, inspect.getfile(made_by), want, fix)])) from error
+        problem = mistake(error, inspect.getfile(made_by), want, fix, made_by.__init__)
+        raise ConfigError(describe(model.file, [problem])) from error
     if model.file:
         require_trainable(made, model.file)
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
@@ -102,14 +105,19 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
 def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:
     """Raise if a model returns something else, or more."""
     if isinstance(returned, Tensor) and returned.ndim == 2:
-        return
+        if returned.requires_grad or not torch.is_grad_enabled():
+            return
+        want, fix = "logits that depend on weights, for backward", "no detach, no_grad or argmax on the way to them"
+        problem = of_function(
+            made_by.forward, inspect.getfile(made_by), "returned a tensor without a gradient", want, fix
+        )
+        raise ConfigError(describe(file, [problem]))
     parts = returned if isinstance(returned, tuple | list) else [returned]
     saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
     saw = f"{type(returned).__name__} of {saw}" if parts is returned else saw
     want, fix = "logits, one tensor [M, V]: the loss is the trainer's", "return the logits alone"
-    code = getattr(made_by.forward, "__code__", None)
-    line = code.co_firstlineno if code and code.co_filename == inspect.getfile(made_by) else None
-    raise ConfigError(describe(file, [Problem(f"{made_by.__name__}.forward", f"returned {saw}", want, fix, line)]))
+    problem = of_function(made_by.forward, inspect.getfile(made_by), f"returned {saw}", want, fix)
+    raise ConfigError(describe(file, [problem]))
 
 
 def _require_call(file: str, x: Tensor) -> NoReturn:

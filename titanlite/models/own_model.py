@@ -5,15 +5,18 @@ gathers a block's where the block stands, and the sharding plan of a layer is fo
 buffers, which `fill_buffers` computes. Whatever is elsewhere stays on the meta device.
 """
 
+import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, describe, nearest
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm
+from titanlite.models.mistakes import nearest_method, of_function
 
 _WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Linear: {"weight", "bias"}, RMSNorm: {"weight"}}
 _TIED = {"tok_embeddings.weight", "output.weight"}
@@ -30,7 +33,7 @@ def require_trainable(made: nn.Module, file: str) -> None:
     Raises:
         ConfigError: all problems are in the message, of blocks that are alike once.
     """
-    found = list(_missing(made)) or list(_hidden(made))
+    found = [*_missing(made), *_uncallable(made)] or list(_hidden(made))
     found += [*_shared(made), *_in_no_layer(made), *_drawn_alike(made), *_no_masters(made)]
     problems: dict[tuple[str, str], Problem] = {}
     for problem in found:
@@ -43,13 +46,44 @@ def _of_any_block(name: str) -> str:
     return re.sub(r"\blayers\.\d+\b", "layers.*", name)
 
 
+_PARTS = ("tok_embeddings", "layers", "norm", "output")
+
+
 def _missing(made: nn.Module) -> Iterator[Problem]:
-    for name in ("tok_embeddings", "layers", "norm", "output"):
+    for name in _PARTS:
         has, kind = getattr(made, name, None), nn.ModuleList if name == "layers" else nn.Module
         if not isinstance(has, kind):
             saw = "nothing" if has is None else type(has).__name__
             fix = f"self.{name} = … in __init__, as in titanlite/models/llama3.py"
+            near = nearest(name, {key for key, _ in made.named_children()} - {*_PARTS})
+            if has is None and near:
+                fix = f"self.{name} in place of self.{near}"
             yield Problem(f"{type(made).__name__}.{name}", saw, f"an nn.{kind.__name__}", fix)
+
+
+_CALLED = {
+    "forward": (("tokens",), "which takes [M] token ids to logits [M, V]"),
+    "fill_buffers": ((), "which computes the buffers, if there are any"),
+}
+
+
+def _uncallable(made: nn.Module) -> Iterator[Problem]:
+    """Methods that a run calls, and cannot."""
+    kind = type(made)
+    file = inspect.getfile(kind)
+    for name, (given, does) in _CALLED.items():
+        method, call = getattr(kind, name), f"def {name}({', '.join(('self', *given))})"
+        if method is getattr(nn.Module, name, None):
+            meant = nearest_method(kind, name)
+            fix = f"{call} in place of {meant.__name__}" if meant else f"write {call}"
+            problem = of_function(meant or kind.__init__, file, "nothing", f"{call}, {does}", fix)
+            yield replace(problem, where=f"{kind.__name__}.{name}")
+            continue
+        try:
+            inspect.signature(getattr(made, name)).bind(*given)
+        except TypeError as error:
+            saw = f"{name}{inspect.signature(method)}: {error}"
+            yield of_function(method, file, saw, f"{call}, {does}", f"write {call}")
 
 
 def _shared(made: nn.Module) -> Iterator[Problem]:

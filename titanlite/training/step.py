@@ -4,6 +4,7 @@ Nothing here waits for the device: the results stay there until the loop reads t
 update is applied is decided there too.
 """
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
+from titanlite.models.mistakes import of_function
 from titanlite.parallel.tensor import reduce_replicated_gradients
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:
     """Refuse logits of a model file's own that lack some: the loss would take the targets beyond for other ranks'."""
     want = [tokens, run.sizes.vocab_size]
     if run.mesh.tp_size == 1 and list(logits.shape) != want:  # tensor parallelism has its own look at the head
-        problem = Problem("forward", f"logits of shape {list(logits.shape)}", f"{want}: [M, V]", "return all of them")
+        saw, file = f"logits of shape {list(logits.shape)}", os.path.abspath(run.config.model.file)
+        problem = of_function(type(run.model).forward, file, saw, f"{want}: [M, V]", "return all of them")
         raise ConfigError(describe(run.config.model.file or run.config.model.name, [problem]))
 
 

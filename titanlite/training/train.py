@@ -23,6 +23,7 @@ from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, FolderLostError, Problem, describe
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.launcher import Launcher
+from titanlite.models.mistakes import blamed
 from titanlite.observe.console import Console
 from titanlite.observe.guard import Guard
 from titanlite.observe.metrics import MetricsFile
@@ -122,12 +123,16 @@ def train(
                 peer = peer or TimeoutError(status.stall)
             if isinstance(error, RuntimeError) and _SAID_OF_A_PEER.search(str(error)):
                 peer = peer or ConnectionError(_PEER_ENDED)
-            # Where the folder is another job's, so is what its status says.
-            for say in (console.failed, *([] if isinstance(error, FolderLostError) else [status.failed])):
-                with suppress(OSError):  # of a full disk, which may be the error itself
-                    say(peer or error)
-            if peer:
-                raise peer from error
+            mine = None
+            if config.model.file and not peer:
+                mine = blamed(error, os.path.abspath(config.model.file), folder.logs / f"rank{rank}.log")
+            with suppress(OSError):  # of a full disk, which may be the error itself
+                console.failed(peer or error)  # with the traceback
+            if not isinstance(error, FolderLostError):  # of another job's folder, whose status is that one's
+                with suppress(OSError):
+                    status.failed(peer or mine or error)
+            if told := peer or mine:
+                raise told from error
             raise
         finally:
             guard.close()

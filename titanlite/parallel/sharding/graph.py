@@ -160,8 +160,10 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
 def _refusal(model: nn.Module, error: Exception) -> ShardingError:
     """What a user's model did while it was exported."""
     file = inspect.getfile(type(model))
-    want = "a forward that runs on tensors without values (the meta device), on which the plan is made"
-    fix = "change that line: no branch on what a tensor holds, no item(), no numpy; torch.where chooses by value"
+    want = "a forward that runs, also on tensors without values (the meta device), on which the plan is made"
+    fix = (
+        "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses by value"
+    )
     return ShardingError(describe(file, [mistake(error, file, want, fix)]))
 
 
