@@ -186,6 +186,7 @@ def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(ke
         ({"lr_scheduler.decay_ratio": 0.0}, {"lr_scheduler.min_lr_factor": 1.0, "lr_scheduler.decay_ratio": None}),
         ({"lr_scheduler.total_steps": 20_000}, {"training.steps": 20_000, "job.stop_after": 10_000}),
         ({"training.steps": 50}, {"lr_scheduler.warmup_steps": 50}),  # as it shortens the 200 that are its default
+        ({"training.steps": 50, "lr_scheduler.warmup_steps": 100}, {"lr_scheduler.warmup_steps": 50}),
         ({"optimizer.name": "Adam", "optimizer.weight_decay": 0.1}, {"optimizer.weight_decay": 0.0}),
         ({"model.flavor": "debugmodel"}, {"model.n_layers": 6, "model.vocab_size": 2048, "model.flavor": "8B"}),
         ({"model.name": "llama3_ft"}, {"model.name": "llama3"}),
@@ -266,7 +267,9 @@ def test_a_key_of_the_wrong_type_is_a_problem() -> None:
 
 def test_flags_count_as_given(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[job]\ndescription = "x"\n')
-    to_paste = checked_run(["--config", "run.toml", "--optimizer.lr", "1e-3"]).to_paste
+    (tmp_path / "long.toml").write_text('extends = ["run.toml"]\n[lr_scheduler]\nwarmup_steps = 100\n')
+    assert checked_run(["long.toml", "--training.steps", "50"]).config.lr_scheduler.warmup_steps == 100  # a look
+    to_paste = checked_run(["run.toml", "--optimizer.lr", "1e-3"]).to_paste
     assert "  lr = " not in to_paste
     assert '  [lr_scheduler]\n  decay_type = "linear"  # "cosine" here\n' in to_paste
 

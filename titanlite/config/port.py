@@ -75,8 +75,7 @@ def take_out(
     Returns:
         The table without them, and what else there is to say; nothing if there are none.
     """
-    elsewhere = {*problems.origin.places, *elsewhere}
-    said = Said(dict(_known(table)), elsewhere)
+    said = Said(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
     own = [key for key in said.given if KEYS[key][1] is not None]
     if not own:
         return dict(table), Port()
@@ -86,9 +85,13 @@ def take_out(
     for key, answer in answers.items():
         want = "keys of titanlite; this is one of torchtitan's"
         problems.add(key, show(said.given[key]), want, answer)
+    warmup, steps = "lr_scheduler.warmup_steps", said("training.steps")
+    if warmup in said.given and said(warmup) > steps and not {warmup, "training.steps"} & {*elsewhere}:
+        want = f"at most training.steps = {steps}, to which torchtitan shortens it"
+        problems.add(warmup, show(said(warmup)), want, f"warmup_steps = {steps}")
     of_values = (answer_to_value(key, value) or "" for key, value in said.given.items())
     settled = {name for answer in (*answers.values(), *of_values) for name, _ in _SETS.findall(answer)}
-    return _without(table, own), Port(tuple(idle), said.left_out({*elsewhere, *settled}))
+    return _without(table, own), Port(tuple(idle), said.left_out({*given, *settled}))
 
 
 class Said:
