@@ -130,6 +130,12 @@ class TestBoth:
     def test_the_exit_code_is_passed_on(self, cluster, script: str, args: list[str]) -> None:
         assert cluster(script, *args, "--config", DEBUG, ends_with=17)[0].returncode == 17
 
+    @pytest.mark.parametrize("config", [DEBUG, f"--config={DEBUG}"])
+    def test_the_config_may_stand_alone(self, cluster, script: str, args: list[str], config: str) -> None:
+        done, given = cluster(script, *args, config, "--training.steps=50")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert understood(given["torchrun"]["args"])["training_script_args"] == [config, "--training.steps=50"]
+
     def test_torchrun_waits_as_long_as_it_is_told(self, cluster, script: str, args: list[str]) -> None:
         _, given = cluster(script, *args, "--config", DEBUG, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1800")
         assert given["torchrun"]["torch"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "1800"
@@ -141,12 +147,12 @@ class TestBoth:
         assert "Traceback" not in done.stderr
         assert not {"srun", "torchrun"} & set(given)
 
-    @pytest.mark.parametrize("rest", [[], ["--training.steps=5"], [f"--config={DEBUG}"], [DEBUG]])
+    @pytest.mark.parametrize("rest", [[], ["--training.steps=5"], ["debug"]])
     def test_without_a_config_it_says_how(self, cluster, script: str, args: list[str], rest: list[str]) -> None:
         done, given = cluster(script, *args, *rest)
         assert done.returncode == 2
         assert done.stderr.startswith("usage: ")
-        assert "--config FILE [--section.key VALUE ...]" in done.stderr
+        assert " FILE [--section.key VALUE ...]" in done.stderr
         assert not given
 
 

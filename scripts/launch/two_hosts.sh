@@ -9,8 +9,8 @@
 #
 #     NPROC=1 bash scripts/launch/two_hosts.sh localhost --config configs/debug.toml
 set -euo pipefail
-if [[ ${2-} != --config ]]; then
-    echo "usage: bash scripts/launch/two_hosts.sh HOST --config FILE [--section.key VALUE ...]" >&2
+if [[ ${2-} != --config && ${2-} != *.toml ]]; then
+    echo "usage: bash scripts/launch/two_hosts.sh HOST FILE [--section.key VALUE ...]" >&2
     exit 2
 fi
 cd "$(dirname "$0")/../.."
@@ -30,7 +30,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # --local-ranks-filter, --tee, --log-dir   Of each host, only local rank 0 writes to the terminal; what every rank writes
 #                    is in outputs/torchrun. The first rank that failed has the last word, with its traceback.
 # A mistake in the config ends here, with one message; torchrun would start the processes again.
-titanlite validate "${@:2}" > /dev/null
+titanlite validate "$@" > /dev/null
 
 exec torchrun \
     --nnodes "${NNODES:-2}" \
