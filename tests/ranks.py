@@ -28,7 +28,7 @@ _IMPORTED_ONCE = (
 )
 
 
-def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_s: float = 60) -> list[str]:
+def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_s: float = 300) -> list[str]:
     """Call `body()` on `world` ranks and return what each printed.
 
     Fails if a rank raises or outlives `timeout_s`. A hung rank is aborted and its stack is part of the failure, so a
@@ -65,7 +65,7 @@ def _rank(body: Callable[[], object], rank: int, world: int, store: Path) -> int
         store=dist.FileStore(str(store), world),
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=240),
     )
     body()
     dist.barrier()

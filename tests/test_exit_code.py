@@ -94,7 +94,7 @@ HANGS = "import threading; threading.Thread(target=threading.Event().wait).start
 def test_no_thread_keeps_a_rank_from_ending() -> None:
     script = f"{HANGS}; print('said'); from titanlite.exit_code import leave; leave(3)"
     ended = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", script], env=os.environ | {"RANK": "0"}, capture_output=True, text=True, timeout=300
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "said\n", "")
 
@@ -105,7 +105,7 @@ def test_a_reader_that_is_gone_changes_no_exit_code(is_rank: bool) -> None:
     script = f"{HANGS if is_rank else ''}\n{gone}; print('said'); from titanlite.exit_code import leave; leave(3)"
     environment = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONUNBUFFERED": ""}
     environment |= {"RANK": "0"} if is_rank else {}
-    assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=30).returncode == 3
+    assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=300).returncode == 3
 
 
 def test_nor_does_a_mistake_that_nobody_hears_of(monkeypatch: pytest.MonkeyPatch) -> None:

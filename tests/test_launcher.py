@@ -77,7 +77,7 @@ def test_a_run_under_srun_touches_nothing(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     clean |= {"SLURM_STEP_NUM_TASKS": "2", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "titanlite.train", "--config", str(shipped_folder("configs") / "debug.toml")]
-    done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert "srun --ntasks-per-node 1 torchrun" in done.stderr
     assert list(tmp_path.iterdir()) == []

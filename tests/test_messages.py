@@ -1,24 +1,22 @@
-"""The commonest mistakes, made as a person makes them: one message, exit code 2, no traceback, in two seconds."""
+"""The commonest mistakes, made as a person makes them: one message, exit code 2, no traceback, in a moment."""
 
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cpu import cpu_of_children
 from tests.forks import LAUNCHER_VARIABLES
 from tests.training.launched import REPOSITORY, torchrun
-
-LIMIT_S = 2.0
 
 
 def start(folder: Path, flags: list[str]) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}
     command = [sys.executable, str(REPOSITORY / "train.py"), *flags, "--job.dump_folder", str(folder)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def config(folder: Path, text: str) -> list[str]:
@@ -78,20 +76,16 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {  # with what the messag
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_message_within_two_seconds(mistake: str, tmp_path: Path) -> None:
+def test_one_message_in_a_moment(mistake: str, tmp_path: Path) -> None:
     make, said = MISTAKES[mistake]
-    flags, seconds = make(tmp_path), []
-    while not seconds or (min(seconds) > LIMIT_S and len(seconds) < 3):  # the best of three, on a loaded machine
-        since = time.monotonic()
-        ended = start(tmp_path, flags)
-        seconds.append(time.monotonic() - since)
-        assert ended.returncode == 2, ended.stderr
-        assert ended.stdout == ""
-        assert "Traceback" not in ended.stderr
-        assert ended.stderr.count(": 1 problem\n") == 1, ended.stderr
-        for words in said:
-            assert ended.stderr.count(words) == 1, f"{words!r} in\n{ended.stderr}"
-    assert min(seconds) <= LIMIT_S
+    with cpu_of_children(2.0):
+        ended = start(tmp_path, make(tmp_path))
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout == ""
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.count(": 1 problem\n") == 1, ended.stderr
+    for words in said:
+        assert ended.stderr.count(words) == 1, f"{words!r} in\n{ended.stderr}"
 
 
 def under_torchrun(folder: Path, flags: list[str]) -> str:
@@ -100,7 +94,7 @@ def under_torchrun(folder: Path, flags: list[str]) -> str:
     argv = [*flags, "--job.dump_folder", str(folder)]
     run = torchrun(["--standalone", "--nproc-per-node", "2"], str(REPOSITORY / "train.py"), argv, log)
     try:
-        assert run.wait(60) == 1  # torchrun's own
+        assert run.wait(300) == 1  # torchrun's own
     finally:
         run.kill()
     return log.read_text()

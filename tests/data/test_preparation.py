@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -288,48 +288,67 @@ def test_a_cache_folder_below_a_pattern_for_all_folders_is_refused(tmp_path: Pat
 SLOW = """
 import sys, time
 from titanlite.config.schema import Data
-from titanlite.data import encode as module
+from titanlite.data import cache as waits, encode as module
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import ByteTokenizer
 
-encode, source, cache, seconds = ByteTokenizer.encode_batch, *sys.argv[1:3], float(sys.argv[3])
+encode, source, cache = ByteTokenizer.encode_batch, *sys.argv[1:]
 def slowly(self, texts):
     print("encoding", flush=True)
-    time.sleep(seconds)
+    sys.stdin.readline()  # until it is told to go on
     return encode(self, texts)
-ByteTokenizer.encode_batch = slowly
+class Clock:
+    def sleep(seconds):
+        print("waiting", flush=True)
+        time.sleep(seconds)
+ByteTokenizer.encode_batch, waits.time = slowly, Clock
 module._BATCH_CHARACTERS = 1
 shards = prepare(source, Data(cache_dir=cache), 256, progress=True)
 print("tokens", shards.tokens, shards.fingerprint)
 """
 
 
-def start_slow(source: str, cache: Path, seconds: float) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", SLOW, source, str(cache), str(seconds)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_slow(source: str, cache: Path) -> "subprocess.Popen[str]":
+    command, pipe = [sys.executable, "-c", SLOW, source, str(cache)], subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def go_on(process: "subprocess.Popen[str]") -> None:
+    """Let it come to its end."""
+    assert process.stdin is not None
+    process.stdin.close()
+    process.stdin = None
+
+
+def does(process: "subprocess.Popen[str]") -> str:
+    """The first word, or the next one, that it says of what it does."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
 
 
 def test_of_several_processes_one_prepares(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in", "a", "b", "c")
-    processes = [start_slow(source, tmp_path / "cache", 0.2) for _ in range(3)]
-    out = [p.communicate(timeout=30) for p in processes]
+    processes = [start_slow(source, tmp_path / "cache") for _ in range(3)]
+    assert sorted(map(does, processes)) == ["encoding", "waiting", "waiting"]
+    for process in processes:
+        go_on(process)
+    out = [p.communicate(timeout=300) for p in processes]
     assert [p.returncode for p in processes] == [0, 0, 0], out
-    assert sorted(o.count("encoding") for o, _ in out) == [0, 0, 3]
-    assert len({re.findall(r"tokens 6 \w+", o)[0] for o, _ in out}) == 1
+    assert sorted(o.count("encoding") for o, _ in out) == [0, 0, 2]
     assert all(f"preparing {source}" in e for _, e in out)
+    assert len({re.findall(r"tokens 6 \w+", o)[0] for o, _ in out}) == 1
 
 
 def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "in", "a", "b"), tmp_path / "cache"
-    killed = start_slow(source, cache, 30)
-    assert killed.stdout is not None
-    assert killed.stdout.readline() == "encoding\n"
+    killed = start_slow(source, cache)
+    assert does(killed) == "encoding"
     assert len(list(cache.glob("*.tmp-*"))) == 1
-    waiting = start_slow(source, cache, 0)
-    time.sleep(0.5)
-    assert waiting.poll() is None
+    waiting = start_slow(source, cache)
+    go_on(waiting)
+    assert does(waiting) == "waiting"
     killed.send_signal(signal.SIGKILL)
-    out, error = waiting.communicate(timeout=30)
+    out, error = waiting.communicate(timeout=300)
     killed.communicate()
     assert "tokens 4" in out, error
     assert re.search(rf"{cache}/.*\.tmp-{killed.pid} is of a process that was killed; .* begins anew\n", error)
@@ -338,24 +357,27 @@ def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) 
 
 def test_an_interrupted_preparation_says_that_it_begins_anew(tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "in", "a" * 2_000_000, "b"), tmp_path / "cache"
-    interrupted = start_slow(source, cache, 1)
-    assert interrupted.stdout is not None
-    for _ in range(2):
-        assert interrupted.stdout.readline() == "encoding\n"
+    interrupted = start_slow(source, cache)
+    assert does(interrupted) == "encoding"
+    assert interrupted.stdin is not None
+    print(file=interrupted.stdin, flush=True)
+    assert does(interrupted) == "encoding"
     interrupted.send_signal(signal.SIGINT)
-    error = interrupted.communicate(timeout=30)[1]
+    error = interrupted.communicate(timeout=300)[1]
     assert f"preparing {source}: interrupted after 2 MB; unless another process ends it, the next start begins" in error
     assert not list(cache.glob("*.tmp-*"))
 
 
 def test_a_failure_is_shared_with_those_who_waited(tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "in", "with \0 NUL"), tmp_path / "cache"
-    first = start_slow(source, cache, 2)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "encoding\n"
-    waiting = [start_slow(source, cache, 0) for _ in range(2)]
+    first = start_slow(source, cache)
+    assert does(first) == "encoding"
+    waiting = [start_slow(source, cache) for _ in range(2)]
+    assert [does(process) for process in waiting] == ["waiting", "waiting"]
     for process in (first, *waiting):
-        out, error = process.communicate(timeout=30)
+        go_on(process)
+    for process in (first, *waiting):
+        out, error = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "0.txt: holds NUL" in error
         assert "encoding" not in out
@@ -365,11 +387,11 @@ def test_a_failure_is_shared_with_those_who_waited(tmp_path: Path) -> None:
 
 def test_a_run_that_allows_more_bad_records_does_not_fail_with_one_that_it_waited_for(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in", "with \0 NUL", "good")
-    first = start_slow(source, tmp_path / "cache", 0.3)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "encoding\n"
+    first = start_slow(source, tmp_path / "cache")
+    assert does(first) == "encoding"
+    threading.Timer(0.3, go_on, [first]).start()
     assert prepare_here(tmp_path, source, max_bad_records=1).tokens == 5
-    assert "data.max_bad_records = 0" in first.communicate(timeout=30)[1]
+    assert "data.max_bad_records = 0" in first.communicate(timeout=300)[1]
 
 
 def test_a_failure_may_name_half_a_surrogate_pair(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ def exchanges(store: dist.Store, rank: int, first: int) -> list[list[bytes]]:
 
 def test_numbers_of_a_group_are_its_own():
     under = dist.HashStore()
-    under.set_timeout(timedelta(seconds=5))
+    under.set_timeout(timedelta(seconds=200))
     stores = [_GroupStore(under), _GroupStore(under)]
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(exchanges, stores[0], 0, 3), pool.submit(exchanges, stores[1], 1, 12)]
-        seen = [rank.result(timeout=20) for rank in ranks]
+        seen = [rank.result(timeout=300) for rank in ranks]
     assert seen[0] == seen[1] == [[b"0, 0", b"1, 0"], [b"0, 1", b"1, 1"]]

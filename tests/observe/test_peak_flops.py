@@ -56,9 +56,9 @@ def test_table_of_data_sheets(name, tflops):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_unknown_device_is_measured_within_a_moment(dtype):
-    start = time.perf_counter()
+    start = time.process_time()
     flops, how = peak_flops(torch.device("cpu"), dtype)
-    assert time.perf_counter() - start < 2.0  # 0.3 s on an idle machine
+    assert time.process_time() - start < 2.0  # 0.3 s is usual
     assert 1e8 < flops < 1e14  # any CPU is faster than a microcontroller and slower than an H200
     assert how.startswith("measured with a ")
     assert str(dtype).removeprefix("torch.") in how

@@ -1,12 +1,12 @@
 """The run in Weights & Biases is the recorded one, whatever happened on the way: against a server on loopback."""
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,10 @@ from pathlib import Path
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
-folder, mode, first, last, loss, end, log_freq = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5]), *sys.argv[5:]
-module._INIT_TIMEOUT_S, module._FINISH_TIMEOUT_S, module._END_S = 4.0, 2.0, {"offline": 30.0, "online": 30.0}
+folder, mode, first, last, loss, end, log_freq, *limits = sys.argv[1:]
+folder, first, last = Path(folder), int(first), int(last)
+module._INIT_TIMEOUT_S, module._FINISH_TIMEOUT_S = map(float, limits)
+module._END_S = {"offline": 100.0, "online": 100.0}
 config = Config(job=Job(name="mine"), metrics=Metrics(wandb="offline" if mode == "off" else mode))
 metrics = MetricsFile(folder / "metrics.jsonl", first - 1)
 run = module.WandbRun(config, folder, folder / "metrics.jsonl", print) if mode != "off" else None
@@ -74,6 +76,7 @@ class History:
         """Train from a step to a step, in a process of its own; with an outage, from the first row on."""
         self.starts += 1
         given = [str(self.folder), mode, str(first), str(last), str(self.starts), end, str(log_freq)]
+        given += ["100" if self.server.up else "5", "2" if outage else "100"]  # no limit is met but in an outage
         process = subprocess.Popen(
             [sys.executable, "-c", START, *given],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -87,7 +90,7 @@ class History:
             assert line, said
             said += line
         self.server.up = not outage and self.server.up
-        said += process.communicate("\n", timeout=60)[0]
+        said += process.communicate("\n", timeout=300)[0]
         assert process.returncode == (0 if end == "finish" else 9)
         return said
 
@@ -100,7 +103,7 @@ class History:
         for folder in folders or self.folders():
             done = subprocess.run(
                 [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced", "--include-online", str(folder)],
-                env=self.environment, capture_output=True, text=True, check=False, timeout=60,
+                env=self.environment, capture_output=True, text=True, check=False, timeout=300,
             )  # fmt: skip
             assert done.returncode == 0, done.stdout + done.stderr
 
@@ -157,7 +160,8 @@ def online_and_a_crash_whose_lost_steps_are_not_reached_again(run: History) -> N
 
 def offline_and_a_crash(run: History) -> None:
     run.start("offline", 1, 5, end="killed after 0")
-    time.sleep(3)
+    with (run.folder / "wandb/lines").open() as lines:
+        fcntl.flock(lines, fcntl.LOCK_EX)  # until its process has ended, too
     run.sync()
     run.start("offline", 3, 4)
     run.sync()
@@ -291,7 +295,7 @@ def test_a_start_waits_for_the_process_of_an_earlier_one(tmp_path: Path) -> None
     waiting.join(0.3)
     assert waiting.is_alive()
     os.close(file)
-    waiting.join(10)
+    waiting.join(300)
     assert not waiting.is_alive()
 
 

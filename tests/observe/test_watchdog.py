@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HEAD = """
-import ctypes, sys, time
+import ctypes, fcntl, sys, termios, threading, time
 from pathlib import Path
 from titanlite.observe import watchdog as module
 from titanlite.observe.guard import Guard
@@ -20,26 +20,28 @@ from titanlite.observe.watchdog import Watchdog
 folder = Path(sys.argv[1])
 log = folder / "rank3.log"
 
-def all_reduce_that_hangs(seconds=60):
-    time.sleep(seconds)
+def all_reduce_that_hangs():
+    time.sleep(3600)
+
+def until_read(guard):
+    while fcntl.ioctl(guard._told.fileno(), termios.FIONREAD, bytes(4)) != bytes(4):
+        time.sleep(0.01)
 """
 
 
 def run(folder, body):
-    start = time.monotonic()
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", HEAD + body, str(folder)],
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=300,
         env={"PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    return done, time.monotonic() - start
 
 
 def test_a_hang_ends_the_process_and_says_where(tmp_path):
-    done, seconds = run(
+    done = run(
         tmp_path,
         """
 status = Status(folder / "status.json")
@@ -50,9 +52,8 @@ with Watchdog(60, log, rank=3, on_timeout=lambda error: (time.sleep(0.3), status
 """,
     )
     assert done.returncode == 1
-    assert seconds < 10
     for text in (done.stderr, (tmp_path / "rank3.log").read_text()):
-        assert re.search(r"watchdog: rank 3 made no progress for [01] s at step 7, in step; stacks", text)
+        assert re.search(r"watchdog: rank 3 made no progress for \d+ s at step 7, in step; stacks", text)
         assert "in all_reduce_that_hangs" in text
     content = json.loads((tmp_path / "status.json").read_text())
     assert content["state"] == "failed"
@@ -60,39 +61,40 @@ with Watchdog(60, log, rank=3, on_timeout=lambda error: (time.sleep(0.3), status
 
 
 def test_it_is_silent_while_there_is_progress_and_during_a_long_first_step(tmp_path):
-    done, _ = run(
+    done = run(
         tmp_path,
         """
-module._LAST_WORDS_S = 1.0
-with Watchdog(30, log, rank=0) as watchdog:
-    time.sleep(1.2)  # compilation, longer than the limit of later steps
-    watchdog.set_timeout(1.0)
-    for step in range(1, 7):
+with Watchdog(300, log, rank=0) as watchdog:
+    time.sleep(4.2)  # compilation, longer than the limit of later steps
+    watchdog.set_timeout(4.0)
+    for step in range(1, 22):
         watchdog.progress(step, "step")
-        time.sleep(0.25)
-time.sleep(2.2)  # closed: watches no more, nor does faulthandler's timer
-print("done")
+        time.sleep(0.2)
+print(*[thread.name for thread in threading.enumerate()])  # closed: watches no more
 """,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "MainThread\n", "")
     assert (tmp_path / "rank3.log").read_text() == ""
 
 
 def test_a_hang_that_keeps_the_interpreter_is_ended_too(tmp_path):
-    done, _ = run(
+    done = run(
         tmp_path,
         """
 module._LAST_WORDS_S = 0.5
 def native_code_that_hangs():
-    ctypes.PyDLL(None).usleep(20_000_000)  # PyDLL keeps the interpreter lock, as a bad extension does
+    ctypes.PyDLL(None).sleep(3600)  # PyDLL keeps the interpreter lock, as a bad extension does
 Status(folder / "status.json")
-with Watchdog(0.5, log, rank=0, guard=Guard(folder / "status.json", 0)) as watchdog:
-    time.sleep(0.1)
+guard, told = Guard(folder / "status.json", 0), threading.Event()
+runs = guard.runs
+guard.runs = lambda limit_s: (runs(limit_s), told.set())
+with Watchdog(4, log, rank=0, guard=guard):
+    told.wait()
     native_code_that_hangs()
 """,
     )
     assert done.returncode == -signal.SIGABRT
-    said = r"rank 0 made no progress for \d s, in native code that keeps the interpreter"
+    said = r"rank 0 made no progress for \d+ s, in native code that keeps the interpreter"
     assert re.search(f"watchdog: {said}; stacks", done.stderr)
     assert "in native_code_that_hangs" in done.stderr
     content = json.loads((tmp_path / "status.json").read_text())
@@ -104,7 +106,7 @@ STOPPED = """
 Status(folder / "status.json")
 guard = Guard(folder / "status.json", 0)
 module._LAST_WORDS_S = 0.5
-with Watchdog(2.5, log, rank=0, guard=guard) as watchdog:
+with Watchdog(4, log, rank=0, guard=guard) as watchdog:
     print("ready", flush=True)
     {waits}
 guard.close()
@@ -125,7 +127,7 @@ def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path, waits):
         process.send_signal(signal.SIGSTOP)
         time.sleep(7)
         process.send_signal(signal.SIGCONT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "went on\n", "")
 
 
@@ -141,7 +143,7 @@ import os, signal
 Status(folder / "status.json", 7)
 guard = Guard(folder / "status.json", {rank})
 guard.runs(100)
-time.sleep(0.5)
+until_read(guard)
 {end}
 """,
     )
@@ -152,7 +154,7 @@ time.sleep(0.5)
 
 
 def wait_for_end(folder):
-    for _ in range(200):
+    for _ in range(6000):
         content = json.loads((folder / "status.json").read_text())
         if content["state"] != "running":
             return content
@@ -171,13 +173,14 @@ def wait_for_end(folder):
 )
 def test_what_has_been_said_stays(tmp_path, last):
     """How the run ended, that this rank has done its part, that another has begun, or nothing that could be altered."""
-    done, _ = run(
+    done = run(
         tmp_path,
         f"""
 import os
 status = Status(folder / "status.json", 7)
 guard = Guard(folder / "status.json", 0)
 guard.runs(100)
+until_read(guard)
 time.sleep(1.2)  # as `started` counts seconds
 {last}
 print((folder / "status.json").read_text(), end="", flush=True)
@@ -193,12 +196,12 @@ os._exit(1)
     ["sys.stderr = sys.__stderr__ = None", "import os; ours, theirs = os.pipe(); os.dup2(theirs, 2); os.close(ours)"],
 )
 def test_a_process_without_standard_error_is_ended_too(tmp_path, lost):
-    done, _ = run(
+    done = run(
         tmp_path,
         lost
         + """
 with Watchdog(0.3, log, rank=0):
-    all_reduce_that_hangs(10)
+    all_reduce_that_hangs()
 """,
     )
     assert done.returncode == 1
@@ -206,14 +209,13 @@ with Watchdog(0.3, log, rank=0):
 
 
 def test_last_words_that_hang_do_not_keep_the_process(tmp_path):
-    done, seconds = run(
+    done = run(
         tmp_path,
         """
 module._LAST_WORDS_S = 0.5
-with Watchdog(0.3, log, rank=0, on_timeout=lambda error: time.sleep(60)):
+with Watchdog(0.3, log, rank=0, on_timeout=lambda error: time.sleep(3600)):
     all_reduce_that_hangs()
 """,
     )
     assert done.returncode == 1
-    assert seconds < 10
     assert "in all_reduce_that_hangs" in done.stderr

@@ -67,7 +67,7 @@ class Job:
     pids: list[int]
     logs: list[Path]
 
-    def wait(self, timeout_s: float = 60) -> list[int]:
+    def wait(self, timeout_s: float = 300) -> list[int]:
         """Exit code of every rank; a rank that outlives the limit is aborted, and its stack is in `output`."""
         codes: dict[int, int] = {}
         deadline = time.monotonic() + timeout_s
@@ -201,8 +201,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_step(folder: Path, step: int) -> None:
-    """Wait until a run has logged a step, a minute at most."""
-    deadline = time.monotonic() + 60
+    """Wait until a run has logged a step, five minutes at most."""
+    deadline = time.monotonic() + 300
     while not any(row["step"] >= step for row in rows(folder)):
         assert time.monotonic() < deadline, f"{folder} has not reached step {step}"
         time.sleep(0.005)

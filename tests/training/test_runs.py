@@ -430,7 +430,7 @@ def test_a_missing_step_is_refused_before_torch_is_imported(desk: Desk) -> None:
         "code = exit_code(train.main); print(*sys.modules); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, *desk.flags("not there", "--checkpoint.resume=7")]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2, ended.stderr
     assert "checkpoint.resume = 7\n    want: a complete checkpoint in" in ended.stderr.replace("\n  ", "\n")
     assert "torch" not in ended.stdout.split()
@@ -581,7 +581,7 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
             MetricsFile.write = limited
 
     job = desk.start("full", 2, plant=plant)
-    codes = job.wait(30)
+    codes = job.wait()
     assert codes == [2, 1], job.output()  # 1 of rank 1: its connection to rank 0 is gone
     said = job.output().partition("--- rank 1")[0]
     assert "a file = [Errno 27] File too large; " in said
@@ -840,12 +840,12 @@ def test_a_job_that_is_suspended_beyond_its_limits_goes_on(desk: Desk, kept_awak
         take = loop.train_step
         loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
 
-    name = f"suspended {len(kept_awake)}"
-    job = desk.start(name, 2, "--comm.train_timeout_seconds=3", "--training.steps=60", plant=plant)
+    name, limit_s = f"suspended {len(kept_awake)}", 3 if kept_awake else 8  # no step takes as long
+    job = desk.start(name, 2, f"--comm.train_timeout_seconds={limit_s}", "--training.steps=60", plant=plant)
     folder = desk.folder / "runs" / name
     wait_for_step(folder, 5)
     stopped = [pid for rank, pid in enumerate(job.pids) if rank not in kept_awake]
-    for number, then_s in ((signal.SIGSTOP, 9), (signal.SIGCONT, 0)):
+    for number, then_s in ((signal.SIGSTOP, 3 * limit_s), (signal.SIGCONT, 0)):
         for pid in stopped:
             os.kill(pid, number)
         time.sleep(then_s)
@@ -869,21 +869,21 @@ def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk:
             write = Report.step
 
             def late(self: Report, outcome: Outcome) -> None:
-                time.sleep(12 if outcome.step == 5 else 0)
+                time.sleep(600 if outcome.step == 5 else 0)
                 write(self, outcome)
 
             Report.step = late
 
     job = desk.start("hangs", 2, "--comm.train_timeout_seconds=6", plant=plant)
-    assert job.wait(30) == [1, 1], job.output()
+    assert job.wait() == [1, 1], job.output()
     of_rank_0 = job.output().partition("--- rank 1")[0]
     waits, late = (
         rf"step \d+, in step, titanlite/training/{file}: rank {n} \(host .*, process \d+\)"
         for n, file in enumerate(PLACES)
     )
-    where = rf"made no progress for [34] s at step \d+; where each rank is:\n    {waits}\n    {late}"
+    where = rf"made no progress for \d+ s at step \d+; where each rank is:\n    {waits}\n    {late}"
     assert re.search(f"watchdog: rank 0 {where}", of_rank_0)
-    assert re.search(f"TimeoutError: rank 0 {where}$|rank 0 made no progress for 6 s", of_rank_0.rstrip())
+    assert re.search(rf"TimeoutError: rank 0 {where}$|rank 0 made no progress for \d+ s", of_rank_0.rstrip())
     assert "where each rank is" not in job.output().partition("--- rank 1")[2]
     status = Ended(desk.folder / "runs" / "hangs", "").status
     assert (status["state"], status["error"]["type"]) == ("failed", "TimeoutError")
@@ -899,20 +899,20 @@ def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -
     folder = desk.folder / "runs" / "stopped host"
     wait_for_step(folder, 3)
     os.kill(job.pids[0], signal.SIGSTOP)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (said := Ended(folder, "").status)["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.kill(job.pids[0], signal.SIGKILL)
     assert job.wait() == [-signal.SIGKILL, 1, 1]
     silent = "the job's store does not answer, so what hosts it is stopped, gone or cut off: rank 0, on 127.0.0.1"
-    places = rf"rank 1 made no progress for 3 s at step \d+; where each rank is:\n.*: rank 1\n    {silent}"
+    places = rf"rank 1 made no progress for \d+ s at step \d+; where each rank is:\n.*: rank 1\n    {silent}"
     assert re.fullmatch(places, said["stalled"])
     assert f"    {silent}\n" in job.output()
 
 
 def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk: Desk) -> None:
-    slow_s = 1.0
+    slow_s = 4.0  # no step takes as long, on a busy machine either
 
     def plant() -> None:
         write, validate = Profiler._write, loop.Loop.validate
@@ -922,7 +922,7 @@ def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk:
             write(self, trace)
 
         def slow(self: loop.Loop, step: int) -> None:
-            time.sleep(slow_s)
+            time.sleep(slow_s if step == 4 else 0)
             validate(self, step)
 
         Profiler._write, loop.Loop.validate = late, slow

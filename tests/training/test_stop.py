@@ -74,7 +74,7 @@ def test_who_is_left_says_that_another_rank_has_ended_and_the_status_which(desk:
     assert job.wait() == [1, -signal.SIGKILL]
     said = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
     assert f"ConnectionError: {said}\n" in job.output()
-    ended, deadline = Ended(desk.folder / "runs" / "left", ""), time.monotonic() + 20
+    ended, deadline = Ended(desk.folder / "runs" / "left", ""), time.monotonic() + 300
     while ended.status["error"]["rank"] == 0:  # a process beside rank 1 says so, after that one's end
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -158,6 +158,7 @@ def test_what_signals_did_before_they_do_afterwards() -> None:
 
 def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:
     def twice() -> None:
+        stop._ONE_REQUEST_S = 600
         kill(signal.SIGTERM)()
         kill(signal.SIGTERM)()
 
@@ -226,13 +227,11 @@ def test_a_process_that_waits_in_native_code_ends_too(desk: Desk, number: signal
 
         def waits(*_: object) -> None:
             threading.Timer(0.1, kill(number)).start()
-            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=50))
+            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
 
         train.build = waits
 
-    began = time.monotonic()
     run = desk.run(f"native {number}", 1, plant=plant, ends=128 + number)
-    assert time.monotonic() - began < 25
     assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
     assert f"stopped by {number.name} before step 1\n" in run.output
 
@@ -245,10 +244,10 @@ def test_a_signal_to_a_forked_process_is_its_own(in_steps: bool, capfd: pytest.C
         stop._TAKEN_UP_S, before = 0.2, stop._TAKEN_UP_S
         if in_steps:
             signals.begin_steps()
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
         child.start()
         child.terminate()
-        child.join(10)
+        child.join(300)
         time.sleep(0.5)  # the watcher would have ended this process
         stop._TAKEN_UP_S = before
     assert child.exitcode == -signal.SIGTERM
@@ -261,17 +260,19 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk
     def plant() -> None:
         stop._ONE_REQUEST_S = 0.2
 
+        def twice() -> None:
+            for _ in range(2):
+                time.sleep(1)
+                kill(signal.SIGTERM)()
+
         def waits(*_: object, **__: object) -> None:
-            for after in (0.1, 0.6):
-                threading.Timer(after, kill(signal.SIGTERM)).start()
-            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=50))
+            threading.Thread(target=twice).start()
+            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
 
         loop.Loop.train = waits  # type: ignore[method-assign]
 
     before = desk.run("native twice", 1, "--job.stop_after=2")
-    began = time.monotonic()
     run = desk.run("native twice", 1, plant=plant, ends=128 + signal.SIGTERM)
-    assert time.monotonic() - began < 25
     assert (run.status["state"], run.status["by"]) == ("stopped", "a second signal, SIGTERM")
     assert run.status["step"] == before.checkpoints()[-1] == 2
     assert "after step 2; the newest checkpoint is of step 2\n" in run.output
@@ -301,7 +302,7 @@ def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
     try:
         wait_for_step(folder, 5)
         launcher.terminate()
-        launcher.wait(30)
+        launcher.wait(300)
     finally:
         launcher.kill()
     ended = Ended(folder, (tmp_path / "log").read_text())
@@ -324,8 +325,8 @@ def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path
         wait_for_step(folder, 3)
     finally:
         launcher.kill()
-        launcher.wait(30)
-    ended, deadline = Ended(folder, ""), time.monotonic() + 60
+        launcher.wait(300)
+    ended, deadline = Ended(folder, ""), time.monotonic() + 300
     while ended.status["state"] == "running":
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -347,7 +348,7 @@ def test_a_process_without_a_rank_or_told_to_outlives_who_started_it(
         take = loop.train_step
         loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
 
-    flags = (f"--job.stop_with_launcher={key}", "--training.steps=8")
+    flags = (f"--job.stop_with_launcher={key}", f"--training.steps={100_000 if by else 8}")
     run = desk.run(f"left behind {key} {world}", world, *flags, plant=plant)
     assert run.status["state"] == ("stopped" if by else "finished")
     assert (by or "") in run.status.get("by", "")

@@ -1,7 +1,8 @@
 """Validation: the same number under any layout, when it is due, and never a hang."""
 
-import time
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from tests.needs import slow
 from tests.training.launched import Desk, Ended
 from titanlite.data.batches import Batch
+from titanlite.observe.watchdog import Watchdog
 from titanlite.training import loop
 from titanlite.training.build import Run
 
@@ -77,16 +79,21 @@ def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -
 
 def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
     def plant() -> None:
-        read = loop.ValidationBatches.__iter__
+        read, progress, seen = loop.ValidationBatches.__iter__, Watchdog.progress, [0]
 
-        def slow(self: loop.ValidationBatches) -> Iterator[Batch]:
-            for batch in read(self):
-                time.sleep(0.1)
+        def counted(self: Watchdog, step: int, phase: str) -> None:
+            seen[0] += 1
+            progress(self, step, phase)
+
+        def asked(self: loop.ValidationBatches) -> Iterator[Batch]:
+            for n, batch in enumerate(read(self)):
+                print(f"{n} batches, {seen[0]} reports")
                 yield batch
 
-        loop.ValidationBatches.__iter__ = slow
+        Watchdog.progress, loop.ValidationBatches.__iter__ = counted, asked
 
-    # 37 batches take 3.7 s, and 3 s without progress would end the run.
-    limits = ("--comm.init_timeout_seconds=3", "--comm.train_timeout_seconds=3")
-    run = desk.run("slow", 1, *FLAGS, *limits, "--job.stop_after=4", plant=plant)
+    run = desk.run("watched", 1, *FLAGS, "--job.stop_after=4", plant=plant)
     assert list(validations(run)) == [4]
+    reports = [int(n) for n in re.findall(r"\d+ batches, (\d+) reports", run.output)]
+    assert len(reports) == 37
+    assert all(after > before for before, after in pairwise(reports))
