@@ -247,6 +247,22 @@ def test_checkpoints_that_cannot_be_looked_at_are_named(bound_by_permissions: No
         claim(Path(), change(Config(), "checkpoint.enable", False))
 
 
+@pytest.mark.parametrize("kind", ["locked", "link"])
+@pytest.mark.parametrize(("later", "key"), [("checkpoints", "checkpoint.enable"), ("profile", "profiling.enable")])
+def test_what_a_run_writes_later_is_asked_before_it_starts(
+    kind: str, later: str, key: str, bound_by_permissions: None
+) -> None:
+    if kind == "link":
+        Path(later).symlink_to("nowhere")
+    else:
+        Path(later).mkdir(mode=0o500)
+    off = change(change(Config(), "checkpoint.enable", False), "profiling.enable", False)
+    for look in (RunFolder(Path()).foresee, RunFolder(Path()).claim):
+        with pytest.raises(ConfigError, match=rf"{later} = (Permission denied|a link that leads nowhere)\n"):
+            look(change(off, key, True))
+    claim(Path(), off)
+
+
 def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def flock(lock: int, how: int) -> None:
         raise OSError(number, os.strerror(number))

@@ -125,10 +125,13 @@ def require_writable(folder: Path) -> None:
         folder: there or not.
 
     Raises:
-        OSError: what is there is no folder, or nothing can be made in it: permissions, or a read-only mount.
+        OSError: what is there is no folder, or nothing can be made in it: permissions, a read-only mount, or a link to
+            what is not there.
     """
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     number = 0
+    if not there.exists():
+        raise FileNotFoundError(errno.ENOENT, "a link that leads nowhere", str(there))
     if not there.is_dir():
         number = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):

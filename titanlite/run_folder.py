@@ -109,8 +109,9 @@ class RunFolder:
             What the user should be told: keys that changed since the run was last started, a file system without locks.
 
         Raises:
-            ConfigError: the folder cannot be written, is in use, is of a different run, is not new although
-                `checkpoint.resume = "never"`, or has checkpoints although `checkpoint.enable` is false.
+            ConfigError: the folder, or one in it that is written later, cannot be written; it is in use, is of a
+                different run, is not new although `checkpoint.resume = "never"`, or has checkpoints although
+                `checkpoint.enable` is false.
         """
         with self._access_explained(config):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -257,6 +258,15 @@ class RunFolder:
         """Refuse the folder of another run; return what has changed."""
         notices = self._compare(config)
         self._check_new(config)
+        written_later = {self.checkpoints: config.checkpoint.enable, self.profile: config.profiling.enable}
+        for folder in (folder for folder, is_written in written_later.items() if is_written):
+            try:
+                require_writable(folder)
+            except OSError as e:
+                want = "a folder that can be written: the run would end when it comes to that"
+                fix = "make it writable or move it away, or choose another job.name"
+                problem = Problem(str(folder), str(e.strerror), want, fix)
+                raise ConfigError(describe(str(self.path), [problem])) from None
         return notices
 
     def _compare(self, config: Config) -> list[str]:

@@ -1,5 +1,6 @@
 """A disk without room for the checkpoints is told before the first step, by `train.py` and by `titanlite validate`."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,18 @@ def test_a_run_that_was_stopped_between_its_saves(tmp_path: Path, free: list[flo
     with (tmp_path / "step-00001100.tmp" / "tensors").open("wb") as file:
         file.truncate(int(0.15 * EACH))  # sparse
     assert lack_of_room(tmp_path, config(0, steps=1100), SIZES) is None
+
+
+@pytest.mark.parametrize(("of_all", "left", "lacks"), [(1000, 31, True), (1000, 32, False), (0, 0, False)])
+def test_a_disk_may_have_room_for_no_more_files(
+    tmp_path: Path, free: list[float], monkeypatch: pytest.MonkeyPatch, of_all: int, left: int, lacks: bool
+) -> None:
+    free[0], seen = 10, list(os.statvfs(tmp_path))
+    seen[5:8] = of_all, left, left  # f_files, f_ffree, f_favail
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(seen))
+    told = lack_of_room(tmp_path, config(3), SIZES)
+    assert (told is not None) == lacks
+    assert not lacks or f", and {left} files (inodes) are free at {tmp_path}" in str(told)
 
 
 def test_validate_says_so(

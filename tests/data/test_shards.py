@@ -104,7 +104,7 @@ def test_a_shard_of_another_size_is_refused_at_opening(tmp_path: Path) -> None:
         TokenShards(tmp_path / "s")
 
 
-def test_a_shard_that_shrinks_while_mapped_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
+def test_a_shard_that_shrinks_while_it_is_read_from_is_named(tmp_path: Path) -> None:
     shards = make_shards(tmp_path / "s", np.arange(250))
     shards.read(0, 250)
     os.truncate(tmp_path / "s" / "shard-00001.bin", 10)
@@ -198,6 +198,16 @@ def test_shards_that_were_damaged_on_their_way_are_refused(tmp_path: Path, small
         open_files(tmp_path, 1 << 16, source="in")
     file.write_bytes(content)
     assert open_files(tmp_path, 1 << 16, source="in").fingerprint == made.fingerprint
+
+
+def test_shards_that_are_read_keep_neither_descriptors_nor_mappings(tmp_path: Path) -> None:
+    shards, kept = make_shards(tmp_path / "s", np.arange(250)), [Path("/proc/self/fd"), Path("/proc/self/maps")]
+    if not kept[0].exists():
+        pytest.skip("looks in /proc")
+    before = len(list(kept[0].iterdir()))
+    assert shards.read(0, 250)[-1] == 249
+    assert len(list(kept[0].iterdir())) == before
+    assert str(tmp_path) not in kept[1].read_text()
 
 
 def test_a_shard_that_is_gone_before_it_is_first_read_is_named(tmp_path: Path) -> None:

@@ -358,6 +358,19 @@ def test_a_disk_without_room_for_checkpoints_is_told_before_the_first_step(desk:
     assert "free space = 1.0 MiB free" in after
 
 
+def test_a_corpus_may_have_more_files_than_a_process_descriptors(desk: Desk) -> None:
+    (files := desk.folder / "many").mkdir()
+    for n in range(400):
+        np.full(100, n % 256, "<u2").tofile(files / f"{n:03}.bin")
+
+    def plant() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+
+    given = f"--data.source={files}/*.bin", "--training.steps=60", "--training.global_batch_size=8"
+    run = desk.run("many files", 2, *given, plant=plant)  # of 625 samples, 480, each of one file or two
+    assert run.status["state"] == "finished"
+
+
 def test_one_job_in_a_folder(desk: Desk) -> None:
     job = desk.start("shared", 1, "--training.steps=100000")
     try:

@@ -5,17 +5,19 @@ Neither sees quotas.
 """
 
 import math
+import os
 import shutil
 from pathlib import Path
 
 from titanlite.byte_size import byte_size
-from titanlite.checkpoint.publish import complete_steps, stale_bytes
+from titanlite.checkpoint.publish import THREADS, complete_steps, stale_bytes
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.check import last_step
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 
 SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
+_FILES = THREADS + 4  # of a checkpoint, at least: tensors, .metadata, state.json, the manifest, the folder
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -41,10 +43,12 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
     more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
     each = n_parameters(block, sizes) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
     folder = next(path for path in (root, *root.parents) if path.exists())
-    free = shutil.disk_usage(folder).free + stale_bytes(root)
-    if free >= (more - 1 + SPARE) * each:
+    free, files = shutil.disk_usage(folder).free + stale_bytes(root), os.statvfs(folder)
+    lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # 0 of all: it has as many as it likes
+    if free >= (more - 1 + SPARE) * each and not lacks_files:
         return None
     others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"
     kept = f"checkpoint.keep_latest_k = {keep}{others}"
     need = f"{more} more of {byte_size(each)} are to come ({kept})"
-    return f"the disk has no room for the checkpoints: {need}, and {byte_size(free)} are free at {folder}"
+    room = f"{files.f_favail} files (inodes)" if lacks_files else byte_size(free)
+    return f"the disk has no room for the checkpoints: {need}, and {room} are free at {folder}"

@@ -14,7 +14,7 @@ from titanlite.config.torchtitan import KEYS
 _OLDER: dict[str, str] = {
     "job.print_args": "remove it; the resolved config is in <dump_folder>/<name>/config.toml",
     "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor (a share of the peak)",
-    "training.dataloader": "remove it; batches are read ahead from memory-mapped token shards, without workers",
+    "training.dataloader": "remove it; batches are read ahead from token shards, without workers",
     "training.batch_size": "use training.local_batch_size = {}",
     "training.tensor_parallel_degree": "use parallelism.tensor_parallel_degree = {}",
     "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree = {}",
@@ -37,7 +37,7 @@ _OLDER: dict[str, str] = {
     "fault_tolerance": "remove it; titanlite has no torchft: restart with torchrun --max-restarts",
     "memory_estimation": "remove it; titanlite plan FILE --world N prints the memory of a run",
     "validation.enabled": "use validation.enable = {}",
-    "validation.dataloader": "remove it; batches are read from memory-mapped token shards, without workers",
+    "validation.dataloader": "remove it; batches are read from token shards, without workers",
 }
 """Keys of earlier releases, and sections that have others."""
 

@@ -4,7 +4,7 @@ A step trains on the next G positions of the global order (G = `training.global_
 data-parallel rank r takes `local_batch_size` of them, from the (m·dp + r)·local-th on. So a step's samples are the same
 for every number of ranks, and the number of samples trained on is the whole state.
 
-A thread reads the next step while this one is computed. One thread is enough: a sample is a copy out of mapped memory,
+A thread reads the next step while this one is computed. One thread is enough: a sample is one read of the page cache,
 and the ranks of a host need a few megabytes a second. Worker processes would bring signals, forks and shared memory.
 """
 

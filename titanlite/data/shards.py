@@ -1,19 +1,20 @@
-"""Token shards: a corpus as one long row of token ids, in flat files that are mapped into memory.
+"""Token shards: a corpus as one long row of token ids, in flat files.
 
 A folder of shards holds `shard-00000.bin`, … (little-endian uint16, or uint32 for vocabularies above 65,536) and
 `meta.json`, which says what is in them. Token files that somebody else made stay where they are; their folder holds a
 `meta.json` alone, with their paths. There is no index of documents: sample i is tokens[i·S : i·S + S + 1], the row cut
 into equal pieces, its last token being the target of the one before.
 
-Reading goes through the page cache, which all ranks of a host share. A mapped file that shrinks kills the process with
-SIGBUS, without a word; so every read first compares the file's size. A file that has changed at equal size trains on,
-or has ids that the model has no row for; so a block of it is held against its hash before its first token is read.
+Each sample is read where it lies, through the page cache, which all ranks of a host share, and its file closed again: a
+corpus of thousands of files needs no more descriptors and address space than one of a single file. Mapped into memory,
+each would keep both, and one that shrinks would kill the process with SIGBUS, without a word. A file that has changed
+at equal size trains on, or has ids that the model has no row for; so a block of it is held against its hash before its
+first token is read.
 """
 
 import dataclasses
 import hashlib
 import json
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,6 @@ class TokenShards:
         self._dtype = np.dtype(self.meta.dtype).newbyteorder("<")
         self._paths = [folder / s.path for s in self.meta.shards]
         self._starts = np.cumsum([0] + [s.tokens for s in self.meta.shards])
-        self._maps: dict[int, mmap.mmap] = {}
         self._blocks = np.cumsum([0] + [_n_blocks(s, self.meta.dtype) for s in self.meta.shards])
         self.checked = np.zeros(self._blocks[-1], bool)  # blocks known to be right, of all shards in a row
         for i in range(len(self._paths)):
@@ -150,11 +150,10 @@ class TokenShards:
             at = start + done - int(self._starts[shard])
             n = min(count - done, self.meta.shards[shard].tokens - at)
             if n:
-                offset = at * self._dtype.itemsize
-                end = offset + n * self._dtype.itemsize
-                for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+                offset, size = at * self._dtype.itemsize, n * self._dtype.itemsize
+                for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
                     self.check(int(self._blocks[shard]) + block)
-                out[done : done + n] = np.frombuffer(self._map(shard), self._dtype, count=n, offset=offset)
+                out[done : done + n] = np.frombuffer(self._read(shard, offset, size), self._dtype, count=n)
             done, shard = done + n, shard + 1
         return out
 
@@ -171,13 +170,7 @@ class TokenShards:
             return
         at = int(np.searchsorted(self._blocks, block, side="right")) - 1
         shard, path, start = self.meta.shards[at], self._paths[at], (block - int(self._blocks[at])) * BLOCK_BYTES
-        self._check_size(at, _size(self.folder, path))
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                content = file.read(BLOCK_BYTES)
-        except OSError as e:
-            raise _unreadable(self.folder, e) from e
+        content = self._read(at, start, BLOCK_BYTES)
         if shard.hashes:
             is_right = block_hash(content) == shard.hashes[start // BLOCK_BYTES]
         else:
@@ -187,16 +180,17 @@ class TokenShards:
             raise _damaged(self.folder, saw, f"the content that {self.folder / 'meta.json'} was written for")
         self.checked[block] = True
 
-    def _map(self, shard: int) -> mmap.mmap:
-        if shard not in self._maps:
+    def _read(self, shard: int, start: int, size: int) -> bytes:
+        """Bytes of one shard."""
+        try:
+            with open(self._paths[shard], "rb", buffering=0) as file:
+                content = os.pread(file.fileno(), size, start)
+                is_now = os.fstat(file.fileno()).st_size  # after reading: what was read is whole
+        except OSError as e:
             self._check_size(shard, _size(self.folder, self._paths[shard]))
-            try:
-                with self._paths[shard].open("rb") as file:
-                    self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except OSError as e:
-                raise _unreadable(self.folder, e) from e
-        self._check_size(shard, self._maps[shard].size())  # of the file, not of the mapping
-        return self._maps[shard]
+            raise _unreadable(self.folder, e) from e
+        self._check_size(shard, is_now)
+        return content
 
     def _check_size(self, shard: int, size: int | None) -> None:
         path, expected = self._paths[shard], self.meta.shards[shard].tokens * self._dtype.itemsize
