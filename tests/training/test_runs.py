@@ -358,6 +358,17 @@ def test_a_disk_without_room_for_checkpoints_is_told_before_the_first_step(desk:
     assert "free space = 1.0 MiB free" in after
 
 
+def test_a_rank_that_does_not_share_the_folder_is_named_before_the_first_step(desk: Desk) -> None:
+    def plant() -> None:
+        (there := desk.folder / f"host of {os.environ['RANK']}").mkdir()
+        os.chdir(there)
+
+    output = desk.run("apart", 2, "--job.dump_folder=runs", plant=plant, ends=2).output
+    assert re.search(r"rank 1 on .* = does not see it\n +want: one folder for all ranks", output)
+    assert "step  1/" not in output
+    assert list((desk.folder / "host of 0" / "runs" / "apart").glob("**/seen-*")) == []
+
+
 def test_a_corpus_may_have_more_files_than_a_process_descriptors(desk: Desk) -> None:
     (files := desk.folder / "many").mkdir()
     for n in range(400):

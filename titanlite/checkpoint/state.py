@@ -9,6 +9,7 @@ Every method is collective: all ranks call it, all ranks return the same or rais
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,25 @@ class Checkpoints:
             folder = self._write(step, tensors, text, group)
         on_rank_0(lambda: publish.prune(self.root, self.keep, spare=self._resumed_from), group)
         return folder
+
+    def check_shared(self) -> None:
+        """Check at start that each rank sees what rank 0 makes where the checkpoints are to be, as every save needs.
+
+        Raises:
+            CheckpointError: one does not; it and its host are named, on all ranks.
+        """
+
+        def make() -> Path:  # under a name that no host has looked for: NFS remembers for a while what was not there
+            made = (self.root if self.root.is_dir() else self.root.parent) / f"seen-{secrets.token_hex(4)}.tmp"
+            made.mkdir()
+            return made
+
+        made = on_rank_0(make)
+        try:
+            on_all_ranks(lambda: store.check_seen(made))
+        finally:
+            if rank() == 0:
+                made.rmdir()
 
     def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         """Decide at start what to resume from, and remove what a killed save or deletion left behind.

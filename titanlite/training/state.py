@@ -44,11 +44,15 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         The last step done, and what was saved beside the tensors; step 0 and no samples for a fresh start.
 
     Raises:
-        CheckpointError: on every rank, if there is no such checkpoint, or it is damaged or of another model.
+        CheckpointError: on every rank, if a rank does not see the folder, or if there is no such checkpoint, or it is
+            damaged or of another model.
         ConfigError: on every rank, if a step would take another number of sequences, though nobody asked for that.
     """
     asked, key = run.config.checkpoint, "checkpoint.initial_load_path"
-    step, path = checkpoints.choose(asked.resume) if asked.enable else None, asked.initial_load_path
+    step, path = None, asked.initial_load_path
+    if asked.enable:
+        checkpoints.check_shared()
+        step = checkpoints.choose(asked.resume)
     if step is None:
         if path:
             n = load_weights(path, run.config.model.name, run.model, run.optimizer.parameters)
