@@ -417,9 +417,16 @@ def test_ids_of_the_right_type_are_never_refused(n: int, vocab_size: int, tmp_pa
         ids.astype(dtype).tofile(tmp_path / "in" / f"{i}.bin")
     padded = np.zeros(20_000, dtype)
     padded[::4000] = 1  # short documents, each padded to a row
+    long = np.zeros((100, 1000), dtype)
+    long[:, :100] = text_ids(10_000, vocab_size).reshape(100, 100)
+    long.tofile(tmp_path / "in" / "padded_text.bin")
+    ended = np.full(40_000, min(257, vocab_size - 1), dtype)  # of equal bytes
+    ended[20_000:] = min(256, vocab_size - 1)  # whose lower one is zero
+    ended[:20_000].tofile(tmp_path / "in" / "zz_ends_0.bin")
+    ended[20_000:].tofile(tmp_path / "in" / "zz_ends_1.bin")
     padded.tofile(tmp_path / "in" / "padded.bin")
-    made = *made, padded
-    assert np.array_equal(open_files(tmp_path, vocab_size).read(0, 3 * n + 20_000), np.concatenate(made))
+    made = *made, padded, long.ravel(), ended
+    assert np.array_equal(open_files(tmp_path, vocab_size).read(0, 3 * n + 160_000), np.concatenate(made))
 
 
 def test_the_conversion_that_a_refusal_names_makes_it_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,12 +238,13 @@ def _shown(data: np.ndarray) -> str | None:
         third, are_words = max(tops[2], tops[6]), tops[0] and tops[4] and not (tops[3] or tops[7])
         if are_words and (not third or (third < 16 and tops[1] and tops[5])):
             return f"{order}u4"
-    first, second = (np.bincount(data[:, i::2].ravel(), minlength=256) for i in (0, 1))
+    # But for zeros, of which padding has many.
+    first, second = (np.bincount(data[:, i::2].ravel(), minlength=256)[1:] for i in (0, 1))
     n_first, n_second, is_enough = np.count_nonzero(first), np.count_nonzero(second), data.size >= _ENOUGH_BYTES
-    if (not first[1:].any() and second[1:].any()) or (is_enough and n_first < 240 and n_second >= 250):
+    if (n_first == 0 and n_second > 8) or (is_enough and n_first < 240 and n_second >= 250):
         return ">u2"
-    is_alike = is_enough and np.minimum(first, second).sum() > 0.8 * first.sum()
-    return "|u1" if is_alike and not first[255] and not second[255] else None
+    is_alike = is_enough and n_first > 20 and np.minimum(first, second).sum() > 0.8 * max(first.sum(), second.sum())
+    return "|u1" if is_alike and not first[-1] and not second[-1] else None
 
 
 def _chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:
