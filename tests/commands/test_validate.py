@@ -342,7 +342,10 @@ def test_summary_of_what_was_prepared_from_the_hub(
     file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"text": "x" * 5000}])
+    (there := tmp_path / "hub").mkdir()
+    (there / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}))
+    load = datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: load(str(there)))
     flags = [f"--data.cache_dir={tmp_path}/cache", "--data.source=hf:allenai/c4:en", "--training.global_batch_size=2"]
     assert main(["prepare", "--config", file, *flags]) == 0
     capsys.readouterr()

@@ -42,7 +42,7 @@ def test_the_choice_is_written_reported_and_can_be_named(world: int, desk: Desk,
     assert "for 8 GiB" in chosen.help
     entry = run.receipt["activation_checkpoint"]
     assert entry["requested"] == "auto"
-    assert 0 < entry["applied"].pop("prepared_s") < 30
+    assert entry["applied"].pop("prepared_s") > 0
     assert entry["applied"].pop("predicted_mib_per_layer")["save block"] > 0
     assert entry["applied"] == {"keeps": "block", "recomputes_ms": 0.0, "blocks": 0, "matches": {"save block": 2}}
     memory = run.receipt["memory"]
