@@ -11,12 +11,14 @@ import sys
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
 
-from titanlite.config.schema import Config
-from titanlite.errors import ConfigError
+from titanlite.config.schema import Config, Data
+from titanlite.data.prepare import prepare
+from titanlite.errors import ConfigError, DataError
 from titanlite.observe.status import Status
 from titanlite.run_folder import RunFolder
 
@@ -349,3 +351,29 @@ def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, mode: s
         first.stdout.close()
         if mode == "fork":
             os.kill(last, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("inodes", [0, 1])
+def test_a_disk_without_room_is_told_apart_from_one_without_inodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int
+) -> None:
+    def no_file(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "a"))
+
+    text, disk = tmp_path / "text.txt", os.statvfs(tmp_path)
+    text.write_text("text")
+    names = [name for name in dir(disk) if name.startswith("f_")]
+    now = SimpleNamespace(**{name: getattr(disk, name) for name in names} | {"f_files": 9, "f_favail": inodes})
+    monkeypatch.setattr(os, "statvfs", lambda path: now)
+    free = "are free, but no inode for another file in this folder" if not inodes else "are free in this folder"
+    fix = "delete files of whatever size" if not inodes else "make room"
+    with (
+        pytest.raises(ConfigError, match=f"{free}(.|\n)*fix:  {fix}, or clear"),
+        RunFolder(tmp_path / "run").write_errors_explained(),
+    ):
+        no_file()
+    monkeypatch.setattr(Path, "mkdir", no_file)
+    with pytest.raises(ConfigError, match=f"fix:  set job.dump_folder to one, {fix}, or"):
+        RunFolder(tmp_path / "run").claim(Config())
+    with pytest.raises(DataError, match=f"fix:  {fix}, or set data.cache_dir"):
+        prepare(str(text), Data(cache_dir=str(tmp_path / "cache")), 256, progress=False)

@@ -7,9 +7,12 @@ folder can put a link, a pipe or a device in a file's place: none is followed, w
 import errno
 import itertools
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import TextIO
+
+from titanlite.byte_size import byte_size
 
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
@@ -116,6 +119,22 @@ def earlier(*paths: Path) -> list[Path]:
     """
     numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
+
+
+def room_in(folder: Path) -> tuple[str, str]:
+    """Say what is free on the disk of a folder, and what makes more of it: a disk may have bytes and no inode left.
+
+    Args:
+        folder: there or not.
+
+    Returns:
+        As "3.1 GiB are free", and as "make room".
+    """
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    free, disk = byte_size(shutil.disk_usage(there).free), os.statvfs(there)
+    if disk.f_files and not disk.f_favail:  # some file systems have no fixed number of them
+        return f"{free} are free, but no inode for another file", "delete files of whatever size"
+    return f"{free} are free", "make room"
 
 
 def require_writable(folder: Path) -> None:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+_LONGEST, _MOST = 2_000, 100  # characters of a part, and problems of a source, that a message shows
+
 
 class TitanliteError(Exception):
     """Base of all errors raised on purpose. Its arguments are messages, as of `describe`: one for each source."""
@@ -68,8 +70,12 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"line {self.line}  " if self.line is not None else ""
-        seen = f" = {self.saw}" if self.saw else ""
-        return f"{place}{self.where}{seen}\n    want: {self.want}\n    fix:  {self.fix}"
+        where, saw, want, fix = map(_shown, (self.where, self.saw, self.want, self.fix))
+        return f"{place}{where}{f' = {saw}' if saw else ''}\n    want: {want}\n    fix:  {fix}"
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -106,7 +112,9 @@ def describe(source: str, problems: Sequence[Problem]) -> Report:
         A message of one headline and four parts per problem.
     """
     noun = "problem" if len(problems) == 1 else "problems"
-    body = "\n  ".join(str(p).replace("\n", "\n  ") for p in problems)
+    body = "\n  ".join(str(p).replace("\n", "\n  ") for p in problems[:_MOST])
+    if len(problems) > _MOST:
+        body += f"\n  and {len(problems) - _MOST:,} more"
     report = Report(f"{source}: {len(problems)} {noun}\n  {body}")
     report.source, report.problems = source, tuple(problems)
     return report

@@ -139,7 +139,7 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
     """Return name → file, the shipped ones first."""
     problems = Problems(origin)
     files = {path.stem: path for path in sorted((shipped_folder("recipes") / kind).glob("*.toml"))}
-    for folder in (Path(given).expanduser() for given in extra_dirs):
+    for folder in (Path(os.path.expanduser(given)) for given in extra_dirs):
         if not os.path.isdir(folder):
             problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
             continue

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,9 +24,8 @@ from typing import Any, cast
 import tomli
 import tomli_w
 
-from titanlite.byte_size import byte_size
 from titanlite.config.schema import Config, Model
-from titanlite.durable import earlier, is_at, open_plain, read_plain, require_writable, write_durably
+from titanlite.durable import earlier, is_at, open_plain, read_plain, require_writable, room_in, write_durably
 from titanlite.errors import ConfigError, FolderLostError, Problem, describe
 from titanlite.json_file import parse_json
 from titanlite.recipes import model_dimensions
@@ -97,7 +95,7 @@ class RunFolder:
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
         """Name the folder of a config's run."""
-        return cls(Path(config.job.dump_folder).expanduser() / config.job.name)
+        return cls(Path(os.path.expanduser(config.job.dump_folder)) / config.job.name)
 
     def claim(self, config: Config) -> list[str]:
         """Create the folder or check that it is this run's, and lock it. On one process.
@@ -196,12 +194,12 @@ class RunFolder:
             # An open file has no name any more when a write to it fails.
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
-            free = byte_size(shutil.disk_usage(self.path).free)
+            free, make_room = room_in(self.path)
             problem = Problem(
                 "a file",
-                f"{e}; {free} are free in this folder",
+                f"{e}; {free} in this folder",
                 "a folder that takes the run's log, metrics and status, on a disk and in a quota with room for them",
-                "make room, or clear the file's place, and start again: the run goes on from its last checkpoint",
+                f"{make_room}, or clear the file's place, and start again: the run goes on from its last checkpoint",
             )
             raise ConfigError(describe(str(self.path), [problem])) from e
 
@@ -220,7 +218,7 @@ class RunFolder:
                 "job.dump_folder",
                 f"{config.job.dump_folder} ({e})",
                 "a folder that can be read and written",
-                "set job.dump_folder to one, make room, or remove what is in a file's place",
+                f"set job.dump_folder to one, {room_in(self.path)[1]}, or remove what is in a file's place",
             )
             raise ConfigError(describe(str(self.path), [problem])) from None
 

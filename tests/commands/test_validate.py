@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import pwd
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,17 +14,20 @@ import pytest
 import tomli
 
 import titanlite
+import titanlite.train
 from tests.cpu import cpu_of_children
 from tests.data.test_tokenizer import make_tokenizer
 from titanlite.commands import main
 from titanlite.commands.validate import checked_run
 from titanlite.config.architectures import ARCHITECTURES, linear_layers
+from titanlite.config.check import _FROM_HOME
 from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.weight_decay import parameter_names
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
+from titanlite.exit_code import exit_code
 from titanlite.parallel.save_rules import CLASSES
 from titanlite.recipes import load
 
@@ -233,6 +237,48 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content | {"vocab_size": 264}))
     with pytest.raises(ConfigError, match=r"model.vocab_size = 264(.|\n)*name the tokenizer of the weights of"):
         checked_run([*given, "--model.flavor", "from_checkpoint"])
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> str:
+    """That of a container whose user has no entry; what is said of it."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    return f"want: a path that leads somewhere; HOME is not set, and user {os.geteuid()} has none\n"
+
+
+@pytest.mark.parametrize("command", ["validate", "plan --world=2", "prepare", "verify-resume", "train"])
+def test_a_cache_in_a_home_that_is_not_there(
+    command: str, no_home: str, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = command.split()
+    if name == "train":
+        monkeypatch.setattr(sys, "argv", ["train.py", "--config", file])
+        assert exit_code(titanlite.train.main) == 2
+    else:
+        assert main([name, file, *flags]) == 2
+    assert f'\n  data.cache_dir = "~/.cache/titanlite/data"\n      {no_home}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", _FROM_HOME)
+def test_a_path_from_a_home_that_is_not_there(key: str, no_home: str, file: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        checked_run(["--config", file, "--data.cache_dir=cache", f"--{key}=~/x"])
+    assert f'\n  {key} = "~/x"\n      {no_home}' in str(refusal.value)
+
+
+def test_the_home_of_nobody(file: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.source = \"~nobody_here/x.txt\"\n *want: .*; no user is nobody_here\n"
+    ):
+        checked_run(["--config", file, "--data.source", "~nobody_here/x.txt"])
+    (tmp_path / "~nobody_here").mkdir()  # the working directory has a folder of that name
+    (tmp_path / "~nobody_here" / "x.txt").write_text("x" * 100_000)
+    assert len(checked_run(["--config", file, "--data.source", "~nobody_here/x.txt"]).inputs.sources) == 1
 
 
 def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:

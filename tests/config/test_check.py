@@ -54,6 +54,7 @@ IN_WORDS = {
     "(0, 1]": "above 0 and at most 1",
     "[0, 4294967295]": "at least 0 and at most 4294967295",
     "[1, 1048576]": "at least 1 and at most 1048576",
+    "[1, 10000]": "at least 1 and at most 10000",
     "[1, 31536000]": "at least 1 and at most 31536000",
 }
 

@@ -121,7 +121,7 @@ def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str
 
     def load_here() -> tuple[int, int]:
         try:
-            return _load(Path(path).expanduser(), LAYOUTS[architecture], model, parameters)
+            return _load(Path(os.path.expanduser(path)), LAYOUTS[architecture], model, parameters)
         except (OSError, SafetensorError) as error:
             want = "safetensors that every rank can read"
             problem = Problem("checkpoint.initial_load_path", f"{path} ({error})", want, "fetch the folder again")

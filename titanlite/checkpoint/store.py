@@ -42,6 +42,7 @@ from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.publish import Entry, hash_files
 from titanlite.checkpoint.room import SPARE
+from titanlite.durable import room_in
 from titanlite.errors import CheckpointError, Problem, describe
 
 _SHOWN = 8  # names per problem in a message
@@ -165,12 +166,12 @@ class _Writer(dcp.FileSystemWriter):
                 cause = cause.__context__
             if cause is None:
                 raise
-            free = byte_size(shutil.disk_usage(self.folder).free)
+            free, make_room = room_in(self.folder)
             problem = Problem(
                 f"rank {rank()}",
                 f"cannot write: {cause}",
                 "a folder that every rank can write to, with space and quota for the whole checkpoint",
-                f"make room (free now: {free}) or set job.dump_folder to another disk; earlier checkpoints are whole",
+                f"{make_room} ({free} now) or set job.dump_folder to another disk; earlier checkpoints are whole",
             )
             raise CheckpointError(describe(str(self.folder), [problem])) from e
 

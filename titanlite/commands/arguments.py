@@ -81,7 +81,7 @@ class Command:
             raise _error("FILE", " ".join(files), want, fix)
         own = {name: values[-1] for name, values in given.items()}
         world = own.get("--world", "1")
-        if not world.isdecimal() or int(world) < 1:
+        if not world.isdecimal() or len(world) > 9 or int(world) < 1:
             raise _error("--world", world, "a number of processes, at least 1", "--world 8")
         return Given(["--config", files[0], *rest], own, int(world) if "--world" in own else None)
 

@@ -91,7 +91,7 @@ def _config(folder: RunFolder) -> Config:
 
 def _step(root: Path, asked: str | None) -> int:
     steps = publish.complete_steps(root)
-    step = int(asked) if asked and asked.isdecimal() else None
+    step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
         return steps[-1] if step is None else step
     want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"

@@ -3,6 +3,7 @@
 `titanlite validate` prints them, and a run says them before its first step.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,15 +93,15 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
     Returns:
         One hint, or none.
     """
-    theirs = Path(config.checkpoint.initial_load_path).expanduser() / "tokenizer.json"
-    if not theirs.is_file() or sources["data.source"].kind == "tokens":
+    theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
+    if not os.path.isfile(theirs) or sources["data.source"].kind == "tokens":
         return ()
     try:
         content = theirs.read_bytes()
         if config.data.tokenizer == "bytes":
             is_same = len(parse_json(content)["model"]["vocab"]) == ByteTokenizer.vocab_size
         else:
-            ours = Path(config.data.tokenizer).expanduser().read_bytes()
+            ours = Path(os.path.expanduser(config.data.tokenizer)).read_bytes()
             is_same = ours == content or _of_text(ours) == _of_text(content)
     except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
         is_same = False
@@ -121,7 +122,7 @@ def other_training(config: Config) -> tuple[str, ...]:
     Args:
         config: of a run that starts from `checkpoint.initial_load_path`, whose config.json was found to be its model's.
     """
-    said = read_json(Path(config.checkpoint.initial_load_path).expanduser() / "config.json")
+    said = read_json(Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "config.json")
     return _longer_than_trained(config, said) + _without_dropout(config, said)
 
 

@@ -34,7 +34,7 @@ from titanlite.commands.hints import (
 )
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
-from titanlite.config.check import check, sequences_per_step
+from titanlite.config.check import check, check_homes, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
 from titanlite.config.port import stands_for
@@ -128,6 +128,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         return None
 
     dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
+    attempt(lambda: check_homes(config, origin))
     dimensions = attempt(lambda: _dimensions(config, origin), "model", "job.recipe_dirs")
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dimensions is not None and is_right("job"):

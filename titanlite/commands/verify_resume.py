@@ -5,6 +5,7 @@ and all tensors of the last checkpoint must be equal bit for bit. If they are, t
 """
 
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -49,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     processes = given.world or 1
     config = checked_run(given.flags, processes).config
     steps = _steps(given.own.get("--steps", _STEPS), config)
-    folder = Path(config.job.dump_folder).expanduser() / f"{config.job.name}-verify-resume"
+    folder = Path(os.path.expanduser(config.job.dump_folder)) / f"{config.job.name}-verify-resume"
     if folder.exists():
         problem = Problem(str(folder), "", "a folder that does not exist yet", "delete it: an earlier check left it")
         raise CheckpointError(describe("titanlite verify-resume", [problem]))
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _steps(given: str, config: Config) -> int:
-    if given.isdecimal() and 0 < 2 * int(given) <= config.training.steps:
+    if given.isdecimal() and len(given) < 20 and 0 < 2 * int(given) <= config.training.steps:
         return int(given)
     want = f"at least 1, and at most half of training.steps = {config.training.steps}"
     raise ConfigError(describe("command line", [Problem("--steps", given, want, "--steps 1")]))

@@ -8,6 +8,7 @@ can be said without the number of processes is also said when it is not known.
 import math
 import os
 from collections.abc import Collection
+from operator import attrgetter
 
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
@@ -17,6 +18,15 @@ from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config, Model
 
+_FROM_HOME = (  # keys of paths in which ~ stands for a home
+    "job.dump_folder",
+    "job.recipe_dirs",
+    "data.source",
+    "data.tokenizer",
+    "data.cache_dir",
+    "validation.source",
+    "checkpoint.initial_load_path",
+)
 _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
 
 
@@ -65,6 +75,30 @@ def check(
         _check_steps(config, problems)
     if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
         _check_features(config, model, problems)
+    problems.raise_all()
+
+
+def check_homes(config: Config, origin: Origin) -> None:
+    """Refuse a path that begins with the home of somebody who has none, as a container's user without an entry.
+
+    Args:
+        config: as it was read.
+        origin: where each key was given.
+
+    Raises:
+        ConfigError: with every such key.
+    """
+    problems = Problems(origin)
+    for key in _FROM_HOME:
+        value: str | tuple[str, ...] = attrgetter(key)(config)
+        for path in (value,) if isinstance(value, str) else value:
+            whose = path.partition("/")[0]
+            is_own = whose == "~"
+            # As it is where it cannot be expanded; and a folder may be called that.
+            if whose.startswith("~") and os.path.expanduser(path) == path and not os.path.lexists(whose):
+                want = "a path that leads somewhere; "
+                want += f"HOME is not set, and user {os.geteuid()} has none" if is_own else f"no user is {whose[1:]}"
+                problems.add(key, show(path), want, f"write the path out{', or set HOME' * is_own}")
     problems.raise_all()
 
 
@@ -277,7 +311,8 @@ def uses_copy_engines(config: Config, shards: int) -> bool:
 
 
 def _divisors(n: int) -> list[int]:
-    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
+    """Divisors that a fix may name; of astronomical numbers not all, which would take years."""
+    return sorted({d for i in range(1, min(math.isqrt(n), 10**6) + 1) if n % i == 0 for d in (i, n // i)})
 
 
 def _pick(name: str, asked: int, legal: list[int]) -> str:

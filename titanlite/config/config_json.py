@@ -4,6 +4,7 @@
 against a config in no time; the tensors are compared when they are loaded.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -37,7 +38,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelRecipe
     Returns:
         The architecture and its dimensions; None if titanlite computes no such model.
     """
-    file = Path(path).expanduser() / "config.json"
+    file = Path(os.path.expanduser(path)) / "config.json"
     try:
         content = cast(dict[str, Any], read_json(file))
         kind = content.get("model_type")
@@ -189,7 +190,7 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)
     try:
-        if missing := [file.name for file in weight_files(Path(path).expanduser()) if not file.is_file()]:
+        if missing := [file.name for file in weight_files(Path(os.path.expanduser(path))) if not file.is_file()]:
             want = f"{', '.join(missing)} in it"
             problems.add(KEY, show(path), want, "fetch the folder again, with its safetensors")
     except _UNREADABLE as error:
@@ -220,12 +221,12 @@ _UNREADABLE = (OSError, ArithmeticError, ValueError, TypeError, AttributeError, 
 
 def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -> None:
     """Add that a path is of no folder in Hugging Face's layout, and what was probably meant."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
-    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not folder.parent.is_dir()
+    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not os.path.isdir(folder.parent)
     fix = f"correct the path{f'; or fetch it: hf download {path} --local-dir FOLDER' if is_name else ''}"
     above = [folder, *folder.parents][:3]  # of a run, of its checkpoints, or one of these
-    run = next((f for f in above if (f / "checkpoints").is_dir() and (f / "status.json").exists()), None)
-    if folder.is_dir() and run is not None:
+    run = next((f for f in above if os.path.isdir(f / "checkpoints") and os.path.exists(f / "status.json")), None)
+    if os.path.isdir(folder) and run is not None:
         fix = f"export the run first, and name what is written: titanlite export {run}"
     problems.add(key, show(path), want, fix)

@@ -5,6 +5,7 @@ matrix there too, in another order. GPT-2's matrices lie transposed, and a Gemma
 This imports no torch: `config_json.py` holds a given folder against a config; `models/hugging_face.py` moves weights.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -182,7 +183,7 @@ def weight_files(folder: Path) -> list[Path]:
         ValueError, LookupError, TypeError: their index is damaged, or names a file that is not in the folder itself.
     """
     index = folder / f"{ONE_FILE}.index.json"
-    if (folder / ONE_FILE).is_file() or not index.is_file():  # as transformers chooses if there are both
+    if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # as transformers chooses if there are both
         return [folder / ONE_FILE]
     named = cast(dict[str, dict[str, str]], read_json(index))["weight_map"]
     files = sorted(set(named.values()))

@@ -13,7 +13,7 @@ from titanlite.config.schema import Config
 
 RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 stands for all, and 0 is none
     "job.stop_after": "[0, inf)",
-    "model.n_layers": "[1, inf)",
+    "model.n_layers": "[1, 10000]",  # each is looked at by name
     "model.dim": "[1, inf)",
     "model.n_heads": "[1, inf)",
     "model.n_kv_heads": "[1, inf)",

@@ -6,6 +6,7 @@ found: it may belong to another section, or be misspelt.
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -19,12 +20,14 @@ from titanlite.config.toml_file import read_merged
 from titanlite.errors import nearest
 
 
+@functools.cache
 def sections() -> dict[str, type]:
     """Return the sections of the schema and their dataclasses, in order."""
     hints = get_type_hints(Config)
     return {f.name: hints[f.name] for f in dataclasses.fields(Config)}
 
 
+@functools.cache
 def schema_keys() -> dict[str, Any]:
     """Return every dotted key of the schema and its type, in order."""
     return {

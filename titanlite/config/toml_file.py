@@ -5,7 +5,10 @@ anything else is replaced whole. A config names the files by path, a recipe by n
 found.
 """
 
+import copy
+import errno
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +21,8 @@ from titanlite.config.problems import Place
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 Table = dict[str, Any]
+_DEEPEST = 32  # tables and lists in each other, and files that extend each other; what has a meaning takes a few
+_LARGEST = 1 << 17  # bytes of a file: one that is larger is something else
 
 
 def shipped_folder(name: str) -> Path:
@@ -40,12 +45,21 @@ def read_merged(path: Path, find: Callable[[str, Place], Path]) -> tuple[Table, 
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
-    return _read(path, find, ())
+    return _read(path, find, {}, {})
 
 
-def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...]) -> tuple[Table, dict[str, Place]]:
+def _read(
+    path: Path,
+    find: Callable[[str, Place], Path],
+    above: dict[str, Path],
+    known: dict[str, tuple[Table, dict[str, Place]]],
+) -> tuple[Table, dict[str, Place]]:
+    """Read a file, those `above` it being read, those `known` already: by what they are, whatever their paths."""
+    real = os.path.realpath(path)
+    if real in known:
+        return known[real]
     own, lines = _read_one(path)
-    chain = (*above, path)
+    chain = {**above, real: path}
     extends_line = lines.pop("extends", None)
     extends: object = own.pop("extends", [])
     names = cast("list[object]", extends) if isinstance(extends, list) else [extends]
@@ -61,15 +75,19 @@ def _read(path: Path, find: Callable[[str, Place], Path], above: tuple[Path, ...
         if not os.path.isfile(base):
             raise refuse(show(name), f"the path of an existing TOML file; there is no file {base}", nearest_file(base))
         base = _without_dots(base)
-        if base.resolve() in [p.resolve() for p in chain]:
-            circle = " → ".join(str(p) for p in (*chain, base))
+        if os.path.realpath(base) in chain:
+            circle = " → ".join(str(p) for p in (*chain.values(), base))
             raise refuse(show(name), f"files that do not extend each other in a circle: {circle}", "remove this name")
-        read.append(_read(base, find, chain))
+        if len(chain) == _DEEPEST:
+            want = f"at most {_DEEPEST} files that extend each other, from {next(iter(chain.values()))} on"
+            raise refuse(show(name), want, "list files beside each other: a later one wins")
+        read.append(_read(base, find, chain, known))
     read.append((own, {key: Place(str(path), line) for key, line in lines.items()}))
     table, places = Table(), dict[str, Place]()
     for over, over_places in read:
-        _merge(table, places, over)
+        _merge(table, places, copy.deepcopy(over))  # which another file may extend as well
         places.update(over_places)
+    known[real] = table, places
     return table, places
 
 
@@ -82,8 +100,13 @@ def _without_dots(path: Path) -> Path:
 def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
     """Parse one file, and find the lines of its keys."""
     try:
+        kind = path.stat()
+        if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):  # a read of it may wait for ever
+            raise OSError(errno.EINVAL, "a pipe or a device")
+        if stat.S_ISREG(kind.st_mode) and kind.st_size > _LARGEST:
+            raise OSError(errno.EFBIG, f"{kind.st_size:,} bytes, which no config has")
         text = path.read_text(encoding="utf-8-sig")
-        return tomli.loads(text), key_lines(text)
+        table, lines = tomli.loads(text), key_lines(text)
     except tomli.TOMLDecodeError as error:
         seen = error.doc.splitlines()[error.lineno - 1].strip() if error.pos < len(error.doc) else "end of file"
         want = f"valid TOML ({error.msg[0].lower()}{error.msg[1:]}, column {error.colno})"
@@ -92,12 +115,46 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
     except UnicodeDecodeError as error:
         problem = Problem(f"byte {error.start}", "", "text in UTF-8", "save the file as UTF-8")
         raise ConfigError(describe(str(path), [problem])) from None
+    except (RecursionError, ValueError) as error:  # of tomli, where what is valid goes beyond Python's limits
+        said = str(error).partition(";")[0]
+        problem = _too_deep(said, None) if isinstance(error, RecursionError) else _too_large("a number", said, None)
+        raise ConfigError(describe(str(path), [problem])) from None
     except OSError as error:
         seen = (error.strerror or str(error)).lower()
         is_missing = isinstance(error, FileNotFoundError)
         fix = nearest_file(path) if is_missing else "make it a file that you can read, or name another"
         problem = Problem(seen, "", f"a TOML file, looked for from {Path.cwd()}", fix)
         raise ConfigError(describe(str(path), [problem])) from None
+    _check_values(path, table, lines)
+    return table, lines
+
+
+def _check_values(path: Path, table: Table, lines: dict[str, int]) -> None:
+    """Refuse what TOML can say and nothing here can use, wherever it stands."""
+    problems, left = list[Problem](), [(cast("object", table), "", 0)]
+    while left:
+        value, key, depth = left.pop()
+        if isinstance(value, dict | list) and depth == _DEEPEST:
+            problems.append(_too_deep(key, lines.get(key)))
+        elif isinstance(value, dict):
+            inside = cast("Table", value).items()
+            left += [(below, f"{key}.{name}" if key else name, depth + 1) for name, below in inside]
+        elif isinstance(value, list):
+            left += [(below, f"{key}[{n}]", depth + 1) for n, below in enumerate(cast("list[object]", value))]
+        elif type(value) is int and value.bit_length() > 63:
+            problems.append(_too_large(key, f"a number of {value.bit_length():,} bits", lines.get(key)))
+        elif isinstance(value, str) and "\0" in value:
+            problems.append(Problem(key, show(value), "text without NUL", "remove it", lines.get(key)))
+    if problems:
+        raise ConfigError(describe(str(path), problems[::-1]))
+
+
+def _too_deep(where: str, line: int | None) -> Problem:
+    return Problem(where, "", f"tables and lists at most {_DEEPEST} deep", "take it out: a key is section.key", line)
+
+
+def _too_large(where: str, saw: str, line: int | None) -> Problem:
+    return Problem(where, saw, "whole numbers of at most 64 bits", "a smaller number", line)
 
 
 def nearest_file(path: Path) -> str:

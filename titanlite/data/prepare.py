@@ -27,7 +27,7 @@ from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sampl
 from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load
-from titanlite.durable import require_writable
+from titanlite.durable import require_writable, room_in
 from titanlite.errors import DataError, Problem, describe
 from titanlite.redact import redact_urls
 
@@ -195,7 +195,7 @@ def check_cache(inputs: Inputs, data: Data) -> None:
     """
     if len(inputs.shards) < len(inputs.sources):
         try:
-            require_writable(Path(data.cache_dir).expanduser())
+            require_writable(Path(os.path.expanduser(data.cache_dir)))
         except OSError as e:
             raise _unusable_cache(data, e) from e
 
@@ -220,7 +220,7 @@ def _folder(
     cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
     cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
     inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
-    return Path(data.cache_dir).expanduser() / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
+    return Path(os.path.expanduser(data.cache_dir)) / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
 
 
 def _count_if_small(
@@ -293,7 +293,7 @@ def _is_folder(path: Path, unknown: bool = False) -> bool:
 
 def _check_cache_is_folder(data: Data) -> None:
     """Or can become one."""
-    folder = Path(data.cache_dir).expanduser()
+    folder = Path(os.path.expanduser(data.cache_dir))
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not _is_folder(path, unknown=True):
             saw = f"{data.cache_dir!r}: {path} is no folder"
@@ -302,7 +302,8 @@ def _check_cache_is_folder(data: Data) -> None:
 
 
 def _unusable_cache(data: Data, e: OSError) -> DataError:
-    want, fix = "a folder for token shards, on a file system with locks and enough room", "make room"
+    want = "a folder for token shards, on a file system with locks and enough room"
+    fix = room_in(Path(os.path.expanduser(data.cache_dir)))[1]
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         want, fix = "a folder for token shards that can be entered and written", "make it writable"
     fix = f"{fix}, or set data.cache_dir to a folder on a local disk"
@@ -314,7 +315,7 @@ def _check_cache_is_outside(source: Source, data: Data) -> None:
     name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):
         name = name.partition("**")[0] or os.curdir
-    folder, cache = (Path(path).expanduser().resolve() for path in (name, data.cache_dir))
+    folder, cache = (Path(os.path.realpath(os.path.expanduser(path))) for path in (name, data.cache_dir))
     is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
     is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
     if source.kind in ("text", "dataset") and (is_inside or is_matched):
