@@ -50,7 +50,11 @@ MISTAKES = {
     "plan run.toml --why --activation-checkpoint": ("--why\n", "a value", "--why TENSOR\n"),
     "plan run.toml --world 2 --diff=": ("FILE\n", "one config", "titanlite plan configs/debug.toml --world 2\n"),
     "prepare": ("FILE\n", "one config, as the first", "titanlite prepare configs/debug.toml\n"),
-    "recipes float8 --wrld 2": ("--wrld\n", f"{FLAGS} --job.recipe_dirs, --from, --measure\n", "titanlite recipes [KIND"),
+    "recipes float8 --wrld 2": (
+        "--wrld\n",
+        f"{FLAGS} --job.recipe_dirs, --from, --measure\n",
+        "titanlite recipes [KIND",
+    ),
     "recipes --job.recipe_dir x": ("--job.recipe_dir\n", FLAGS, "did you mean --job.recipe_dirs?"),
     "recipes float8 --measure=": ("FILE\n", "one config", "titanlite recipes float8 --measure configs/debug.toml\n"),
     "verify-resume run.toml --step=2": (

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def test_a_store_that_does_not_answer_is_named_by_its_host(monkeypatch, agent: s
         def check(self, keys: list[str]) -> None:
             if fails:
                 raise RuntimeError("Connection reset by peer")
-            threading.Event().wait(5)
+            threading.Event().wait(600)
 
     monkeypatch.setenv("MASTER_ADDR", "c12")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
@@ -75,16 +76,21 @@ def test_a_store_that_does_not_answer_is_named_by_its_host(monkeypatch, agent: s
 
 def test_what_was_said_of_an_earlier_wait_does_not_count() -> None:
     store = dist.HashStore()
-    held(store, {0: "here", 1: "here"}, world=2, wait_s=0.1)
-    time.sleep(0.5)
+    held(store, {0: "here", 1: "here"}, world=2, wait_s=1.0)
+    time.sleep(2.5)
     now = f"    now: rank 0 ({PROCESS})\n    {module._SILENT}: rank 1 ({PROCESS})"
-    assert held(store, {0: "now"}, world=2, wait_s=0.1)[0] == now
+    assert held(store, {0: "now"}, world=2, wait_s=1.0)[0] == now
 
 
 def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(module.time, "sleep", lambda _seconds: seen.append(line_of(sys._getframe())))
-    RollCall(dist.HashStore(), 0, 2).hold("here", 0.01)
+
+    def noted(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        seen.append(line_of(sys._getframe()))
+        sleep(seconds)
+
+    monkeypatch.setattr(module.time, "sleep", noted)
+    RollCall(dist.HashStore(), 0, 2).hold("here", 1.0)
     assert re.fullmatch(r"titanlite/observe/roll_call\.py:\d+ in _hear", seen[0])
 
 
