@@ -334,8 +334,21 @@ def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path
     assert (ended.status["state"], ended.status["by"]) == ("stopped", by)
     assert ended.checkpoints() == [last]
     assert [row["step"] for row in ended.rows] == list(range(1, last + 1))
-    assert f"{by}: will save and stop at most two steps" in (tmp_path / "log").read_text()
     assert f"stopped by {by} after step {last}" in (folder / "logs" / "rank0.log").read_text()
+
+
+def test_a_rank_that_another_stops_for_their_launcher_says_why(desk: Desk) -> None:
+    """It has not looked itself yet."""
+
+    def plant() -> None:
+        stop._LOOK_S = 0.01 if os.environ["RANK"] == "1" else 1000
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=0)()
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=1)()
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
+
+    run = desk.run("launcher of both", 2, plant=plant)
+    assert (run.status["state"], run.status["by"]) == ("stopped", stop._LAUNCHER_GONE)
 
 
 @pytest.mark.parametrize(("key", "world", "by"), [("true", 2, "launcher"), ("false", 2, None), ("true", 1, None)])

@@ -94,6 +94,11 @@ class StopSignals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     @property
+    def of_another(self) -> str:
+        """What stopped the run where this rank has received nothing, or not looked for its launcher in time."""
+        return _LAUNCHER_GONE if self._launcher and self._launcher.is_gone() else "a signal to another rank"
+
+    @property
     def numbers(self) -> frozenset[int]:
         """Of the signals that it notes."""
         return frozenset(self._before)

@@ -258,7 +258,7 @@ def _train(
         status.finished(last)
         return
     at_limit = 0 < config.job.stop_after <= last
-    ended_by = stop.received or ("job.stop_after" if at_limit else "a signal to another rank")
+    ended_by = stop.received or ("job.stop_after" if at_limit else stop.of_another)
     console.notice(f"stopped by {ended_by} after step {last}")
     status.stopped(last, ended_by)
 
