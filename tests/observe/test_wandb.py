@@ -119,6 +119,29 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
         assert path.suffix != ".wandb" or sys.executable.encode() not in path.read_bytes()
 
 
+ALTERED = """
+import time
+def all_taken(rows):
+    until = time.monotonic() + 30
+    while run._taken < rows and time.monotonic() < until:
+        run._hear(None)
+        time.sleep(0.02)
+all_taken(4)
+{how}
+write(StepRow(4, 2.0, 0.5, 1e-3, 4000, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0))
+all_taken(5)
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("how", ["path.unlink()", "path.rename('elsewhere')", "path.unlink(); path.write_text('mine')"])
+def test_rows_of_a_file_that_is_written_anew_are_sent_once(tmp_path, how):
+    train(tmp_path / "run", "offline", 1, 3, ALTERED.format(how=how))
+    (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+    rows = [items(r.history) for r in records(file) if r.WhichOneof("record_type") == "history"]
+    assert [row.get("step") for row in rows] == ["1", "2", "3", "3", "4"]
+
+
 def test_online_without_a_server_falls_back_to_offline(tmp_path):
     folder = tmp_path / "run"
     out = train(folder, "online", 1, 3, WANDB_BASE_URL="http://127.0.0.1:9", **SECRETS)

@@ -182,6 +182,7 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, told: IO[bytes], work
     while True:
         ended = bool(select.select([told], [], [], _LOOK_S)[0])
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
+        rows = _as_it_is_now(rows, Path(work["metrics"]))
         *new, half = (half + rows.read()).split(b"\n")
         if new:
             now = time.time()
@@ -192,6 +193,19 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, told: IO[bytes], work
             say(taken=taken)
         if ended or gone:
             return int(told.readline() or 1) if ended else 1
+
+
+def _as_it_is_now(rows: IO[bytes], path: Path) -> IO[bytes]:
+    """The file of rows, opened again where training has written it anew, since somebody removed or replaced it."""
+    with suppress(OSError):  # not yet
+        if not os.path.samestat(path.lstat(), os.fstat(rows.fileno())):
+            anew, done = path.open("rb"), rows.tell()
+            rows.seek(0)
+            if anew.read(done) == rows.read(done):  # else it is somebody's
+                rows.close()
+                return anew
+            anew.close()
+    return rows
 
 
 def _first_line(error: BaseException) -> str:
