@@ -165,3 +165,26 @@ print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("cut", "left"), [(lambda all: b"", []), (lambda all: all[:-9], [1]), (lambda all: b"x" + all, None)]
+)
+def test_a_file_that_is_cut_or_written_to_in_place_is_told_once_and_gone_on_with(tmp_path, cut, left):
+    path, told = tmp_path / "metrics.jsonl", []
+    file = MetricsFile(path, 0, warn=told.append)
+    for step in (1, 2):
+        file.write(replace(ROW, step=step))
+    whole = path.read_bytes()
+    assert not told
+    path.write_bytes(cut(whole))
+    for step in (3, 4):
+        file.write(replace(ROW, step=step))
+    file.close()
+    (said,) = told
+    found = f"it has {len(cut(whole))} bytes, and this run wrote {len(whole)}"
+    assert said.startswith(f"{path} was cut or written to by somebody else: {found}. Rows may be lost")
+    if left is None:
+        assert path.read_bytes().startswith(b"x" + whole)  # it is theirs to mend
+    else:
+        assert [row["step"] for row in read_metrics(path)] == [*left, 3, 4]

@@ -782,6 +782,30 @@ def test_metrics_that_somebody_removes_or_replaces_lose_no_row(desk: Desk, repla
     assert [aside.read_text() for aside in folder.glob("metrics.earlier-1.jsonl")] == ["mine\n"] * replaced
 
 
+@pytest.mark.parametrize("gone", [Path.rename, lambda folder, _: shutil.rmtree(folder)])
+def test_a_folder_that_is_moved_away_or_deleted_ends_its_run_in_words(
+    desk: Desk, gone: Callable[[Path, Path], object], tmp_path: Path
+) -> None:
+    def plant() -> None:
+        take = loop.train_step
+
+        def then_gone(run: Any, batches: Any, lr: float, asks: bool) -> torch.Tensor:
+            if os.environ["RANK"] == "0" and folder.exists() and len(rows(folder)) == 4:
+                gone(folder, tmp_path / "moved")
+            return take(run, batches, lr, asks)
+
+        loop.train_step = then_gone
+
+    name = f"gone {gone is Path.rename}"
+    folder = desk.folder / "runs" / name
+    run = desk.run(name, 2, plant=plant, ends=2)
+    assert run.output.count("lock = not this job's any more") == 2
+    assert "Traceback" not in run.output
+    assert not folder.exists()
+    if gone is Path.rename:
+        assert [row["step"] for row in rows(tmp_path / "moved")][:4] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", '{"state": "failed", "updated": "9"}'])
 def test_a_status_that_somebody_changes_in_mid_run_ends_nothing(desk: Desk, text: str) -> None:
     def plant() -> None:

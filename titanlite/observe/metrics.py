@@ -124,7 +124,9 @@ class MetricsFile:
         """Append one row and hand it to the operating system."""
         if self._is_ours():
             self._put_back()
-        self._file.write(json.dumps(json_row(row)) + "\n")
+        line = json.dumps(json_row(row)) + "\n"
+        self._file.write(line)
+        self._bytes += len(line)
 
     def sync(self) -> None:
         """Wait until all rows are on disk."""
@@ -134,7 +136,7 @@ class MetricsFile:
         """Close the file."""
         if self._is_ours():
             self._put_back()
-        elif not is_at(self._path, self._file.fileno()):
+        elif self._path.parent.is_dir() and not is_at(self._path, self._file.fileno()):
             (aside,) = earlier(self._path)
             write_durably(aside, self._all_rows())
             self._warn(f"{self._path} is another job's; the rows of this one are kept in {aside}")
@@ -145,9 +147,16 @@ class MetricsFile:
         """To write, and to read what is written when the path is no longer its own."""
         self._file = append_plain(self._path)
         self._rows = os.fdopen(open_plain(self._path, os.O_RDONLY), encoding="utf-8")
+        self._bytes = os.fstat(self._file.fileno()).st_size
 
     def _put_back(self) -> None:
+        """See that all rows are where they are looked for, or say so."""
         if is_at(self._path, self._file.fileno()):
+            if (found := os.fstat(self._file.fileno()).st_size) != self._bytes:
+                seen = f"cut or written to by somebody else: it has {found:,} bytes, and this run wrote {self._bytes:,}"
+                self._bytes = read_plain(self._path).rfind(b"\n") + 1
+                os.truncate(self._path, self._bytes)  # half a row would spoil the next one, too
+                self._warn(f"{self._path} was {seen}. Rows may be lost there; the log has what was shown of them")
             return
         found = "removed"
         if os.path.lexists(self._path):
