@@ -472,9 +472,14 @@ def test_slots_that_have_grown_are_another_launch(launches: Launches):
 
 
 def test_a_matrix_is_encoded_as_the_installed_triton_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its function takes two arguments up to Triton 3.7, three from 3.8 on."""
+    """Its function has a third argument since Triton 3.8; the one that it calls has another name since 3.7."""
     asked: list[tuple] = []
-    utils = SimpleNamespace(fill_tma_descriptor_tiled=lambda *args: asked.append(args) or "map")
+
+    def encode(*args: object) -> str:
+        asked.append(args)
+        return "map"
+
+    utils = SimpleNamespace(fill_tma_descriptor_tiled=encode, fill_tma_descriptor=encode)
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
     launcher = object.__new__(_Launcher)
     launcher.metas = [{"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}]
