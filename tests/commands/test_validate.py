@@ -917,7 +917,7 @@ NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_t
         (["blockwise", "--float8.filter_fqns"], NO_COLLECTIVES),
         (["blockwise"], ""),  # the head is left
         (["blockwise", "--float8.filter_fqns", "layers.1.attention.wo"], ""),
-        (["blockwise", "--model.vocab_size", "258", "--float8.filter_fqns"], ""),  # which blocks do not divide
+        (["blockwise", "--model.vocab_size", "258", "--float8.filter_fqns"], "  float8.filter_fqns = []\n"),  # odd
         (["blockwise", "--float8.filter_fqns", "--job.strict", "false"], ""),
         (["rowwise", "--float8.filter_fqns"], ""),
     ],

@@ -95,3 +95,16 @@ def test_a_summary_is_one_line_without_what_has_a_row_for_each_layer():
     receipt.add("attention", "fused", "cudnn_attention", count=1)
     lines = [entry.summary() for entry in receipt.entries]
     assert lines == ["float8: layers 128, fsdp_all_gather float8", "attention: cudnn_attention"]
+
+
+def test_a_summary_names_what_was_left_out_and_why():
+    receipt, why = Receipt(), "sizes (257, 128), 64 tokens: not all multiples of 16"
+    wide = [Skipped(f"layers.{i}.feed_forward.w2", "no") for i in range(128)]
+    receipt.add("float8", "rowwise", {"layers": 384}, count=384, skipped=wide, missed=[Skipped("output", why)])
+    receipt.add("a", "on", 5, count=5, skipped=[Skipped(f"x{i}", "no") for i in range(9)])
+    receipt.add("b", "on", 5, count=5, skipped=[Skipped("x", f"reason {i}") for i in range(9)])
+    assert [entry.summary() for entry in receipt.entries] == [
+        f"float8: layers 384; except layers.*.feed_forward.w2 (no), output ({why})",
+        "a: 5; except x0, x1, x2, 6 more (no)",
+        "b: 5; except x (reason 0), x (reason 1), x (reason 2), 6 more",
+    ]

@@ -374,6 +374,21 @@ LINEARS = [
 LOOKED_UP = {"what": "tok_embeddings", "why": "no matmul: an embedding looks tokens up"}
 
 
+def test_a_head_that_was_to_be_in_float8_and_is_not(desk: Desk) -> None:
+    """The user's own filters leave it to float8, and its 257 rows do not."""
+    own = ["--float8.recipe=rowwise", "--model.vocab_size=257", "--float8.filter_fqns=[]"]
+    strict = desk.run("head strict", 1, *own, ends=2)
+    assert "  float8.filter_fqns = []\n      want: filters that name what" in strict.output
+    assert 'fix:  --float8.filter_fqns ["output"]; job.strict = false' in strict.output
+    why = "sizes (257, 128), 128 tokens: not all multiples of 16"
+    lenient = desk.run("head lenient", 1, *own, "--job.strict=false", "--job.stop_after=2")
+    assert f"\n            output: {why}\n" in lenient.output
+    assert "applied to all 9 eligible cases; it missed 1" in lenient.output
+    assert f"; except output ({why})\n" in lenient.output
+    unsaid = desk.run("head by default", 1, *own[:2], "--job.stop_after=2")  # nobody asked for it
+    assert "; except output (float8.filter_fqns has 'output')\n" in unsaid.output
+
+
 def test_fused_layers_are_counted(desk: Desk, everything: Ended) -> None:
     assert "async_tensor_parallel" not in everything.receipt
     entry = desk.run("fused", 2, *ASYNC, "--job.stop_after=2").receipt["async_tensor_parallel"]

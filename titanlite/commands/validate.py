@@ -6,6 +6,7 @@ shapes do not show it, whether they run; and the layers and parameters of your o
 it look for damage inside a checkpoint's large files, or know for certain whether another job is using the run folder.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ from titanlite.data.order import epochs
 from titanlite.data.prepare import Inputs, check_cache, check_inputs, whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.errors import CheckpointError, ConfigError, RecipeError, TitanliteError
-from titanlite.float8.scope import left_alone, obstacle, require_equal_shards, require_matches
+from titanlite.float8.scope import left_alone, obstacle, odd_sizes, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
 from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.host_memory import lack_of_memory, shows_gpus
@@ -237,8 +238,18 @@ def _left_alone(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block:
 
 
 def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
-    """Refuse a recipe that converts no layer."""
+    """Refuse a recipe that converts no layer, or not all that the user's own filters leave to it."""
     whys = _left_alone(config, sizes, float8, block)
+    filters = config.float8.filter_fqns
+    odd = odd_sizes({name: why for name, why in whys.items() if why}, filters)
+    if config.job.strict and odd and None in whys.values():
+        names = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in odd))
+        first, why = next(iter(odd.items()))
+        want = f"filters that name what float8.recipe = {show(config.float8.recipe)} leaves alone: {first} ({why})"
+        problems = Problems(origin)
+        fix = f"filter_fqns = {show([*filters, *names])}; job.strict = false trains with what is converted"
+        problems.add("float8.filter_fqns", show(filters), want, fix, against="float8.recipe")
+        problems.raise_all(RecipeError)
     if config.job.strict and None not in whys.values():
         first, why = next(iter(whys.items()))
         want = f"at least one linear layer to convert; all are skipped, e.g. {first} ({why})"

@@ -6,6 +6,7 @@ from titanlite.config.architectures import nearest_layer
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.config.schema import Float8
 from titanlite.errors import Problem, RecipeError, describe
 
 
@@ -92,6 +93,18 @@ def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: O
         fix = f"did you mean {show(near)}?" if near else "remove it"
         problems.add("float8.filter_fqns", show(unused), want, fix)
     problems.raise_all(RecipeError)
+
+
+def odd_sizes(skipped: Mapping[str, str], filter_fqns: Sequence[str]) -> dict[str, str]:
+    """Give the layers whose sizes keep them out of float8 although the user's own filters do not.
+
+    Args:
+        skipped: layers that are not converted, and why.
+        filter_fqns: `float8.filter_fqns`; where it is the default, nobody has said which layers are to be converted.
+    """
+    if tuple(filter_fqns) == Float8().filter_fqns:
+        return {}
+    return {name: why for name, why in skipped.items() if not any(f in name for f in filter_fqns)}
 
 
 def left_alone(

@@ -10,15 +10,16 @@ Each rank adds the same entries, so that all of them stop together; rank 0 write
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.redact import redact_tree
 
-_SHOWN = 8  # cases named in a message; the file has all
+_SHOWN, _NAMED = 8, 3  # cases named in a message, and in a line of the console; the file has all
 _NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
 
 
@@ -28,6 +29,7 @@ class Skipped:
 
     what: str  # module, matmul, collective, …
     why: str
+    is_told: bool = field(default=False, compare=False)  # on the console already, in other words
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,19 @@ class Entry:
     key: str
 
     def summary(self) -> str:
-        """Say in one line what was applied; what has a row for each layer, rule or shape stands in the file alone."""
-        if not isinstance(self.applied, dict):
-            return f"{self.feature}: {self.applied}"
-        totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
-        return f"{self.feature}: " + ", ".join(f"{name} {value}" for name, value in totals.items())
+        """Say in one line what was applied, and what was not and why; each layer, rule and shape is in the file."""
+        said = str(self.applied)
+        if isinstance(self.applied, dict):
+            totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
+            said = ", ".join(f"{name} {value}" for name, value in totals.items())
+        return f"{self.feature}: {said}{self._left_out()}"
+
+    def _left_out(self) -> str:
+        by_why: dict[str, dict[str, None]] = {}  # of layers of one name in every block, that name
+        for case in (case for case in (*self.skipped, *self.missed) if not case.is_told):
+            by_why.setdefault(case.why, {})[re.sub(r"\b\d+\.", "*.", case.what)] = None
+        said = [f"{_few(list(names))} ({why})" for why, names in by_why.items()]
+        return f"; except {_few(said)}" if said else ""
 
 
 class Receipt:
@@ -114,6 +124,11 @@ class Receipt:
         if strict:
             raise StrictError(message)
         warn(message)
+
+
+def _few(names: list[str]) -> str:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join(names[:_NAMED] + more)
 
 
 def _problem(entry: Entry) -> Problem | None:

@@ -28,6 +28,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
+from titanlite.float8.scope import odd_sizes
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.observe.receipt import Receipt, Skipped
@@ -217,6 +218,9 @@ def _float8(
         applied["lowering"], warnings = cost, (f'float8.recipe = "{config.float8.recipe}" is {cost}',)
         if recipe.status != "emulated":  # its file promises tensor cores
             missed = [Skipped(name, cost) for name in done.converted]
+    count = len(done.converted) - len(missed)
+    odd = odd_sizes(done.skipped, config.float8.filter_fqns)
+    missed += [Skipped(name, why) for name, why in odd.items()]
     layers = [model.get_submodule(name) for name in done.converted]
     if fused := sum(isinstance(layer, ParallelLinear) and layer.fused is not None for layer in layers):
         applied["one operator with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
@@ -238,8 +242,8 @@ def _float8(
         "float8",
         config.float8.recipe,
         {**applied, "fsdp_all_gather": gathered},
-        count=len(done.converted) - len(missed),
-        skipped=[Skipped(layer, why) for layer, why in done.skipped.items()],
+        count=count,
+        skipped=[Skipped(name, why) for name, why in done.skipped.items() if name not in odd],
         missed=missed,
         key="float8.recipe",
     )

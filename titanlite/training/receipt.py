@@ -51,12 +51,12 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
         applied["documents"] = meta.documents
     unnamed = meta.n_bad_records - len(meta.bad_records)
     more = [f"and {unnamed:,} more"] * (unnamed > 0)
-    left_out = [Skipped(record, "a bad record") for record in (*meta.bad_records, *more)]
+    left_out = [Skipped(record, "a bad record", is_told=True) for record in (*meta.bad_records, *more)]
     rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
     left_out += [Skipped(what, rule) for what in meta.skipped]
     if meta.max_tokens:
         applied["max_tokens"] = meta.max_tokens
-        left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}"))
+        left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}", is_told=True))
     if meta.n_unknown:
         applied["unknown"] = meta.n_unknown
     receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
