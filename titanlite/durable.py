@@ -1,4 +1,4 @@
-"""Files in a folder that outlives the process: written whole, kept under another name, looked at before they are made.
+"""Write files whole in a folder that outlives the process, keep old ones under another name, and check it beforehand.
 
 A text file is as it was or as it is to be, whenever a crash comes, and never in between. Whoever else may write to the
 folder can put a link, a pipe or a device in a file's place: none is followed, written to or waited for.
@@ -49,7 +49,7 @@ def append_plain(path: Path) -> TextIO:
 
 
 def is_at(path: Path, file: int) -> bool:
-    """Whether a path is still that of an open file: nobody has removed, moved or replaced it.
+    """Return whether a path is still that of an open file: nobody has removed, moved or replaced it.
 
     Args:
         path: where it was opened.

@@ -1,4 +1,4 @@
-"""How a process ends: one message for a mistake, the traceback for a bug, once for all ranks."""
+"""End a process: one message for a mistake, the traceback for a bug, once for all ranks."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""JSON that a user wrote, or that a crash may have damaged: whatever is wrong with it is a ValueError."""
+"""Parse JSON that a user wrote, or that a crash may have damaged: whatever is wrong with it is a ValueError."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What starts the processes of a run: whether it has said all that they need, and whether it is still there.
+"""Check that what starts the processes of a run has said all that they need, and that it is still there.
 
 A launcher that is killed ends nobody: its ranks would train on, and hold their GPUs, with nobody to stop them. No torch
 here.
@@ -44,7 +44,7 @@ def check_launcher() -> None:
 
 
 class Launcher:
-    """The process that told this one its rank, and what stands between the two, a shell that it was told to run, say.
+    """Watch the process that told this one its rank, and what stands between the two, such as a shell.
 
     The launcher is the nearest ancestor that was not started with this rank's variables itself. Where none is to be
     seen, as from inside a container whose first process a launcher outside has started, and for a process without a
@@ -55,12 +55,12 @@ class Launcher:
         self._line = _up_to_launcher() if "RANK" in os.environ else []
 
     def is_gone(self) -> bool:
-        """Whether it has ended, or a process between it and this one: who was its child has another parent then."""
+        """Return whether it has ended, or a process between it and this one: whose child has another parent then."""
         return any(_parent(child) != parent for child, parent in pairwise(self._line))
 
 
 def _up_to_launcher() -> list[int]:
-    """Process ids from this one's to the launcher's; none if there is no launcher to be seen."""
+    """List the process ids from this one's to the launcher's; none if there is no launcher to be seen."""
     words = {f"{name}={os.environ[name]}".encode() for name in (*_SAID, "LOCAL_RANK") if name in os.environ}
     line = [os.getpid(), os.getppid()]
     while line[-1] > 1:  # 0 is a process of another container, 1 the first of this one or of the system
@@ -75,7 +75,7 @@ def _up_to_launcher() -> list[int]:
 
 
 def _parent(process: int) -> int:
-    """The parent of this process or of an ancestor; 0 if that has ended."""
+    """Return the parent of this process or of an ancestor; 0 if that has ended."""
     if process == os.getpid():
         return os.getppid()
     try:

@@ -197,7 +197,7 @@ def _find(
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What differs between kinds of recipes."""
+    """Hold what differs between kinds of recipes."""
 
     schema: type[Any]
     check: Callable[[Any, Problems], None]

@@ -76,7 +76,7 @@ def redact_stream(stream: TextIO) -> None:
 
 
 def _of_environment() -> set[str]:
-    """The secrets that environment variables hold, as they stand and as a text may spell them."""
+    """Return the secrets that environment variables hold, as they stand and as a text may spell them."""
     secrets: set[str] = set()
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file that has it

@@ -1,4 +1,4 @@
-"""The folder of one run: where its files are, and the guard that keeps other runs out.
+"""Keep the folder of one run: say where its files are, and keep other runs out.
 
 Two mistakes cost more than a crash: a second job writing into the folder of one that is still running, and a resumed
 run that is no longer the same run (another model, other data). `RunFolder.claim` refuses both before torch is imported.
@@ -63,11 +63,11 @@ class RunFolder:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the lock is still where this process has taken it; so it is where it has none."""
+        """Return whether the lock is still where this process took it; true if it took none."""
         return self._lock is None or is_at(self.path / "lock", self._lock)
 
     def keep(self) -> str | None:
-        """Take the lock again if somebody has removed it. On the process that claimed the folder.
+        """Take the lock again if somebody has removed it. Call it on the process that claimed the folder.
 
         Returns:
             What the user should be told, if so.
@@ -98,7 +98,7 @@ class RunFolder:
         return cls(Path(os.path.expanduser(config.job.dump_folder)) / config.job.name)
 
     def claim(self, config: Config) -> list[str]:
-        """Create the folder or check that it is this run's, and lock it. On one process.
+        """Create the folder or check that it is this run's, and lock it. Call it on one process.
 
         Args:
             config: the resolved config.
@@ -338,7 +338,7 @@ def _has_content(path: Path) -> bool:
 
 
 def _trained(config_toml: bytes) -> dict[str, Any]:
-    """What of a config all starts of a run have, if nothing was changed; nothing of a file that is none."""
+    """Return the config keys that must not change between starts of one run; none if the file cannot be parsed."""
     try:
         keys = dotted(tomli.loads(config_toml.decode()))
     except (ValueError, RecursionError):  # changed since the folder was claimed
@@ -363,5 +363,5 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _toml(value: object) -> str:
-    """A value as the file has it; a date, which no key has, as a text."""
+    """Write a value as the file has it; a date, which no key has, as a text."""
     return "not given" if value is None else json.dumps(value, ensure_ascii=False, default=str)

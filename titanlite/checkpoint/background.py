@@ -74,7 +74,7 @@ class Background:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last checkpoint could not be written, as far as this rank knows by now."""
+        """Return whether the last checkpoint could not be written, as far as this rank knows by now."""
         return self._writing is not None and self._writing.done() and self._writing.exception() is not None
 
     def written(self) -> Path | None:

@@ -135,7 +135,7 @@ def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str
 
 
 def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
-    """How many weights were read, and a sum over all their bits."""
+    """Load the weights; return how many were read, and a sum over all their bits."""
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
         base = layout.names["norm"].partition(".")[0]  # a model that was saved without its head does not say it

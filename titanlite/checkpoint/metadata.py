@@ -38,7 +38,7 @@ _Enum = metadata._MEM_FORMAT_ENCODING
 
 
 class _StandIn:
-    """A class or function of torch in a pickle: it keeps what it is given and has nothing that could be replaced."""
+    """Stand in for a class or function of torch in a pickle: keep what it is given, and have nothing to replace."""
 
     args: tuple[Any, ...]
     state: Any = None
@@ -69,7 +69,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Made(dict[int, Any]):
-    """What stand-ins stand for, and plain data as it is, each once however often it is named; nothing else is taken."""
+    """Replace stand-ins by what they stand for, each once however often it is named; refuse all but plain data."""
 
     def of(self, value: Any) -> Any:
         if id(value) not in self:
@@ -125,7 +125,7 @@ def read_metadata(folder: Path) -> metadata.Metadata:
 
 
 def _first_fault(content: Any) -> str | None:
-    """What makes this unusable as the description of tensors, if anything."""
+    """Return why this cannot be used as the description of tensors; None if it can."""
     if not isinstance(content, metadata.Metadata):
         return f"a {type(content).__name__}"
     for name, entry in content.state_dict_metadata.items():

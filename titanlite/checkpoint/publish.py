@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """What the manifest says about one file."""
+    """Hold what the manifest says about one file."""
 
     bytes: int
     sha256: str
@@ -195,7 +195,7 @@ def remove_stale(root: Path) -> list[str]:
 
 
 def stale_bytes(root: Path) -> int:
-    """How much room `remove_stale` would make."""
+    """Return the bytes that `remove_stale` would free."""
     return sum(f.lstat().st_size for path in _stale(root) for f in path.rglob("*") if f.is_file())
 
 
@@ -236,7 +236,7 @@ def _manifest(folder: Path) -> dict[str, Entry]:
 
 
 def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
-    """The folder holds the files of `entries`, at their sizes, and nothing else."""
+    """Check that the folder holds the files of `entries`, at their sizes, and nothing else."""
     found: dict[str, int] = {}
     problems: list[Problem] = []
     for item in sorted(os.scandir(folder), key=lambda i: i.name):

@@ -1,4 +1,4 @@
-"""Which step a run goes on from, and whether it is the same run; no torch here.
+"""Decide which step a run goes on from, and whether it is the same run; no torch here.
 
 The step is decided by the names of folders alone. `train.py` asks before it imports torch, so that a step that is not
 there is refused in a second; `Checkpoints.choose` asks again for all ranks. `titanlite validate` also looks into the
@@ -188,7 +188,7 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
 
 
 def identity_of(config: Config, sizes: ModelRecipe) -> dict[str, Any]:
-    """What a checkpoint says of its run, for whichever folder it is resumed in, as JSON.
+    """Return what a checkpoint says of its run, for whichever folder it is resumed in, as JSON.
 
     Texts and tokenizers have fingerprints there, and the optimizer its tensors.
 

@@ -56,7 +56,7 @@ def _name(kind: str) -> str:
 
 
 def _generators() -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]]:
-    """How to read and how to set each generator of this process."""
+    """Return the functions that read and set the state of each generator of this process."""
     found: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = {
         "python": (_get_python, _set_python),
         "numpy": (_get_numpy, _set_numpy),
@@ -89,7 +89,7 @@ def _set_numpy(state: Tensor) -> None:
 
 
 def _pack(words: Iterable[int], gauss: float | None) -> Tensor:
-    """A Mersenne twister's words, and the second value of a pair of Gaussians if one is pending: int64 [n + 2]."""
+    """Pack a Mersenne twister's words, and the second value of a pair of Gaussians if one is pending: int64 [n + 2]."""
     bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
     return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
 

@@ -1,4 +1,4 @@
-"""Whether a disk has room for the checkpoints of a run, asked before the first step; no torch here.
+"""Check before the first step that a disk has room for the checkpoints of a run; no torch here.
 
 A save asks again for itself and ends the run where there is none (`store.py`): hours later, with a long interval.
 Neither sees quotas.

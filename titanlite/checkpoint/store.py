@@ -195,7 +195,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _my_files(folder: Path) -> list[str]:
-    """The files that DCP wrote from this rank."""
+    """Return the files that DCP wrote from this rank."""
     mine = sorted(p.name for p in folder.iterdir() if p.name.startswith(f"__{rank()}_"))
     return [".metadata", *mine] if rank() == 0 else mine
 
@@ -246,7 +246,7 @@ def _fits(tensor: Tensor, metadata: Metadata, name: str) -> bool:
 def _check_same(
     folder: Path, metadata: Metadata, wanted: Mapping[str, Tensor], asked: set[str], optional: tuple[str, ...]
 ) -> None:
-    """The run's tensors are the checkpoint's, by name, shape and dtype."""
+    """Check that the run's tensors are the checkpoint's, by name, shape and dtype."""
     saved = metadata.state_dict_metadata
     missing = [n for n in wanted if n not in saved]
     surplus = [n for n in saved if n not in asked and not n.startswith(optional)]

@@ -54,7 +54,7 @@ def _module(name: str) -> str:
 
 
 def _version_of_torch() -> str:
-    """What is installed, without importing it."""
+    """Return the installed version, without importing torch."""
     from importlib import metadata
 
     try:

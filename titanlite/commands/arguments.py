@@ -18,7 +18,7 @@ _CONFIG = "FILE [--section.key VALUE ...]"
 
 @dataclass(frozen=True)
 class Given:
-    """What a command line says.
+    """Hold what a command line says.
 
     Attributes:
         flags: as train.py takes them; `--config` and the file come first.
@@ -110,7 +110,7 @@ class Command:
 
     @property
     def help(self) -> str:
-        """What its help page says before it comes to the sections of the config, if it takes one."""
+        """Return what the help page says before the sections of the config, if the command takes one."""
         file = {"FILE": "a config, as configs/debug.toml; --config FILE is the same"} if self.takes == _CONFIG else {}
         return f"{self._usage}\n\n{self.about.strip()}\n\n{_table({**file, **self.rows})}"
 

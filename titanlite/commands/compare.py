@@ -36,7 +36,7 @@ _COMMAND = Command(
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run folder holds."""
+    """Hold what one run folder says."""
 
     name: str
     steps: list[dict[str, Any]]  # rows of logged steps
@@ -157,7 +157,7 @@ def _state(status: Path) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names, with as many of their parents as it takes to tell them apart."""
+    """Return the folders' own names, with as many of their parents as it takes to tell them apart."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts))):
         names = ["/".join(p[-depth:]) for p in parts]
@@ -167,7 +167,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _tables(records: Sequence[RunRecord], out: Path) -> str:
-    """The tables and the path of the picture."""
+    """Return the tables and the path of the picture."""
     headings = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
     text = columns(headings, *map(_results, records))
     if rows := difference(records):

@@ -119,7 +119,7 @@ def _check(config: Config, out: Path, dtype: str) -> None:
 
 
 def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
-    """The run's tokenizer, or None if it read token files."""
+    """Return the run's tokenizer, or None if it read token files."""
     if not fingerprint:
         return None
     is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))

@@ -110,7 +110,7 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
 
 
 def _of_text(tokenizer: bytes) -> dict[str, Any]:
-    """What a tokenizer.json says of a document's ids: an exported one may differ in the rest."""
+    """Return what a tokenizer.json says of a document's ids: an exported one may differ in the rest."""
     said = parse_json(tokenizer)
     said["model"]["dropout"] = None
     return {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}

@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
 
 
 def _of_folder(argv: Sequence[str], folder: str) -> str:
-    """The recipe of a folder's model, as a file to be saved."""
+    """Write the recipe of a folder's model as the text of a file."""
     problems = Problems(Origin("command line"))
     if argv != ["model"]:
         want, fix = "the kind whose recipes are dimensions: model", f"titanlite recipes model {_FROM} {folder}"
@@ -102,7 +102,7 @@ def _measure(argv: list[str]) -> int:
 
 
 def _listing(kind: Kind, dirs: Sequence[str]) -> str:
-    """The names of one kind, each with its help."""
+    """List the names of one kind, each with its help."""
     rows = {name: load(kind, name, dirs).help for name in names(kind, dirs)}
     rows |= _WITHOUT_FILE.get(kind, {})
     width = max(map(len, rows))

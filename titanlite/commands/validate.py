@@ -68,7 +68,7 @@ _OF_SHAPES = ("training.seq_len", "training.local_batch_size", "training.mixed_p
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A config that passed every check, with all that it names.
+    """Hold a config that passed every check, with all that it names.
 
     Attributes:
         save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
@@ -188,7 +188,6 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
 
 
 def _resumes(config: Config) -> bool:
-    """Whether a start goes on from a checkpoint."""
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
 
 
@@ -206,7 +205,7 @@ def _check_tokenizer(config: Config, inputs: Inputs) -> None:
 
 
 def _dimensions(config: Config, origin: Origin) -> ModelRecipe:
-    """The dimensions of the model; those of a folder that a run once started from are in its checkpoints."""
+    """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
     if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
         return saved_dimensions(RunFolder.of(config).checkpoints, config.checkpoint.resume)
     return recipes.model_dimensions(config, origin)
@@ -418,13 +417,13 @@ def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0,
 
 
 def _save_list(checked: CheckedRun) -> str:
-    """The name of the save-list, or within what it will be chosen."""
+    """Return the name of the save-list, or within what it will be chosen."""
     chosen = checked.config.activation_checkpoint
     return chosen.recipe if chosen.budget_gib is None else f"{chosen.recipe} within {chosen.budget_gib:g} GiB"
 
 
 def _model(checked: CheckedRun) -> str:
-    """The architecture, its size, and its parameters where they can be counted without importing its file."""
+    """Return the architecture, its size, and its parameters where they can be counted without importing its file."""
     model, block = checked.config.model, block_of(checked.config.model, checked.dimensions)
     if block is None:
         return f"{model.file} {model.flavor}, not imported"

@@ -91,7 +91,7 @@ def _convert(
 
 
 def _options(hint: Any) -> list[Any]:
-    """The members of a union without None, which TOML cannot say; any other type is its own only option."""
+    """Return the members of a union without None, which TOML cannot say; any other type is its own only option."""
     if get_origin(hint) in (Union, types.UnionType):
         return [o for o in get_args(hint) if o is not type(None)]
     return [hint]
@@ -147,7 +147,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 
 def _meant(value: object) -> object:
-    """What was probably meant by a number in quotes, or by a whole number written as 1e4."""
+    """Return what was probably meant by a number in quotes, or by a whole number written as 1e4."""
     if isinstance(value, str):
         for reading in (int, float):
             try:

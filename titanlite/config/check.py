@@ -124,7 +124,7 @@ def sequences_per_step(config: Config, world_size: int | None) -> int | None:
 
 
 def _can_divide(config: Config) -> bool:
-    """Whether all that is divided by is in range."""
+    """Check that every divisor is in range."""
     batch, mesh = config.training, config.parallelism
     degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
     return min(batch.seq_len, batch.local_batch_size, *degrees) >= 1
@@ -141,7 +141,7 @@ def _data_ranks(config: Config, world: int | None) -> int:
 
 
 def _check_model(sizes: ModelRecipe, model: Model, problems: Problems) -> None:
-    """The heads divide the width, and each width suits the kernels; those of one's own file are its affair."""
+    """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
     dim, heads, kv_heads = sizes.dim, sizes.n_heads, sizes.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
@@ -168,7 +168,7 @@ def _check_model(sizes: ModelRecipe, model: Model, problems: Problems) -> None:
 
 
 def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, problems: Problems) -> None:
-    """The degrees multiply to the number of processes, and every sharded width can be split."""
+    """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
     p = config.parallelism
     replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
     section, any_number = "parallelism.", world is None
@@ -204,7 +204,7 @@ def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, pr
 
 
 def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
-    """The global batch is a whole number of micro-steps of every data-parallel rank."""
+    """Check that the global batch is a whole number of micro-steps of every data-parallel rank."""
     asked, local = config.training.global_batch_size, config.training.local_batch_size
     if asked is None or asked < 1:
         return  # one micro-step, or out of range
@@ -218,7 +218,7 @@ def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
 
 
 def _check_steps(config: Config, problems: Problems) -> None:
-    """What happens at a step happens within the run."""
+    """Check that all that happens at a given step happens within the run."""
     steps, profiling = config.training.steps, config.profiling
     if steps < 1:
         return  # out of range, and reported
@@ -238,7 +238,7 @@ def _check_steps(config: Config, problems: Problems) -> None:
 
 
 def _check_names(config: Config, problems: Problems) -> None:
-    """What is to be a file or a folder can be one, and what must have a name has one."""
+    """Check that paths can be files or folders, and that required names are given."""
     name = config.job.name
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
         want = "the name of a folder, of at most 255 bytes"
@@ -298,7 +298,7 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
 
 
 def uses_copy_engines(config: Config, shards: int) -> bool:
-    """Whether copy engines gather and reduce blocks, if the GPUs have each other's memory.
+    """Return whether copy engines gather and reduce blocks, if the GPUs have each other's memory.
 
     Args:
         config: checked.
@@ -311,7 +311,7 @@ def uses_copy_engines(config: Config, shards: int) -> bool:
 
 
 def _divisors(n: int) -> list[int]:
-    """Divisors that a fix may name; of astronomical numbers not all, which would take years."""
+    """Return the divisors that a fix may name; of astronomical numbers not all, which would take years."""
     return sorted({d for i in range(1, min(math.isqrt(n), 10**6) + 1) if n % i == 0 for d in (i, n // i)})
 
 

@@ -1,4 +1,4 @@
-"""The command line: `FILE` or `--config FILE`, and flags that are the dotted paths of TOML keys and win over the file.
+"""Read the command line: `FILE` or `--config FILE`, and flags, dotted paths of TOML keys, which win over the file.
 
 tyro turns the flags into a `Config`. Two things are done around it. Booleans take `--x`, `--x=false` and `--x true`
 alike, where tyro knows either the pair `--x`/`--no-x` or a value: it is asked for values, and they are spelled out
@@ -125,7 +125,7 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_flag_without_dashes(arg: str, first: bool) -> bool:
-    """Whether a word is `training.steps=5` or `-training.steps`; as the `first` value, a bare key may be meant."""
+    """Tell whether a word is `training.steps=5` or `-training.steps`; as the `first` value, a bare key may be meant."""
     name, has_value, _ = arg.lstrip("-").partition("=")
     return name.replace("-", "_") in schema_keys() and (bool(has_value) or arg.startswith("-") or not first)
 
@@ -151,7 +151,7 @@ def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
 
 
 def _as_toml(text: str) -> object:
-    """The value that a word is in TOML: a number, true or false; otherwise the word itself."""
+    """Return the value that a word is in TOML: a number, true or false; otherwise the word itself."""
     try:
         return tomli.loads(f"value = {text.lower() or 'true'}")["value"]
     except tomli.TOMLDecodeError:

@@ -1,4 +1,4 @@
-"""The config.json of a folder whose weights are given: the recipe of its model, and whether it is that of a config.
+"""Read the config.json of a folder of weights: make the recipe of its model, and compare it with a config's.
 
 `config_json_keys.py` decides which keys are used and which are refused. This imports no torch, so that a folder is held
 against a config in no time; the tensors are compared when they are loaded.
@@ -82,7 +82,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says, in one of the forms that transformers has had, with what it leaves out."""
+    """Return what a config.json says, its defaults filled in, in one of the forms that transformers has had."""
     left_out, without_effect = LEFT_OUT[architecture], WITHOUT_EFFECT[architecture]
     theirs = {**left_out, **content}
     if "rope_theta" in left_out:
@@ -119,7 +119,7 @@ def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
 
 
 def _scaling(said: Mapping[str, Any], part: float | None, length: int | None, longest: object) -> dict[str, Any] | None:
-    """How rotary positions are scaled; None if they are not."""
+    """Return the scaling of rotary positions; None if there is none."""
     kind, part = said.get("rope_type", said.get("type", "default")), said.get("partial_rotary_factor", part)
     scaling = {"rope_type": kind}
     if kind != "default":  # which makes nothing of other keys
@@ -134,7 +134,7 @@ def _scaling(said: Mapping[str, Any], part: float | None, length: int | None, lo
 
 
 def _table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe that a config.json says."""
+    """Return the keys of a recipe that a config.json gives."""
     table = {ours: theirs[name] for name, ours in LAYOUTS[architecture].sizes.items()}
     table.setdefault("n_kv_heads", table["n_heads"])
     table.pop("head_width", None)
@@ -199,7 +199,7 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
 
 
 def _of_config(config: Config, path: str, problems: Problems) -> ModelRecipe | None:
-    """The recipe of a folder's model, if it is of the architecture of a config."""
+    """Make the recipe of a folder's model, if it is of the architecture of a config."""
     if config.model.file:
         want = "a shipped architecture: what the weights of others are called there is not known"
         problems.add("model.file", show(config.model.file), want, f"remove it, or {KEY}")

@@ -1,4 +1,4 @@
-"""The decision on every key of a given config.json: used, refused, or provably without effect.
+"""Decide on every key of a given config.json: it is used, refused, or provably without effect.
 
 Made from the classes of transformers 5.24, what its model code reads, and what older releases wrote. `LEFT_OUT` has the
 keys that logits depend on. A key that is a dimension in `hugging_face.py` is used; any other must say what stands here,

@@ -1,4 +1,4 @@
-"""Hugging Face's layout of the shipped architectures: what weights and dimensions are called there, and how they lie.
+"""Describe Hugging Face's layout of the shipped architectures: names of weights and dimensions, and how weights lie.
 
 A layer of ours that fuses several weights is several layers there, but GPT-2's, whose queries, keys and values are one
 matrix there too, in another order. GPT-2's matrices lie transposed, and a Gemma norm's weight is the factor less one.
@@ -84,7 +84,7 @@ _GPT2_SIZES = _SIZES | {
 
 @dataclass(frozen=True)
 class Layout:
-    """How one architecture lies there.
+    """Describe Hugging Face's layout of one architecture.
 
     Attributes:
         class_name: of transformers.

@@ -33,7 +33,7 @@ _SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 @dataclass(frozen=True)
 class Port:
-    """What a config that comes from torchtitan says, and leaves out, beside its problems.
+    """Hold what a config from torchtitan says and leaves out, beside its problems.
 
     Attributes:
         idle: keys that ask for nothing that titanlite does otherwise.
@@ -95,7 +95,7 @@ def take_out(
 
 
 class Said:
-    """What a torchtitan config says of a key: the value given, or the default there.
+    """Look up keys of a torchtitan config: the value given, or the default there.
 
     Args:
         given: values of keys that torchtitan has.
@@ -110,25 +110,25 @@ class Said:
         return self.given.get(key, KEYS[key][0]) if self.fits(key) else KEYS[key][0]
 
     def fits(self, key: str) -> bool:
-        """Whether a value, if one is given, has the type of the default, where that has one."""
+        """Return whether a value, if one is given, has the type of the default, where that has one."""
         default = KEYS[key][0]
         value = self.given.get(key, default)
         return default is None or type(value) is type(default) or (type(default) is float and type(value) is int)
 
     def asks_nothing(self, key: str) -> bool:
-        """Whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
+        """Return whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
         if not self.fits(key):
             return False
         is_default = self(key) == KEYS[key][0] and key not in ASKED_BY_DEFAULT
         return is_default or key.startswith(IDLE) or self.is_off(key) or self._is_settled(key)
 
     def is_off(self, key: str) -> bool:
-        """Whether a key belongs to a feature that is not on."""
+        """Return whether a key belongs to a feature that is not on."""
         off = (s for s, keys in SWITCHES.items() if key != s and key.startswith(keys))
         return any(self(switch) in (KEYS[switch][0], "") for switch in off)
 
     def _is_settled(self, key: str) -> bool:
-        """Whether another key covers this one, or its value is what titanlite has."""
+        """Return whether another key covers this one, or its value is what titanlite has."""
         mode = "activation_checkpoint.mode"
         if (here := stands_for(key)) and here <= {*self.beside}:
             return True
@@ -185,7 +185,7 @@ class Said:
         return text.replace("{}", show(value))
 
     def _converts(self, kind: str) -> bool:
-        """Whether linear layers are converted to `kind`, under its name in this release or the one before."""
+        """Return whether linear layers are converted to `kind`, under its name in this release or the one before."""
         return any(name in (kind, f"quantize.linear.{kind}") for name in self("model.converters"))
 
     def left_out(self, given: Collection[str]) -> dict[str, str]:
@@ -240,7 +240,7 @@ def _save_list(mode: str, option: str) -> str:
 
 
 def _known(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a table that torchtitan has, and their values."""
+    """Yield the dotted keys of a table that torchtitan has, and their values."""
     for name, value in table.items():
         if (key := f"{prefix}{name}") in KEYS:
             yield key, value
@@ -249,7 +249,7 @@ def _known(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _without(table: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """The table without some of its keys, and without sections of torchtitan that have no others."""
+    """Copy the table without some of its keys, and without sections of torchtitan that have no others."""
     rest: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""Where each value of a config came from, and the collector that turns what is wrong with them into one error.
+"""Record where each value of a config came from, and collect all that is wrong with them into one error.
 
 A config is merged from files and flags, and a recipe from a file and those it extends. `Origin` remembers the file
 and line of every key, so that a cross-check made long after reading can still point at the line to change. `Problems`
@@ -70,7 +70,7 @@ class Problems:
         self._found.append((place, Problem(where, saw, want, fix, place.line)))
 
     def is_own(self, key: str) -> bool:
-        """Whether the source itself gives `key`, not a file that it extends."""
+        """Return whether the source itself gives `key`, not a file that it extends."""
         return self.origin.of(key).source == self.origin.source
 
     def raise_all(self, error: type[ConfigError] = ConfigError) -> None:
@@ -96,7 +96,7 @@ class Problems:
 
 
 def _said_once(problems: list[Problem]) -> list[Problem]:
-    """The problems, of which only the first with the same long list of choices has it."""
+    """Keep a long list of choices only in the first problem that has it."""
     seen, said = set[str](), list[Problem]()
     for p in problems:
         again = p.want in seen and p.want.startswith("one of ")

@@ -1,4 +1,4 @@
-"""What a single key or value is answered with that is called otherwise in torchtitan's TOML releases.
+"""Answer a single key or value that torchtitan's TOML releases name otherwise.
 
 `torchtitan.py` has the keys of its last one, and `port.py` what depends on a whole file. Here are keys of earlier
 releases besides, and values that are none here. What is set in the environment is told, too.
@@ -46,7 +46,7 @@ OLD_FLOAT8_RECIPES = {
     "all_axiswise": "rowwise",
     "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
 }
-"""What torchao and torchtitan called recipes of the same arithmetic in earlier releases."""
+"""Names that torchao and torchtitan gave recipes of the same arithmetic in earlier releases."""
 
 
 def replacement(key: str, value: object = None) -> str | None:

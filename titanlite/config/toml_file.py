@@ -92,7 +92,7 @@ def _read(
 
 
 def _without_dots(path: Path) -> Path:
-    """The path as a person would write it: without `folder/..`, unless `folder` is a link and leads elsewhere."""
+    """Write the path as a person would: without `folder/..`, unless `folder` is a link and leads elsewhere."""
     plain = os.path.normpath(path)
     return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path
 

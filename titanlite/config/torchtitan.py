@@ -1,4 +1,4 @@
-"""Every key of torchtitan v0.2.2, the last release configured in TOML: its default there, and what it is here.
+"""List every key of torchtitan v0.2.2, the last release configured in TOML: its default there, and what it is here.
 
 The answer is None where titanlite has the key under the same name, and otherwise a text. What titanlite has instead
 stands in it as `section.key = value`, where `{}` is the value that was given. `port.py` has the few answers that
@@ -233,7 +233,7 @@ MODELS = {
     "autoparallel.local_map_deepseek_v3": "",
     **dict.fromkeys(("llama3_ft", "simple_fsdp.llama3", "compiler_toolkit.llama3", "autoparallel.llama3"), "llama3"),
 }
-"""What else `model.name` may be there, and which model it is here; "" if there is none."""
+"""Other values that `model.name` has there, and the model that each is here; "" if there is none."""
 
 _DEBUG = {"n_layers": 6, "dim": 256, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 768, "vocab_size": 2048}
 FLAVORS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
@@ -249,10 +249,10 @@ DATASETS = {
     "c4_test": "hf:./tests/assets/c4_test",
     "c4_validation": "hf:allenai/c4:en:validation",
 }
-"""What its names of datasets load."""
+"""Sources that its names of datasets load."""
 
 UNSAID: dict[str, Any] = {"optimizer.weight_decay_exclude": []}
-"""What it does without a key for it."""
+"""Values that it uses without a key for them."""
 
 VALUES: dict[str, dict[object, str]] = {
     "checkpoint.async_mode": {"async_with_pinned_mem": 'async_mode = "async"'},

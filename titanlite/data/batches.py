@@ -1,4 +1,4 @@
-"""Batches: the samples of one rank, step by step.
+"""Yield the batches of one rank, step by step.
 
 A step trains on the next G positions of the global order (G = `training.global_batch_size`); micro-step m of
 data-parallel rank r takes `local_batch_size` of them, from the (m·dp + r)·local-th on. So a step's samples are the same

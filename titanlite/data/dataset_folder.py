@@ -1,4 +1,4 @@
-"""What `datasets` chooses without being asked: the files of a local folder, and how text becomes records.
+"""Find what `datasets` chooses without being asked: the files of a local folder, and how text becomes records.
 
 Where names say what is training data (train-0.jsonl, test/a.parquet) it takes these alone, else the files of the most
 frequent type. What it has chosen is asked of it, not derived. A file that it did not choose may be records that were
@@ -133,7 +133,7 @@ def _files_below(source: Source, folder: str) -> list[Path]:
 
 
 def _suffix(file: Path) -> str:
-    """With that of what is compressed: `.jsonl.gz`."""
+    """Return the suffix, with that of the compression: `.jsonl.gz`."""
     match = _RECORDS.search(file.name)
     return match[0] if match else file.suffix
 

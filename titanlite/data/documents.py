@@ -41,7 +41,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Tally:
-    """What reading has met so far."""
+    """Count what reading has met so far."""
 
     source: str  # its name
     key: str  # and where it was given, for messages
@@ -252,7 +252,7 @@ def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 
 def _lines(file: Path, tally: Tally) -> Iterator[bytes | None]:
-    """The lines of a file; None in place of one that is too large, whose rest is passed over."""
+    """Yield the lines of a file; None in place of one that is too large, whose rest is passed over."""
     start, most, is_rest = tally.n_bytes, tally.max_record_mib << 20, False
     with _json_lines(file) as (stream, n_read):
         while piece := stream.readline(_BLOCK_BYTES if is_rest else most + 1):
@@ -330,7 +330,7 @@ def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Ite
 
 
 def _parquet_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
-    """The values of a column, few at a time: one that many rows have may be a few bytes of the file and gigabytes."""
+    """Yield a column's values, few at a time: one that many rows have may be a few bytes of the file and gigabytes."""
     import pyarrow.parquet
 
     known = table.metadata
@@ -346,7 +346,7 @@ def _parquet_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
 
 
 def _size_of(value: Any) -> int:
-    """Bytes of a Parquet file's text, which is not copied for that."""
+    """Return the bytes of a text of a Parquet file, without a copy of it."""
     value = getattr(value, "value", value)  # of a dictionary's
     buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
     return buffer.size if buffer else 0
@@ -354,7 +354,7 @@ def _size_of(value: Any) -> int:
 
 @contextmanager
 def _parquet(file: Path, text_key: str, key: str) -> Iterator[Any]:
-    """A Parquet file that has the column, open; what is wrong with it while it is read is a mistake of the user's."""
+    """Open a Parquet file that has the column; what is wrong with it while it is read is a mistake of the user's."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""From documents to token ids, a few MB of text at a time.
+"""Encode documents to token ids, a few MB of text at a time.
 
 Small documents are encoded many at once, on all cores. A large one is cut into pieces first: a tokenizer takes over a
 hundred times the size of what it is given at once, on one core. The tokens stay those of the whole text, as it is cut
@@ -153,7 +153,7 @@ def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> It
 
 
 def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:
-    """A place where a text can be cut without a change of its tokens, not far behind `start`."""
+    """Find a place where a text can be cut without a change of its tokens, not far behind `start`."""
     for place in islice(_PLACES.finditer(text, start, start + _PIECE_CHARACTERS // 2), _TRIALS):
         cut = place.start()
         left, right = text[cut - min(cut, _AROUND_CHARACTERS) : cut], text[cut : cut + _AROUND_CHARACTERS]

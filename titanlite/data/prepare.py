@@ -36,7 +36,7 @@ _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run is to read, each by its key, and what can be said of it without preparing it."""
+    """Hold the sources of a run by their keys, and what can be said of them before they are prepared."""
 
     sources: dict[str, Source]
     tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
@@ -50,7 +50,7 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str:
-        """Return that of what makes the ids of `data.source`; "" where that is token files."""
+        """Return the fingerprint of the tokenizer of `data.source`; "" for token files."""
         return self.tokenizer.fingerprint if self.tokenizer and self.sources["data.source"].kind != "tokens" else ""
 
 
@@ -201,7 +201,7 @@ def check_cache(inputs: Inputs, data: Data) -> None:
 
 
 def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
-    """Of the ids in its shards; token files have no tokenizer."""
+    """Choose the dtype of the ids in a source's shards; token files have no tokenizer."""
     if tokenizer is None:
         return token_dtype(source, vocab_size)
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -210,7 +210,7 @@ def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
 def _folder(
     source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: list[tuple[str, int, int]]
 ) -> Path:
-    """The place of a source's shards, there or not."""
+    """Return the place of a source's shards, there or not."""
     identity = name = dtype
     source_name = redact_urls(source.name)
     if tokenizer is not None:
@@ -284,7 +284,7 @@ def _check_used_whole(source: Source, data: Data) -> None:
 
 
 def _is_folder(path: Path, unknown: bool = False) -> bool:
-    """Whether it is one; `unknown` where one may not look, which concerns who is to write there."""
+    """Return whether a path is a folder; `unknown` where that may not be read, which concerns only who writes there."""
     try:
         return path.is_dir()
     except OSError:  # before Python 3.14, of a folder above that may not be entered
@@ -292,7 +292,7 @@ def _is_folder(path: Path, unknown: bool = False) -> bool:
 
 
 def _check_cache_is_folder(data: Data) -> None:
-    """Or can become one."""
+    """Check that the cache is a folder, or can become one."""
     folder = Path(os.path.expanduser(data.cache_dir))
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not _is_folder(path, unknown=True):
@@ -335,7 +335,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fa
 
 
 def _check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
-    """What must hold for this run, though the shards may have been made for one with other limits."""
+    """Hold shards against the limits of this run: they may have been made for one with others."""
     Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
     check_ids(meta, vocab_size, key)
     if not meta.tokens:
@@ -393,5 +393,5 @@ def _tokenize(
 
 
 def _slug(name: str) -> str:
-    """A name as part of a file name, its end kept: that is where paths differ."""
+    """Make a name part of a file name, its end kept: that is where paths differ."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"

@@ -1,4 +1,4 @@
-"""Token shards: a corpus as one long row of token ids, in flat files.
+"""Store a corpus as token shards: one long row of token ids, in flat files.
 
 A folder of shards holds `shard-00000.bin`, … (little-endian uint16, or uint32 for vocabularies above 65,536) and
 `meta.json`, which says what is in them. Token files that somebody else made stay where they are; their folder holds a
@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says."""
+    """Hold what meta.json says."""
 
     source: str
     tokenizer: str  # "" for token files
@@ -104,7 +104,7 @@ class Meta:
 
 
 class TokenShards:
-    """A corpus of token ids, open for reading from any thread and any process.
+    """Read a corpus of token ids, from any thread and any process.
 
     Args:
         folder: of meta.json.
@@ -181,7 +181,7 @@ class TokenShards:
         self.checked[block] = True
 
     def _read(self, shard: int, start: int, size: int) -> bytes:
-        """Bytes of one shard."""
+        """Read bytes of one shard."""
         try:
             with open(self._paths[shard], "rb", buffering=0) as file:
                 content = os.pread(file.fileno(), size, start)
@@ -282,7 +282,7 @@ class ShardWriter:
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":
-    """The hash that makes a corpus' fingerprint, to be updated with its tokens in order."""
+    """Return the hash that makes a corpus' fingerprint, to be updated with its tokens in order."""
     return hashlib.blake2b(dtype.encode(), digest_size=16)
 
 
@@ -340,7 +340,7 @@ T = TypeVar("T", Shard, Meta)
 
 
 def _typed(read: T) -> T:
-    """What was read, if its values have the types of their fields.
+    """Return what was read, if its values have the types of their fields.
 
     Raises:
         TypeError: one has not.

@@ -1,4 +1,4 @@
-"""Sources: from the string in `data.source` to files.
+"""Resolve the string in `data.source` to files.
 
     python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
     a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids);
@@ -26,7 +26,7 @@ from titanlite.errors import DataError, Problem, describe, nearest
 from titanlite.redact import STAR
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-"""Of compressed lines of JSON, by what names end in: as pyarrow calls them."""
+"""Compression of JSON lines, by the ending of a file's name, as pyarrow calls it."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
 # Not read, but not passed over in a folder either.
@@ -43,7 +43,7 @@ _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
 
 @dataclass(frozen=True)
 class Source:
-    """What a source string stands for; nothing has been read yet."""
+    """Describe what a source string stands for; nothing has been read yet."""
 
     name: str  # the string, as the user wrote it
     key: str  # dotted key it was written under, for messages
@@ -156,7 +156,7 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
 
 
 def unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
-    """What to raise where a file or folder of a source cannot be read."""
+    """Make the error to raise where a file or folder of a source cannot be read."""
     want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
     return DataError(describe("data", [Problem(key, f"{source!r}: {path}: {e.strerror or e}", want, fix)]))
 

@@ -1,4 +1,4 @@
-"""Token files that somebody else made: flat ids, little-endian uint16 or uint32, without a header.
+"""Read token files that somebody else made: flat ids, little-endian uint16 or uint32, without a header.
 
 Such a file does not say what it is, and read as the wrong type it is a corpus of nonsense that trains without an
 error. The rule: uint32 if `model.vocab_size` exceeds 65,536, else uint16, unless something beside the file states a
@@ -37,7 +37,7 @@ _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4"
 
 
 def token_dtype(source: Source, vocab_size: int) -> str:
-    """The type of the ids in token files, by the rule above.
+    """Return the type of the ids in token files, by the rule above.
 
     Args:
         source: of kind "tokens".

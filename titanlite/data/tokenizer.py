@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, and the id that separates documents.
+"""Load tokenizers: text to token ids, and the id that separates documents.
 
 `bytes` needs no file and no download: 256 ids, the UTF-8 bytes themselves; NUL, which text does not hold, separates.
 Everything else is a `tokenizer.json` as Hugging Face writes it, read by the `tokenizers` library. Text is text: special
@@ -30,11 +30,11 @@ _BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
 
 class EncodingError(DataError):
-    """A text that a tokenizer has no ids for, or fails on; says so in one line."""
+    """A tokenizer has no ids for a text, or fails on it; the message is one line."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of titanlite needs of a tokenizer."""
+    """Define what the rest of titanlite needs of a tokenizer."""
 
     name: str  # as the user wrote it
     vocab_size: int  # largest id + 1
@@ -259,7 +259,7 @@ def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
 def _special_token(
     name: str, path: Path, ids: dict[str, int], special: list[str], key: str, usual: tuple[str, ...], wanted: str
 ) -> int:
-    """The id of the token that tokenizer_config.json names under a key, else of the first usual one."""
+    """Return the id of the token that tokenizer_config.json names under a key, else of the first usual one."""
     config = path.parent / "tokenizer_config.json"
     if config.is_file():
         try:

@@ -1,4 +1,4 @@
-"""Which recipes titanlite's own float8 products carry out, and what they keep: by the recipe alone, without torch."""
+"""Tell from a recipe alone, without torch, whether titanlite's own float8 products carry it out, and what they keep."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from titanlite.errors import Problem, RecipeError, describe
 
 
 def obstacle(recipe: Float8Recipe) -> str | None:
-    """Why titanlite's own products cannot carry a recipe out, or None.
+    """Return why titanlite's own products cannot carry a recipe out, or None.
 
     Args:
         recipe: the arithmetic.
@@ -29,7 +29,7 @@ def obstacle(recipe: Float8Recipe) -> str | None:
 
 
 def is_by_blocks_of_128(recipe: Float8Recipe) -> bool:
-    """Whether a recipe's scales are those that titanlite casts by blocks: forward keeps bytes of its input, not itself.
+    """Return whether titanlite casts by blocks with a recipe's scales: forward keeps its input's bytes, not the input.
 
     Args:
         recipe: the arithmetic.
@@ -38,7 +38,7 @@ def is_by_blocks_of_128(recipe: Float8Recipe) -> bool:
 
 
 def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor may differ.
+    """Return whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor may differ.
 
     Args:
         recipe: the arithmetic; see `obstacle`.
@@ -48,7 +48,7 @@ def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
 
 
 def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Whether a feed-forward can go without what lies between its products in high precision.
+    """Return whether a feed-forward can go without what lies between its products in high precision.
 
     Args:
         recipe: the arithmetic; see `obstacle`.
@@ -110,7 +110,7 @@ def odd_sizes(skipped: Mapping[str, str], filter_fqns: Sequence[str]) -> dict[st
 def left_alone(
     name: str, shape: Sequence[int], tokens: int, recipe: Float8Recipe, filter_fqns: Sequence[str]
 ) -> str | None:
-    """Why a linear layer is not converted, or None.
+    """Return why a linear layer is not converted, or None.
 
     Args:
         name: of the layer.

@@ -1,4 +1,4 @@
-"""The collective matmuls under the names and signatures of `torch.ops.symm_mem.fused_*`, for code written for those.
+"""Offer the collective matmuls under the names and signatures of `torch.ops.symm_mem.fused_*`, for code written so.
 
 Same arguments in the same order, same results; groups by name. What torch's operators take but these cannot carry out
 is a ValueError. Three things differ:
@@ -218,7 +218,7 @@ def _gathered_size(A: Tensor, gather_dim: int, group_name: str) -> int:
 def _scaled_options(
     op: str, A: Tensor, B: Tensor, result_scale: Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype of a scaled product; raises for what only a float8 result could fulfil."""
+    """Return the dtype of a scaled product; raises for what only a float8 result could fulfil."""
     if not {A.dtype, B.dtype} <= set(FLOAT8):
         want, fix = f"{' or '.join(map(str, FLOAT8))}", f"{op.replace('_scaled', '')} for other dtypes"
         raise _error(f"{op}: A, B", f"{A.dtype}, {B.dtype}", want, fix)
@@ -233,7 +233,7 @@ def _scaled_options(
 
 
 def _scale_of_shard(op: str, A: Tensor, A_scale: Tensor, gather_dim: int, group: Group) -> tuple[Tensor, str]:
-    """The scale as `all_gather_matmul` takes it, and what it is of."""
+    """Return the scale as `all_gather_matmul` takes it, and what it is of."""
     rows, gather_dim = [*A.shape[:-1], 1], gather_dim % A.ndim
     whole = list(rows)
     if gather_dim < A.ndim - 1:
@@ -250,7 +250,7 @@ def _scale_of_shard(op: str, A: Tensor, A_scale: Tensor, gather_dim: int, group:
 
 
 def _scattered(op: str, name: str, shape: list[int], dim: int, group_name: str, reduce_op: str) -> tuple[int, Group]:
-    """The scattered dim, not negative, and the group."""
+    """Return the scattered dim, not negative, and the group."""
     if reduce_op not in ("sum", "avg"):
         raise _error(f"{op}: reduce_op", repr(reduce_op), "sum or avg", "another collective for other reductions")
     if not -len(shape) <= dim < len(shape):
@@ -264,7 +264,7 @@ def _scattered(op: str, name: str, shape: list[int], dim: int, group_name: str, 
 
 
 def _reduced(total: Tensor, dtype: torch.dtype, reduce_op: str, group: Group) -> Tensor:
-    """The sum, or the average."""
+    """Return the sum, or the average."""
     return total if reduce_op == "sum" else (total / group.size).to(dtype)
 
 

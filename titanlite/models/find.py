@@ -1,4 +1,4 @@
-"""A config's model: of a shipped architecture, or of a file of the user's own."""
+"""Find a config's model: of a shipped architecture, or of a file of the user's own."""
 
 import functools
 import importlib
@@ -121,7 +121,7 @@ def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: ob
 
 
 def _require_call(file: str, x: Tensor) -> NoReturn:
-    """In the place of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
+    """Refuse a call of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
     want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
     raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))
 

@@ -1,4 +1,4 @@
-"""An exception out of a model file of a user's own, as one message with the user's line."""
+"""Report an exception out of a user's own model file as one message with the user's line."""
 
 import inspect
 import traceback

@@ -1,4 +1,4 @@
-"""What a run needs of a model of the user's own, before it runs: its parts, and where it keeps its tensors.
+"""Check what a run needs of a model of the user's own, before it runs: its parts, and where it keeps its tensors.
 
 Weights are in layers of `layers.py`, which have initial values and tensor-parallel layers, each under one name: FSDP
 gathers a block's where the block stands, and the sharding plan of a layer is found by its name. All other tensors are
@@ -68,7 +68,7 @@ _CALLED = {
 
 
 def _uncallable(made: nn.Module) -> Iterator[Problem]:
-    """Methods that a run calls, and cannot."""
+    """Yield a problem for each method that a run needs and cannot call."""
     kind = type(made)
     file = inspect.getfile(kind)
     for name, (given, does) in _CALLED.items():

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: one line a step, notices and warnings, and a progress bar on a terminal.
+"""Print what a person sees while a run trains: one line a step, notices and warnings, and a progress bar on a terminal.
 
     step   120/10000  loss  2.4313  grad   0.513  lr 3.00e-04    9,912 tok/s/gpu  mfu 58.1%  mem  52.3 GiB  …
 

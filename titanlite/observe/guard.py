@@ -1,4 +1,4 @@
-"""A process beside each rank, which has the last word where the rank itself has none.
+"""Run a process beside each rank, which reports the rank's end where the rank itself cannot.
 
 A crash in native code, a library that aborts and a host without memory end a rank before it can say so; native code
 that never gives the interpreter back keeps even the watchdog's thread from running. Then this process ends the rank,
@@ -28,7 +28,7 @@ _SAID = b"said"
 
 
 class Guard:
-    """The process beside this rank. The run that it speaks of is the one that is running when it is first told so.
+    """Start the process beside this rank. It speaks of the run that is running when it is first told so.
 
     Args:
         status: `status.json`.
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _run_of(status: Path) -> dict[str, Any]:
-    """What the run is known by; nothing if the file does not say so."""
+    """Return what identifies the run; nothing if the file does not say."""
     with suppress(OSError, ValueError):
         said = read_status(status)
         return {key: said.get(key) for key in ("started", "host", "pid")}
@@ -108,7 +108,7 @@ def _is_stopped(process: int) -> bool:
 
 
 def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
-    """Unless the run has said how it ended, and not only that some other rank did, or another run has begun."""
+    """Write that the run failed, unless it said how it ended (not only that another rank did) or another has begun."""
     with suppress(OSError, ValueError):
         said = read_status(status)
         is_open = said["state"] == "running" or said.get("error", {}).get("type") == "ConnectionError"

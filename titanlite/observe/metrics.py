@@ -1,4 +1,4 @@
-"""metrics.jsonl: the record of a run, one JSON object per line. Everything else that is shown can be derived from it.
+"""Write metrics.jsonl: the record of a run, one JSON object per line, from which all else that is shown can be derived.
 
 Three kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation and
 `Float8Row` a look at float8's numerics after that step, in rows of their own because each has an interval of its own.
@@ -68,7 +68,7 @@ class ValidationRow:
 
 @dataclass(frozen=True)
 class Float8Row:
-    """What float8 did to each layer on the first micro-batches of a step, all ranks."""
+    """Report what float8 did to each layer on the first micro-batches of a step, all ranks."""
 
     step: int
     tokens: int
@@ -144,7 +144,7 @@ class MetricsFile:
         self._rows.close()
 
     def _open(self) -> None:
-        """To write, and to read what is written when the path is no longer its own."""
+        """Open the file twice: to write, and to read the rows back when the path is no longer its own."""
         self._file = append_plain(self._path)
         self._rows = os.fdopen(open_plain(self._path, os.O_RDONLY), encoding="utf-8")
         self._bytes = os.fstat(self._file.fileno()).st_size

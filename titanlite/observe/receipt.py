@@ -132,7 +132,7 @@ def _few(names: list[str]) -> str:
 
 
 def _problem(entry: Entry) -> Problem | None:
-    """What is wrong with an entry, in the words of the user's key."""
+    """Return what is wrong with an entry, in the words of the user's key; None if nothing is."""
     if entry.requested in _NOT_REQUESTED:
         return None
     if entry.count == 0:

@@ -1,4 +1,4 @@
-"""Where each rank is, when a run makes no progress: the one that all others wait for is seen by what it does.
+"""Say where each rank is when a run makes no progress: the one that all others wait for is seen by what it does.
 
 A collective that hangs is ended by NCCL or gloo on the ranks that have entered it; the message names the operator, not
 the rank that is missing. Before that, each rank that has seen no progress for long writes to the job's store where its
@@ -64,7 +64,7 @@ class RollCall:
         return "\n".join(f"    {place}: {self._who(ranks)}" for place, ranks in of_most_first)
 
     def _say(self, where: str, wait_s: float) -> bool:
-        """Whether the store has taken where this rank is; one whose host is stopped returns from nothing."""
+        """Store where this rank is; return whether the store answered: one whose host is stopped never does."""
         taken = threading.Event()
 
         def say() -> None:
@@ -83,7 +83,7 @@ class RollCall:
         return f"{words} ({self._store.get(process).decode()})"
 
     def _hear(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
-        """What ranks have said by the end of the wait, lately: not when they waited before."""
+        """Return what ranks have said by the end of this wait; what they said in an earlier one is left out."""
         heard: dict[int, str] = {}
         missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
         while missing:

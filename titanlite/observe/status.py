@@ -1,4 +1,4 @@
-"""status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
+"""Write status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
 
 The file is replaced as a whole, so a reader never sees half of it; only where a full disk has no room for another, an
 end is written over what is there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it
@@ -101,7 +101,7 @@ class Status:
         self._write("failed", error={"type": kind, "message": message, "rank": self._rank}, **stalled)
 
     def _another_ended(self) -> bool:
-        """Whether another rank failed, or rank 0 was stopped."""
+        """Return whether another rank failed, or rank 0 was stopped."""
         said = self._said()
         # What an earlier process of this folder said is older, or rank 0 has replaced it by now.
         if not said or said["updated"] < self._started:
@@ -180,5 +180,5 @@ def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
 
 
 def now() -> str:
-    """The time as `status.json` has it."""
+    """Return the time as `status.json` has it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

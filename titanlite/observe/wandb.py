@@ -1,4 +1,4 @@
-"""Weights & Biases: the rows of metrics.jsonl, on a page. It can never end or delay a run.
+"""Show the rows of metrics.jsonl on a page of Weights & Biases. It can never end or delay a run.
 
 wandb runs in a process of its own (`wandb_process.py`), which follows metrics.jsonl. So the file is the queue: nothing
 of wandb's (its import, its start, a row, a service that hangs, what it does when an interpreter ends) happens in the
@@ -154,7 +154,7 @@ class WandbRun:
 
 
 def _run_id(folder: Path) -> str:
-    """The id of this run, made up at its first start, and again where it was cut off or what was sent is not known."""
+    """Return this run's id: made at its first start, and again where it was cut off or what was sent is not known."""
     path = folder / "run_id"
     known = ""
     with suppress(FileNotFoundError):
@@ -167,5 +167,5 @@ def _run_id(folder: Path) -> str:
 
 
 def _brief(text: str) -> str:
-    """The start of another's message."""
+    """Return the start of another's message, redacted."""
     return redact(text)[:200]

@@ -1,4 +1,4 @@
-"""The process that talks to Weights & Biases: it follows metrics.jsonl, so that training waits for nothing of wandb's.
+"""Talk to Weights & Biases in a process that follows metrics.jsonl, so that training waits for nothing of wandb's.
 
 Run by path, with what to do as one line of JSON on standard input; the next line is the exit code of training, and the
 end of the input without one says that training was killed. What is to be told goes to the file descriptor that the
@@ -111,7 +111,7 @@ def _add(file: int, text: str) -> None:
 
 
 def _row(line: bytes, sent_at: float) -> dict[str, Any]:
-    """A row as wandb is told it."""
+    """Make the row that wandb gets: no null values, and the time when it was sent."""
     return {key: value for key, value in json.loads(line).items() if value is not None} | {"_timestamp": sent_at}
 
 
@@ -196,7 +196,7 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, told: IO[bytes], work
 
 
 def _as_it_is_now(rows: IO[bytes], path: Path) -> IO[bytes]:
-    """The file of rows, opened again where training has written it anew, since somebody removed or replaced it."""
+    """Return the file of rows, opened again where training wrote it anew because somebody removed or replaced it."""
     with suppress(OSError):  # not yet
         if not os.path.samestat(path.lstat(), os.fstat(rows.fileno())):
             anew, done = path.open("rb"), rows.tell()

@@ -119,7 +119,7 @@ class Watchdog:
         self._log.close()
 
     def _now(self) -> float:
-        """Seconds that this process has run."""
+        """Return the time without that in which this process stood still, in seconds."""
         return time.monotonic() - self._stood_still_s
 
     def _watch(self) -> None:
@@ -152,7 +152,7 @@ class Watchdog:
                     self._on_stall(text)
 
     def _write(self, text: str, stacks: bool = False) -> None:
-        """To stderr and to the rank's log, to each even if the other takes nothing."""
+        """Write to stderr and to the rank's log, to each even if the other takes nothing."""
         for file in (sys.__stderr__, self._log):
             with contextlib.suppress(OSError, ValueError):
                 if file is not None:

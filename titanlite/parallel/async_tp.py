@@ -192,7 +192,7 @@ _PAIRED = re.compile(r"_?(all_gather|reduce_scatter)(?!_object)\w*")
 
 
 class _Pass(CustomGraphPass):
-    """The pass, as inductor calls it."""
+    """Run the pass, as inductor calls it."""
 
     def __init__(self, report: list[Pair] | None) -> None:
         self._report = report
@@ -213,7 +213,7 @@ class _Pass(CustomGraphPass):
                 _logger.log(logging.INFO if pair.fused or pair.declared else logging.WARNING, "%s", pair)
 
     def uuid(self) -> bytes | None:
-        """What a compiled graph depends on beside its source; None to compile each graph anew."""
+        """Return what a compiled graph depends on beside its source; None to compile each graph anew."""
         if self._report is not None:
             return None
         modules = (atoms, calls, fuse_gather, fuse_scatter, gathered, movement, rewriting)

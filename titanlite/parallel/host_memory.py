@@ -1,4 +1,4 @@
-"""Whether a host without a GPU has the memory that the weights of a run need, known before torch is imported.
+"""Check, before torch is imported, that a host without a GPU has the memory that the weights of a run need.
 
 It is the least that a run takes: of activations, gathered weights and the interpreter nothing is said. So what is
 refused here would have ended in the allocator, or been killed, after minutes.
@@ -58,7 +58,7 @@ def shows_gpus() -> bool:
 
 
 def _memory_of_host() -> int:
-    """Bytes of the machine, or of the control group that this process is confined to."""
+    """Return the bytes of the machine, or of the control group that this process is confined to."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():
         _, controllers, path = line.split(":", 2)

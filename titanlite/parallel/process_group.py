@@ -1,4 +1,4 @@
-"""The process group: started the same way under torchrun, on several hosts, and in a single plain process."""
+"""Start the process group the same way under torchrun, on several hosts, and in a single plain process."""
 
 import os
 from datetime import timedelta

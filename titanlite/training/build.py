@@ -166,7 +166,7 @@ def build(
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    """What the run computes with."""
+    """Return the versions and the device that the run computes with."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "titanlite": titanlite.__version__,
@@ -187,14 +187,14 @@ def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch
 
 
 def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
-    """The predicted peak, or None: what a list keeps without naming it has no price, nor have some architectures."""
+    """Predict the peak; None if it has no price: of what a list keeps without naming it, and of some architectures."""
     with suppress(RecipeError):
         return memory.peak_under(save_list)
     return None
 
 
 def _arithmetic(model: nn.Module, name: str, done: Conversion, weights: str | None) -> str:
-    """What runs in place of a linear layer."""
+    """Say what runs in place of a linear layer."""
     layer, said = model.get_submodule(name), [done.lowering.name]
     if isinstance(layer, ParallelLinear) and layer.fused is not None:
         said.append("one operator with its collectives")

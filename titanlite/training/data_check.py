@@ -15,7 +15,7 @@ from titanlite.data.shards import TokenShards
 
 
 class DataCheck:
-    """The check of a run's corpora. All ranks make one, and call its methods alike.
+    """Check a run's corpora. All ranks make one, and call its methods alike.
 
     Args:
         corpora: in the order in which they are checked.
@@ -65,7 +65,7 @@ class DataCheck:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _share(self, corpus: int, place: int) -> range:
-        """The blocks that one of the host's ranks checks."""
+        """Return the blocks that one of the host's ranks checks."""
         n_blocks, n_ranks = len(self._corpora[corpus].checked), len(self._peers)
         return range(place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks)
 

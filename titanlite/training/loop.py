@@ -163,7 +163,7 @@ class Loop:
             self.background.save(step, tensors_of(self.run), state)
 
     def _is_folder_lost(self) -> bool:
-        """Whether another job has it; rank 0 asks all to stop then, and tells them why where they meet."""
+        """Return whether another job has it; rank 0 asks all to stop then, and tells them why where they meet."""
         try:
             self._keep_folder()
         except FolderLostError:
@@ -175,7 +175,7 @@ class Loop:
             self.report.console.warning(text)
 
     def _sync(self) -> None:
-        """On rank 0, which alone has the file, and may find the disk full."""
+        """Flush the rows to disk on rank 0, which alone has the file, and may find the disk full."""
         self._keep_folder()
         with self.folder.write_errors_explained():
             self.report.sync()

@@ -171,13 +171,13 @@ def _held(run: Run, rules: list[str]) -> dict[str, object]:
 
 
 def _place(save_list: SaveList, rule: int) -> str:
-    """The file and the line of a rule in brackets, if it is from a file."""
+    """Return the file and the line of a rule in brackets, if it is from a file."""
     place = save_list.origin.of(f"rules[{rule}].op")
     return f" ({place.source}, line {place.line})" if place.line is not None else ""
 
 
 def _add_memory(run: Run, receipt: Receipt) -> Problem | None:
-    """The peak so far beside what was predicted and what was allowed; a problem if it is more than that."""
+    """Add the peak so far beside what was predicted and allowed; return a problem if it is more than was allowed."""
     peaks = torch.tensor(memory_gib(run.mesh.device), device=run.mesh.device)
     dist.all_reduce(peaks, dist.ReduceOp.MAX)  # of the rank with the highest
     reserved, allocated = (round(gib, 2) for gib in peaks.tolist())
@@ -242,7 +242,7 @@ def _add_copy_engines(run: Run, blocks: list[nn.Module], receipt: Receipt) -> No
 
 
 def _add_dtypes(run: Run, block: nn.Module, receipt: Receipt) -> None:
-    """Of the masters, of the weights that compute uses, of the gradient reduction and of the moments."""
+    """Add the dtypes of master weights, of weights in compute, of the gradient reduction and of the moments."""
     assert isinstance(block, FSDPModule)  # noqa: S101
     block.unshard()
     compute, reduction = _names(list(block.parameters())), dtype_of_reduction(block)
@@ -291,7 +291,7 @@ def _add_compile(requested: bool, blocks: list[nn.Module], receipt: Receipt) -> 
 
 
 def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
-    """The kernel that torch chooses for this run's shapes and dtype; on a CPU its definition is as good as any."""
+    """Add the kernel that torch chooses for this run's shapes and dtype; on a CPU its definition is as good as any."""
     backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", []
     if not fused and dtype == "float32":
@@ -303,7 +303,7 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
 
 
 def _attention_backend(run: Run) -> str:
-    """The kernels that are chosen for this run's shapes and dtype, for each window that layers have."""
+    """Name the kernels that are chosen for this run's shapes and dtype, for each window that layers have."""
     sizes, training = run.sizes, run.config.training
     shape, dtype = (training.local_batch_size, training.seq_len), getattr(torch, training.mixed_precision_param)
     # Some kernels have no backward for some shapes, hence requires_grad.

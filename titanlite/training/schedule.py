@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: linear warm-up, constant, decay."""
+"""Compute the learning rate as a function of the step: linear warm-up, constant, decay."""
 
 import math
 
@@ -6,7 +6,7 @@ from titanlite.config.schema import Config
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """Learning rate of one optimizer step.
+    """Return the learning rate of one optimizer step.
 
     Args:
         step: 1 for the first.

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run comes back from it."""
+"""Save and load what a checkpoint holds of a run."""
 
 from typing import Any
 

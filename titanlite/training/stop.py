@@ -95,16 +95,16 @@ class StopSignals:
 
     @property
     def of_another(self) -> str:
-        """What stopped the run where this rank has received nothing, or not looked for its launcher in time."""
+        """Say what stopped the run where this rank received nothing, or did not look for its launcher in time."""
         return _LAUNCHER_GONE if self._launcher and self._launcher.is_gone() else "a signal to another rank"
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Of the signals that it notes."""
+        """Return the numbers of the signals that it notes."""
         return frozenset(self._before)
 
     def forget(self) -> None:
-        """In a process that was forked off: signals to it are its own."""
+        """Stop noting signals in a process that was forked off: signals to it are its own."""
         signal.set_wakeup_fd(-1)
         self._restore()
 

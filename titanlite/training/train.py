@@ -264,7 +264,7 @@ def _train(
 
 
 def _open(folder: RunFolder, run: Run, start: int, validates_first: bool, console: Console) -> MetricsFile | None:
-    """The files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
+    """Open the files that rank 0 owns. If one cannot be used, every rank hears of it and ends."""
     opened: list[MetricsFile] = []
 
     def open_all() -> None:

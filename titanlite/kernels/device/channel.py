@@ -1,4 +1,4 @@
-"""The memory that the ranks of a group share for their collective matmuls, or for one of FSDP's collectives.
+"""Share memory among the ranks of a group, for their collective matmuls or for one of FSDP's collectives.
 
 One channel for each group and use: flags, slots of data, counters. The slots grow when an operator needs more, which
 is a collective like the operator itself, and not possible while a CUDA graph is captured.
@@ -27,7 +27,7 @@ from torch import Tensor
 from titanlite.kernels.device.rendezvous import Rendezvous
 
 PIECES = 8
-"""Of a shard: each is announced to the peers as soon as it is there."""
+"""Pieces of a shard: each is announced to the peers as soon as it is there."""
 HEADER = 8 + PIECES
 """First words of a channel's local counters: blocks that have begun, tiles drawn, blocks that have ended, those of the
 first kernel that have ended, copies drawn, copies of the own shard drawn; the last PIECES: copies written, by piece."""
@@ -35,7 +35,7 @@ COUNTERS = HEADER + 8192
 """After them, one for each block of rows that arrives."""
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "FSDP's all-gather", "FSDP's reduce-scatter")
-"""By the number under which a kernel reports a failure."""
+"""Names by the number under which a kernel reports a failure."""
 
 FSDP_GATHER, FSDP_REDUCE = 2, 3
 
@@ -48,7 +48,7 @@ class PeerError(RuntimeError):
 
 @dataclass
 class Channel:
-    """What the kernels of one group need.
+    """Hold what the kernels of one group need.
 
     Attributes:
         name: of the process group.
@@ -223,7 +223,7 @@ def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channe
 
 
 def set_deadline(seconds: float) -> None:
-    """How long a kernel waits for a peer before it ends the run.
+    """Set how long a kernel waits for a peer before it ends the run.
 
     Args:
         seconds: of all channels, from now on.
@@ -235,7 +235,7 @@ def set_deadline(seconds: float) -> None:
 
 
 def peer_failure() -> PeerError | None:
-    """Which peer a kernel of this process waited for in vain, if one did; CUDA's own error does not tell."""
+    """Name the peer that a kernel of this process waited for in vain, if one did; CUDA's own error does not tell."""
     for found in _channels.values():
         number, peer, waited, op = found.failure.tolist()
         if number:

@@ -28,7 +28,7 @@ UNREAD = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many blocks of `size` cover n. `triton.cdiv` serves kernels too, and is slow for it."""
+    """Return how many blocks of `size` cover n. `triton.cdiv` serves kernels too, and is slow for it."""
     return -(-n // size)
 
 
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
     layout: Any = None
 
     def descriptor(self) -> TensorDescriptor | GluonDescriptor:
-        """As Triton and Gluon take it."""
+        """Make the descriptor that Triton, or with a layout Gluon, takes."""
         strides = [self.stride, 1]
         if self.layout is None:
             return TensorDescriptor(self.memory, list(self.shape), strides, list(self.box))

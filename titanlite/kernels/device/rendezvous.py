@@ -1,4 +1,4 @@
-"""Sharing memory among the ranks of a group, whatever other groups they have shared memory in before.
+"""Share memory among the ranks of a group, whatever other groups they have shared memory in before.
 
 Torch numbers the exchanges of a rendezvous by process instead of by group, so ranks that have been in different groups
 wait for each other under different keys, for ever (pytorch/pytorch#196082; in 2.11 to 2.14). Torch is told of a group
@@ -40,7 +40,7 @@ class _GroupStore(dist.Store):
 
 
 class Rendezvous:
-    """Where the ranks of a process group let each other see their memory.
+    """Let the ranks of a process group see each other's memory.
 
     Args:
         process_group: the ranks.

@@ -158,7 +158,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
 
 
 def _refusal(model: nn.Module, error: Exception) -> ShardingError:
-    """What a user's model did while it was exported."""
+    """Make the error for what a user's model did while it was exported."""
     file = inspect.getfile(type(model))
     want = "a forward that runs, also on tensors without values (the meta device), on which the plan is made"
     fix = (
@@ -168,7 +168,7 @@ def _refusal(model: nn.Module, error: Exception) -> ShardingError:
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether a node is an operator that gives tensors, of shapes that do not depend on what others hold."""
+    """Return whether an operator's outputs are tensors whose shapes do not depend on values of other tensors."""
     if isinstance(node.target, HigherOrderOperator):
         return False
     outputs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
@@ -190,7 +190,7 @@ def _not_fixed(node: Node, file: str) -> ShardingError:
 
 
 class Line(NamedTuple):
-    """A line of a file."""
+    """Hold a line of a file."""
 
     number: int
     code: str
@@ -237,26 +237,26 @@ class Constants(TorchFunctionMode):
 
 
 def value(node: Node) -> Tensor:
-    """The meta tensor of a node; of one that gives several, the first."""
+    """Return the meta tensor of a node; of one that gives several, the first."""
     val = node.meta["val"]
     return val[0] if isinstance(val, tuple | list) else val
 
 
 def values(node: Node) -> list[Tensor]:
-    """The meta tensors of a node."""
+    """Return the meta tensors of a node."""
     val = node.meta["val"]
     return [v for v in val if v is not None] if isinstance(val, tuple | list) else [val]
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """The tensors among a node's arguments, in order, as often as they occur."""
+    """Return the tensors among a node's arguments, in order, as often as they occur."""
     found: list[Node] = []
     map_arg((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
     return found
 
 
 def tensors_of(value: object) -> list[Tensor]:
-    """The tensors among a call's arguments, or results, as it runs."""
+    """Return the tensors among a call's arguments, or results, as it runs."""
     return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
@@ -266,7 +266,7 @@ def modules_of(node: Node) -> list[str]:
 
 
 def is_item(node: Node) -> bool:
-    """Whether a node only picks one of several tensors of another."""
+    """Return whether a node only picks one of several tensors of another."""
     return node.target is operator.getitem
 
 

@@ -81,12 +81,12 @@ class Propagation:
         self._spread_replicate()
 
     def placement(self, node: Node, axis: str) -> Placement:
-        """Where a tensor is, whole if nothing decided."""
+        """Return the placement of a tensor; it is replicated if nothing decided."""
         known = self.decided[node].get(axis)
         return known.placement if known else REPLICATE
 
     def _shard(self, node: Node, axis: str) -> Shard | None:
-        """The shard that a tensor offers as a source in this round."""
+        """Return the shard that a tensor offers as a source in this round."""
         known = self.decided[node].get(axis)
         visible = known and known.since <= self._round and isinstance(known.placement, Shard)
         return known.placement if visible else None  # type: ignore[return-value,union-attr]
@@ -102,7 +102,7 @@ class Propagation:
         return True
 
     def _is_possible(self, node: Node, axis: str, placement: Placement) -> bool:
-        """Whether the tensor can be so placed: several outputs of one operator only as a rule gives them."""
+        """Return whether a placement is legal for the tensor: an operator of several outputs needs a rule for it."""
         if isinstance(node.meta["val"], tuple | list):
             return any(rule.output == placement for rule in self.rules[node][axis])
         return not isinstance(placement, Shard) or value(node).shape[placement.dim] % self.axes[axis] == 0
@@ -116,7 +116,7 @@ class Propagation:
         return sorted(range(len(sources)), key=lambda i: -axes[i])
 
     def _misplaced(self, node: Node, axis: str, rule: Rule) -> int:
-        """How many decided inputs would have to be moved; parameters cannot be."""
+        """Count the decided inputs that would have to be moved; parameters cannot be."""
         count = 0
         for source, needed in zip(self._inputs[node], rule.inputs, strict=True):
             known = self.decided[source].get(axis)
@@ -127,7 +127,7 @@ class Propagation:
         return count
 
     def _best(self, node: Node, axis: str, rules: list[Rule]) -> Rule | None:
-        """The rule that moves the fewest inputs and no parameter."""
+        """Return the rule that moves the fewest inputs and no parameter."""
         counts = [self._misplaced(node, axis, rule) for rule in rules]
         return rules[counts.index(min(counts))] if counts and min(counts) < 1000 else None
 

@@ -1,4 +1,4 @@
-"""Which placements an operator can compute with, on one mesh axis, without communication.
+"""List the placements that an operator can compute with, on one mesh axis, without communication.
 
 A rule says: with inputs so placed, the same operator on each rank's parts computes the output so placed. All operators
 have the rule "everything whole". For those that have no other in `own_rules.py`, DTensor is asked.
@@ -86,7 +86,7 @@ def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor],
 
 
 def _asked(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
-    """What DTensor knows, of operators whose outputs are all placed alike."""
+    """Ask DTensor for its rules, for operators whose outputs are all placed alike."""
     _require_oracle()
     found = []
     for inputs, outputs in oracle.rules(op, *map_arg((node.args, node.kwargs), value), size):
@@ -122,7 +122,7 @@ def _same(tensor: Tensor) -> list[Rule]:
 
 
 def is_weight_of(node: Node, position: int) -> bool:
-    """Whether a tensor input is a matrix that the operator multiplies by or looks up in: its second, or the table.
+    """Return whether a tensor input is the matrix that a matmul multiplies by, or the table of an embedding.
 
     Args:
         node: the operator.
@@ -132,7 +132,7 @@ def is_weight_of(node: Node, position: int) -> bool:
 
 
 def _key(argument: Any) -> Any:
-    """What rules depend on: shapes and dtypes of tensors, all else as it is."""
+    """Return what rules depend on: shape, strides and dtype of a tensor, all else as it is."""
     if isinstance(argument, Node):
         tensor = value(argument)
         return tuple(tensor.shape), tensor.stride(), tensor.dtype
