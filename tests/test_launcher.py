@@ -1,5 +1,6 @@
 """What a launcher must set up is asked for before anything that takes long."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -142,3 +143,16 @@ def test_a_process_that_cannot_be_looked_into_is_the_launcher(monkeypatch: pytes
     assert not launcher.is_gone()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert launcher.is_gone()
+
+
+@pytest.mark.parametrize(
+    ("number", "is_gone"), [(errno.EMFILE, False), (errno.EACCES, False), (errno.ESRCH, True), (errno.ENOENT, True)]
+)
+def test_only_a_process_that_has_ended_is_gone(monkeypatch: pytest.MonkeyPatch, number: int, is_gone: bool) -> None:
+    def fails(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    launcher = Launcher()
+    launcher._line = [os.getppid(), 4711]
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert launcher.is_gone() == is_gone

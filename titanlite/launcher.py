@@ -56,7 +56,10 @@ class Launcher:
 
     def is_gone(self) -> bool:
         """Return whether it has ended, or a process between it and this one: whose child has another parent then."""
-        return any(_parent(child) != parent for child, parent in pairwise(self._line))
+        try:
+            return any(_parent(child) != parent for child, parent in pairwise(self._line))
+        except OSError:  # no descriptor left for a file of /proc, say: that tells nothing of the launcher
+            return False
 
 
 def _up_to_launcher() -> list[int]:
@@ -66,11 +69,12 @@ def _up_to_launcher() -> list[int]:
     while line[-1] > 1:  # 0 is a process of another container, 1 the first of this one or of the system
         try:
             was_told = words <= set(Path(f"/proc/{line[-1]}/environ").read_bytes().split(b"\0"))
+            above = _parent(line[-1])
         except OSError:  # another user's, as Slurm's is, or no Linux
-            was_told = False
+            return line
         if not was_told:
             return line
-        line.append(_parent(line[-1]))
+        line.append(above)
     return []
 
 
@@ -80,5 +84,5 @@ def _parent(process: int) -> int:
         return os.getppid()
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
