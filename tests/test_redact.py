@@ -81,6 +81,27 @@ def test_secrets_of_the_environment_in_every_spelling(monkeypatch: pytest.Monkey
     assert redact(f"5 steps of {tmp_path}") == f"5 steps of {tmp_path}"
 
 
+@pytest.mark.parametrize("url", ["ssh://alexander@build", "ssh://alexander:@build", "http://alexander@proxy:3128"])
+def test_a_user_of_the_environment_is_a_word_like_any(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("DOCKER_HOST", url)
+    assert redact("/home/alexander/runs/x") == "/home/alexander/runs/x"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://a1b2c3d4e5f6a7b8c9d0@host",
+        "ssh://alexander:a1b2c3d4e5f6a7b8c9d0@host",
+        "x,s3://K:a1b2c3d4e5f6a7b8c9d0@b",
+    ],
+)
+def test_a_token_or_password_of_the_environment_is_starred_on_its_own(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("REMOTE", url)
+    assert redact("refused a1b2c3d4e5f6a7b8c9d0") == "refused ***"
+
+
 def test_nested_values_and_what_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "/data/wiki")
     value = {"a": ["x://u:p@h", 1, None], "b": {"c": "/data/wiki"}}

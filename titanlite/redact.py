@@ -1,9 +1,10 @@
 """Keep secrets out of what a run or a command says and records.
 
-A secret is the value of an environment variable that is named like one, the user part of a URL (of which a password
-that the environment holds is hidden on its own, too), a token in a URL's query, or what a header `Authorization` says.
-Each is replaced by `***`. Most come with the text of other people's exceptions; so standard output and standard error
-redact whatever is written to them, a library's words and a traceback too, and every file of a run its text.
+A secret is the value of an environment variable that is named like one, the user part of a URL, a token in a URL's
+query, or what a header `Authorization` says; and, on its own, the password of a URL that the environment holds, or the
+token in its place. Each is replaced by `***`. Most come with the text of other people's exceptions; so standard output
+and standard error redact whatever is written to them, a library's words and a traceback too, and every file of a run
+its text.
 
 Stacks that faulthandler prints, and what a library of C++ writes to a descriptor of its own accord, pass by.
 """
@@ -18,6 +19,7 @@ from urllib.parse import quote, unquote
 STAR = "***"
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PAT|CREDENTIALS?)$", re.IGNORECASE)
 _SHORTEST = 8  # shorter values are words, not secrets, and would be cut out of ordinary text
+_SHORTEST_TOKEN = 20  # of a user without a password, who is mostly a name that stands in paths, too
 # Up to the last @ of the authority. A secret key of S3 may hold slashes as it stands: where no @ comes before the first
 # of them, up to the first one behind, unless what looks like a password is the port of http, or an address in brackets.
 _USER = re.compile(
@@ -34,6 +36,7 @@ _QUERY = re.compile(
 _HEADER = re.compile(
     r"""(\bauthorization\\?["']?\s*[:=]\s*(?:\\?["'])?(?:(?:bearer|basic|token)\s+)?)[^\s"',]+""", re.IGNORECASE
 )
+_ENVIRONMENT_URL = re.compile(r"\b(\w+)://([^\s/?#:]*)(?::([^\s/?#]*))?@")
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")  # may come from a file, and not from the environment
 
 
@@ -81,10 +84,11 @@ def _of_environment() -> set[str]:
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file that has it
             secrets.add(value)
-        if "@" in value and "://" in value:
-            for found in re.finditer(r"://([^\s/?#]*)@", value):
-                user, _, password = found[1].partition(":")
-                secrets.add(password or user)
+        for scheme, user, password in _ENVIRONMENT_URL.findall(value):
+            if password:
+                secrets.add(password)
+            elif scheme.lower() in ("http", "https") and len(user) >= _SHORTEST_TOKEN:
+                secrets.add(user)
     spelt = {unquote(secret) for secret in secrets} | secrets
     spelt |= {form(secret) for secret in spelt for form in (quote, _quote_all, _as_json, _as_repr)}
     return {secret for secret in spelt if len(secret) >= _SHORTEST}
