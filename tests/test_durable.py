@@ -1,5 +1,6 @@
 """What stands in a file's place is no file: it is neither followed, nor written to, nor waited for."""
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -16,10 +17,6 @@ def link(path: Path) -> None:
 
 def dangling(path: Path) -> None:
     path.symlink_to("nowhere")
-
-
-def hard_link(path: Path) -> None:
-    path.hardlink_to("outside")
 
 
 def device(path: Path) -> None:
@@ -68,15 +65,15 @@ def test_it_is_refused(outside: Path, impostor: str, act: Callable[[Path], objec
     assert not Path("nowhere").exists()
 
 
-def test_a_file_with_another_name_is_not_written_to(outside: Path) -> None:
+def test_a_file_with_another_name_is_a_file(outside: Path) -> None:
+    """As a backup of hard links gives it one."""
     path = Path("file.tmp")
-    hard_link(path)
-    for act in (append_plain, lambda path: open_plain(path, os.O_RDWR)):
-        with pytest.raises(OSError, match="a hard link"):
-            act(path)
-    assert read_plain(path) == b"untouched"
-    write_durably(Path("file"), "text")  # it removes the name, as it does with what a process that was killed left
-    assert (outside.read_text(), Path("file").read_text(), path.exists()) == ("untouched", "text", False)
+    path.hardlink_to(outside)
+    with append_plain(path) as file:
+        file.write(", but for this")
+    assert read_plain(path) == b"untouched, but for this"
+    write_durably(Path("file"), "text")
+    assert (outside.read_text(), Path("file").read_text()) == ("untouched, but for this", "text")
 
 
 def test_a_path_is_known_to_be_another_file_or_none() -> None:
@@ -90,3 +87,21 @@ def test_a_path_is_known_to_be_another_file_or_none() -> None:
         path.unlink()
         path.symlink_to("moved")
         assert not is_at(path, file.fileno())
+
+
+@pytest.mark.parametrize(("number", "is_at_once"), [(errno.ESTALE, False), (errno.EIO, True)])
+def test_a_path_that_cannot_be_looked_at_is_that_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, number: int, is_at_once: bool
+) -> None:
+    def fails(*_: object) -> os.stat_result:
+        raise OSError(number, os.strerror(number))
+
+    path = Path("file")
+    with append_plain(path) as file:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "lstat", fails)
+            assert is_at(path, file.fileno())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", fails)
+            found = is_at(path, file.fileno())
+        assert found == is_at_once

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
+from titanlite import run_folder
 from titanlite.config.schema import Config, Data
 from titanlite.data.prepare import prepare
-from titanlite.errors import ConfigError, DataError
+from titanlite.errors import ConfigError, DataError, FolderLostError
 from titanlite.observe.status import Status
 from titanlite.run_folder import RunFolder
 
@@ -284,6 +286,55 @@ def test_a_lock_that_fails_otherwise_is_no_other_job(tmp_path: Path, monkeypatch
     refuse_locks(monkeypatch, errno.EIO)
     with pytest.raises(ConfigError, match=rf"job\.dump_folder = .*{os.strerror(errno.EIO)}"):
         claim(tmp_path, Config())
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim(Config())
+    yield folder
+    folder.release()
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_lock_that_was_removed_is_taken_when_the_disk_lets_it(
+    claimed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (claimed.path / "lock").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "open_plain", full)
+        assert claimed.keep() is None
+    assert "it is taken anew" in (claimed.keep() or "")
+    assert claimed.keep() is None
+
+
+@pytest.mark.parametrize("fails", ["flock", "pwrite"])
+def test_a_lock_that_is_half_taken_is_told(claimed: RunFolder, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    (claimed.path / "lock").unlink()
+    with monkeypatch.context() as patch:
+        if fails == "flock":
+            refuse_locks(patch, errno.ENOLCK)
+        else:
+            patch.setattr(os, "pwrite", full)
+        told = claimed.keep() or ""
+    assert ("has no locks" if fails == "flock" else "it is taken anew") in told
+    assert claimed.keep() is None
+
+
+@pytest.mark.parametrize("how", ["another's", "held", "gone"])
+def test_a_folder_is_lost_to_who_has_it(claimed: RunFolder, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    (claimed.path / "lock").unlink()
+    if how == "another's":
+        (claimed.path / "lock").touch()
+    elif how == "held":  # by a job that comes just now
+        refuse_locks(monkeypatch, errno.EWOULDBLOCK)
+    else:
+        claimed.path.rmdir()
+    with pytest.raises(FolderLostError, match="not this job's any more"):
+        claimed.keep()
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ def open_plain(path: Path, flags: int) -> int:
         Its descriptor.
 
     Raises:
-        OSError: something else is in its place, or, where it is to be written, the file has another name as well.
+        OSError: something else is in its place.
     """
-    _require_plain(path, flags & (os.O_WRONLY | os.O_RDWR) != 0)
+    _require_plain(path)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -51,14 +51,22 @@ def append_plain(path: Path) -> TextIO:
 def is_at(path: Path, file: int) -> bool:
     """Return whether a path is still that of an open file: nobody has removed, moved or replaced it.
 
+    So it is as long as nothing else is known: a network's file system may fail for a while.
+
     Args:
         path: where it was opened.
         file: its descriptor.
     """
     try:
-        return os.path.samestat(path.lstat(), os.fstat(file))
+        found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return True
+    try:
+        return os.path.samestat(found, os.fstat(file))
+    except OSError as e:
+        return e.errno != errno.ESTALE  # there is a file, and its server no longer has this one
 
 
 def read_plain(path: Path) -> bytes:
@@ -87,7 +95,7 @@ def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) 
         OSError: something else than a plain file is where it is written first, or it cannot be written.
     """
     beside = path.with_name(f"{path.name}{by}.tmp")
-    _require_plain(beside, is_written=False)
+    _require_plain(beside)
     beside.unlink(missing_ok=True)  # of a process that was killed
     with open(open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)
@@ -97,7 +105,7 @@ def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) 
     beside.replace(path)
 
 
-def _require_plain(path: Path, is_written: bool) -> None:
+def _require_plain(path: Path) -> None:
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -107,8 +115,6 @@ def _require_plain(path: Path, is_written: bool) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:
         raise OSError(errno.EINVAL, f"{_KINDS.get(kind, 'a device')} in place of a file", str(path))
-    if is_written and found.st_nlink > 1:
-        raise OSError(errno.EINVAL, "a file that has another name, too (a hard link)", str(path))
 
 
 def earlier(*paths: Path) -> list[Path]:

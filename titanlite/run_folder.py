@@ -73,16 +73,21 @@ class RunFolder:
             What the user should be told, if so.
 
         Raises:
-            FolderLostError: another job has been let in.
+            FolderLostError: another job has been let in, or the folder is gone.
         """
         if self.is_ours:
             return None
         before, lock = self._lock, self.path / "lock"
+        is_lost = os.path.lexists(lock)
+        notices: list[str] = []
         try:
-            if os.path.lexists(lock):
-                raise OSError
-            self._take_lock()
-        except (OSError, ConfigError):
+            notices = [] if is_lost else self._take_lock()
+        except (ConfigError, FileNotFoundError, NotADirectoryError):
+            is_lost = True
+        except OSError:  # of a full disk, say, which lets no other job in: taken when there is room again
+            if self._lock == before:
+                return None
+        if is_lost:
             want = (
                 "the file that this job has locked: since it was removed or replaced, another job may have begun here"
             )
@@ -90,6 +95,9 @@ class RunFolder:
             problem = Problem("lock", "not this job's any more", want, fix)
             raise FolderLostError(describe(str(self.path), [problem])) from None
         os.close(before)  # type: ignore[arg-type]
+        if notices:
+            self._lock = None
+            return f"{lock} was removed, and with it the guard against a second job. {notices[0]}"
         return f"{lock} was removed, and with it the guard against a second job; it is taken anew"
 
     @classmethod
