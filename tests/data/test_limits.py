@@ -91,6 +91,20 @@ def test_a_text_that_many_rows_of_a_parquet_file_have_is_unpacked_for_one_at_a_t
     assert pool.max_memory() < 32 * MIB  # a batch of 256 texts would have 256
 
 
+@pytest.mark.parametrize("n_different", [40_000, 1000])
+def test_short_texts_of_a_parquet_file_are_copied_but_once(tmp_path: Path, n_different: int) -> None:
+    pyarrow, file = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
+    texts = [f"{n % n_different:08}" * 6 for n in range(40_000)]  # more than the 1 MiB that a dictionary has, or less
+    write_parquet(file, text=texts)
+    pool, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(pool)
+    try:
+        assert read(file, limit=0)[0] == texts
+    finally:
+        pyarrow.set_memory_pool(before)
+    assert pool.total_bytes_allocated() < 10 * sum(map(len, texts))  # a copy in each batch would be hundreds
+
+
 def test_large_distinct_texts_of_a_parquet_file_are_unpacked_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,9 @@ _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
 _LISTED = 10  # bad records that a message names
 _STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
-_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 32  # of a Parquet file that are unpacked at once
+_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a Parquet file that are unpacked at once
+_BATCH_NUMBERS = 1 << 20  # of texts that many rows have: each batch has a copy of all of these
+_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text takes, and a page beside them, at most
 _NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
@@ -330,7 +332,7 @@ def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Ite
 
 
 def _parquet_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
-    """Yield a column's values, few at a time: one that many rows have may be a few bytes of the file and gigabytes."""
+    """Yield a column's values, few at a time."""
     import pyarrow.parquet
 
     known = table.metadata
@@ -338,11 +340,21 @@ def _parquet_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
         for number in range(known.num_row_groups):
             group = known.row_group(number)
             columns = map(group.column, range(known.num_columns))  # those inside of others, too
-            n_bytes = next(c.total_uncompressed_size for c in columns if c.path_in_schema == text_key)
-            reader = by_number if n_bytes <= _BATCH_BYTES else table  # all different values of a group stay in memory
+            column = next(c for c in columns if c.path_in_schema == text_key)
+            n_bytes, reader = column.total_uncompressed_size, table
             n_rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * group.num_rows // max(1, n_bytes)))
+            if n_bytes <= _BATCH_BYTES and _is_numbers(column):  # all different values stay in memory, once a batch
+                reader, n_rows = by_number, _BATCH_NUMBERS
             for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
                 yield from batch.column(0)
+
+
+def _is_numbers(column: Any) -> bool:
+    """Return whether rows are but numbers of texts in a dictionary: a few bytes may stand for gigabytes of text."""
+    if not column.has_dictionary_page:
+        return False
+    behind = column.total_compressed_size - (column.data_page_offset - column.dictionary_page_offset)
+    return behind <= _NUMBER_BYTES * column.num_values + _HEADER_BYTES
 
 
 def _size_of(value: Any) -> int:
