@@ -215,9 +215,7 @@ def panicking(folder: Path) -> str:
     return str(folder / "tokenizer.json")
 
 
-def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record_like_any_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record_like_any_other(tmp_path: Path) -> None:
     texts = ["one", PANIC, "two", f"{PANIC} again", *["more"] * 5]
     file, tokenizer = tmp_path / "a.jsonl", panicking(tmp_path)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -226,7 +224,6 @@ def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record_like_any_other(
     with pytest.raises(DataError, match=said):
         prepare(data.source, data, 256, progress=False)
     shards = prepare(data.source, replace(data, max_bad_records=2), 256, progress=False)
-    assert capfd.readouterr().err == ""
     assert (shards.meta.documents, shards.meta.n_bad_records) == (7, 2)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if PANIC not in text))
     assert prepare(data.source, data, 256, progress=False).fingerprint == shards.fingerprint

@@ -11,10 +11,8 @@ tokens that its post_processor adds; `data.add_bos_token` has the one that begin
 import hashlib
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -187,26 +185,13 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def _panics_raised() -> Iterator[None]:
-    """Raise a panic as an error, and keep the report from stderr that the library prints before."""
-    stderr = os.dup(2) if sys.__stderr__ else None  # a process may be started without one
-    with tempfile.TemporaryFile() as said:
-        if stderr is not None:
-            os.dup2(said.fileno(), 2)
-        try:
-            yield
-        except BaseException as e:
-            if not is_panic(e):
-                raise
-            said.truncate(0)
-            raise RuntimeError(str(e)) from e
-        finally:
-            if stderr is not None:
-                os.dup2(stderr, 2)
-                os.close(stderr)
-                said.seek(0)
-                if others := said.read():  # as of the thread that draws a bar
-                    with suppress(OSError):
-                        os.write(2, others)
+    """Raise a panic, which is no Exception, as an error."""
+    try:
+        yield
+    except BaseException as e:
+        if not is_panic(e):
+            raise
+        raise RuntimeError(str(e)) from e
 
 
 def load(tokenizer: str, add_bos: bool = False) -> Tokenizer:
