@@ -66,24 +66,13 @@ class TrainBatches:
             meta.source, shards.tokens, seq_len, at_least=global_batch_size, max_tokens=meta.max_tokens
         )
         self.position = position  # of the next step; save it to resume
-        self.wait_seconds = 0.0  # that the last `next` and the calls of `ready` before it waited for the thread
-        self._waited = 0.0  # so far for the next step
+        self.wait_seconds = 0.0  # that the last `next` waited for the thread
         self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
         self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
         self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead = self._prefetch()
-
-    def ready(self) -> None:
-        """Wait until the next step has been read.
-
-        Raises:
-            DataError: a shard cannot be read any more.
-        """
-        started = time.monotonic()
-        self._ahead.result()
-        self._waited += time.monotonic() - started
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step.
@@ -92,15 +81,20 @@ class TrainBatches:
             global_batch_size / (local_batch_size · dp_size) batches, on the device.
 
         Raises:
-            DataError: a shard cannot be read any more.
+            DataError: a shard has changed, or cannot be read any more.
         """
-        self.ready()
+        started = time.monotonic()
         pair = self._ahead.result()
-        self.wait_seconds, self._waited = self._waited, 0.0
+        self.wait_seconds = time.monotonic() - started
         self.position += self.global_batch_size
         self._ahead = self._prefetch()
         tokens, targets = pair.to(self._device, non_blocking=True)
         return [Batch(*micro) for micro in zip(tokens, targets, strict=True)]
+
+    def padding(self) -> list[Batch]:
+        """Return as many micro-batches without a target, for a rank that must take part in a step and has no data."""
+        n_micro, local = self._places.shape
+        return [_padding(local * self._seq_len, self._device)] * n_micro
 
     def close(self) -> None:
         """End the thread."""
@@ -170,6 +164,15 @@ class ValidationBatches:
             tokens = torch.nn.functional.pad(pair[0], (0, missing), value=0)
             targets = torch.nn.functional.pad(pair[1], (0, missing), value=IGNORE_INDEX)
             yield Batch(tokens.to(self._device), targets.to(self._device))
+
+    def padding(self) -> Batch:
+        """Return a batch without a target, as `TrainBatches.padding`."""
+        return _padding(self._samples.shape[1] * self._seq_len, self._device)
+
+
+def _padding(n_tokens: int, device: torch.device) -> Batch:
+    tokens = torch.zeros(n_tokens, dtype=torch.int64, device=device)
+    return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX))
 
 
 def _tokens_and_targets(shards: TokenShards, samples: np.ndarray, seq_len: int) -> Tensor:

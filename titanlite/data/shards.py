@@ -30,7 +30,7 @@ from titanlite.json_file import read_json
 from titanlite.redact import redact_tree
 
 VERSION = 1
-BLOCK_BYTES = 1 << 22  # that have a hash: read and hashed within milliseconds
+BLOCK_BYTES = 1 << 19  # that have a hash: read and hashed for one sample of a few KiB
 _SHARD_TOKENS = 1 << 27
 
 

@@ -1,77 +1,63 @@
 """Hold the token shards against their hashes once per start, while training goes on.
 
-A thread checks this rank's share of the blocks, those of a host being shared out among its ranks; what a step is to
-read and nobody has checked yet, `TokenShards.read` checks first. So the first step waits for a few blocks, and not for
-the corpus. Before each step, until all is checked, ranks tell each other how far they are and what they have found: a
-damaged shard ends all of them with one message, before its tokens are used by any.
+A thread checks this rank's share of the blocks, those of a host being shared out among its ranks; a block that this
+rank is to read and has not checked, `TokenShards.read` checks first. So the first step waits for a few blocks, and not
+for the corpus. Ranks tell each other nothing: one that has found damage asks all to stop as a signal does, and where
+they then meet, all raise what it found. A rank that has no batch for it takes part in the steps until there with
+padding; nothing of them is kept.
 """
 
-import platform
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.data.shards import TokenShards
+from titanlite.errors import DataError
 
 
 class DataCheck:
-    """Check a run's corpora. All ranks make one, and call its methods alike.
+    """Check a run's corpora, on one rank.
 
     Args:
         corpora: in the order in which they are checked.
     """
 
     def __init__(self, corpora: Sequence[TokenShards]) -> None:
-        hosts = on_all_ranks(platform.node)
-        self._peers = [peer for peer, host in enumerate(hosts) if host == hosts[rank()]]  # ranks of this host
-        self._corpora, self._done = corpora, [0] * len(corpora)
-        self._is_over = self._is_closed = False
+        self.met: DataError | None = None  # in place of a batch, for the loop to set
+        self._corpora, self._is_closed = corpora, False
         self._thread = ThreadPoolExecutor(1, "data_check")
-        self._checks = [self._thread.submit(self._check, i) for i in range(len(corpora))]
+        self._checking = self._thread.submit(self._check)
 
-    def before(self, ready: Callable[[], object]) -> None:
-        """Raise on every rank what one has found. Collective, until all is checked.
+    @property
+    def found(self) -> BaseException | None:
+        """Return what this rank has found by now: a shard has changed or cannot be read."""
+        return self.met or (self._checking.exception() if self._checking.done() else None)
 
-        Args:
-            ready: waits until this rank has read what comes next.
+    def tell(self) -> None:
+        """Raise on every rank what one has found. Collective.
 
         Raises:
             DataError: on all ranks, a shard has changed or cannot be read.
         """
-        if self._is_over:
-            return
 
-        def look() -> tuple[list[int], bool]:
-            ready()
-            ended = [check for check in self._checks if check.done()]
-            for check in ended:
-                check.result()
-            return list(self._done), len(ended) == len(self._checks)
+        def look() -> None:
+            if found := self.found:
+                raise found
 
-        everywhere = on_all_ranks(look)
-        for place, peer in enumerate(self._peers):
-            for i, n_done in enumerate(everywhere[peer][0]):
-                first = self._share(i, place).start
-                self._corpora[i].checked[first : first + n_done] = True
-        self._is_over = all(is_over for _, is_over in everywhere)
-
-    def finish(self, corpus: int) -> None:
-        """Wait until a corpus is checked. Collective, until all is checked; raises as `before`."""
-        self.before(self._checks[corpus].result)
+        on_all_ranks(look)
 
     def close(self) -> None:
         """End the thread."""
         self._is_closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _share(self, corpus: int, place: int) -> range:
-        """Return the blocks that one of the host's ranks checks."""
-        n_blocks, n_ranks = len(self._corpora[corpus].checked), len(self._peers)
-        return range(place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks)
-
-    def _check(self, corpus: int) -> None:
-        for block in self._share(corpus, self._peers.index(rank())):
-            if self._is_closed:
-                return
-            self._corpora[corpus].check(block)
-            self._done[corpus] += 1
+    def _check(self) -> None:
+        n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        place = int(os.environ.get("LOCAL_RANK", "0")) % n_ranks  # by launcher, whose ranks see the same files
+        for corpus in self._corpora:
+            n_blocks = len(corpus.checked)
+            for block in range(place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks):
+                if self._is_closed:
+                    return
+                corpus.check(block)

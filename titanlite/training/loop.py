@@ -16,7 +16,7 @@ from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
-from titanlite.errors import FolderLostError
+from titanlite.errors import DataError, FolderLostError
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
@@ -48,7 +48,7 @@ class Loop:
     watchdog: Watchdog
     stop: StopSignals
     folder: RunFolder
-    data_check: DataCheck  # of the held-out corpus first, if there is one
+    data_check: DataCheck
     data: dict[str, str]  # fingerprints of the training data: of its tokens, `corpus`, and of the `tokenizer`
 
     def train(self, start: int) -> int:
@@ -70,12 +70,11 @@ class Loop:
         report.restart_clock()
         for step in range(start + 1, last + 1):
             self.watchdog.progress(step, "step")
-            self.data_check.before(self.batches.ready)
-            micro_batches, lr = self.batches.next(), learning_rate(step, config)
+            micro_batches, lr = self._next_batches(), learning_rate(step, config)
             asks_to_stop = self.stop.received is not None or (
                 self.background is not None and self.background.has_failed
             )
-            asks_to_stop |= self._is_folder_lost()
+            asks_to_stop |= self._is_folder_lost() or self.data_check.found is not None
             result = train_step(run, micro_batches, lr, asks_to_stop)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
 
@@ -89,6 +88,8 @@ class Loop:
             while len(in_flight) > (0 if pause or stopping or step in (start + 1, last) else 1):
                 outcome = in_flight.popleft().read()
                 stopping |= outcome.stop_asked
+                if outcome.stop_asked:
+                    self.data_check.tell()
                 report.step(outcome)
             if trace != "begin":
                 self._profile(step)
@@ -121,10 +122,10 @@ class Loop:
         """Log the mean loss over all targets of the held-out source: the same on every rank, under any layout."""
         assert self.validation is not None  # noqa: S101
         self._limit(self.run.config.comm.init_timeout_seconds)
-        self.data_check.finish(0)
         self.run.model.eval()
         total, targets = validation_loss(self.run, self._watched(self.validation, step)).tolist()
         self.run.model.train()
+        self.data_check.tell()
         self.report.validation(step, total / targets)
 
     def float8_numerics(self, step: int, tokens: Tensor) -> None:
@@ -133,10 +134,26 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         self.report.float8(step, float8_numerics(self.run.model, tokens, self.run.mesh.fsdp))
 
+    def _next_batches(self) -> list[Batch]:
+        """Return those of the next step, or padding if they are damaged: the others do not know yet."""
+        try:
+            return self.batches.next()
+        except DataError as damage:
+            self.data_check.met = damage
+            return self.batches.padding()
+
     def _watched(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
-        for batch in batches:
-            self.watchdog.progress(step, "validation")  # it may take longer than any one batch is allowed to
-            yield batch
+        left = len(batches)
+        try:
+            for batch in batches:
+                self.watchdog.progress(step, "validation")  # it may take longer than any one batch is allowed to
+                left -= 1
+                yield batch
+        except DataError as damage:
+            self.data_check.met = damage
+            for _ in range(left):
+                self.watchdog.progress(step, "validation")
+                yield batches.padding()
 
     def _profile(self, step: int) -> None:
         """Tell the profiler. Rank 0 alone begins and writes the trace; the others wait here, not in their next step."""

@@ -242,7 +242,7 @@ def _train(
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
         background = Background(checkpoints, tensors_of(run))
     leave_limits_to_watchdog()
-    check = DataCheck([held_out, shards] if held_out is not None else [shards])
+    check = DataCheck(list(sources.values()))
     cleanup.callback(check.close)
     loop = Loop(
         run, batches, validation, checkpoints, background, report, profiler, watchdog, stop, folder, check, data
