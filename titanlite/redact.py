@@ -21,20 +21,26 @@ _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_
 _SHORTEST = 8  # shorter values are words, not secrets, and would be cut out of ordinary text
 _SHORTEST_TOKEN = 20  # of a user without a password, who is mostly a name that stands in paths, too
 # Up to the last @ of the authority. A secret key of S3 may hold slashes as it stands: where no @ comes before the first
-# of them, up to the first one behind, unless what looks like a password is the port of http, or an address in brackets.
+# of them, up to the first one behind, unless what looks like a password is a port, which a URL of S3 has not. A quote,
+# comma or bracket ends a URL that stands in a text.
+_ENDS = r"""\s"'`,<>()\[\]"""
 _USER = re.compile(
-    r"""(:(?:\\?/){2})(?:[^\s/?\#]*@
-        | (?!\[)(?!(?:(?<=http://)|(?<=https://))[^\s/?\#:]*:\d+(?:[/?\#\s]|$))[^\s/?\#:@]*:(?:(?!://)[^\s@])*@)""",
+    rf"""(:(?:\\?/){{2}})(?:[^/?\#{_ENDS}]*@
+        | (?!(?<!s3://)(?<!s3[an]://)[^/?\#:{_ENDS}]*:\d+[\\/?\#])[^/?\#:@{_ENDS}]*:(?:(?!://)[^@{_ENDS}])*@)""",
     re.VERBOSE | re.IGNORECASE,
 )
-_QUOTED_USER = re.compile(r"(%3A%2F%2F)(?:(?!%2F|%3F|%23)[^\s/?#&])*%40", re.IGNORECASE)
+_QUOTED_USER = re.compile(rf"(%3A%2F%2F)(?:(?!%2[23789CF]|%3[CEF]|%5[BD])[^/?#&{_ENDS}])*%40", re.IGNORECASE)
 _QUERY = re.compile(
-    r"""((?:[?&;\#]|%3F|%26)[\w.~-]*?(?:key|key_?id|token|secret|passw(?:or)?d|pwd|credentials?|signature|sig|auth)
+    r"""((?:[?&;\#]|%3F|%26)(?:(?:(?:access|api|auth|hf|id|private|refresh|sas|secret|security|session)[_-]?)?token
+        | (?:aws[_-]?)?(?:access|account|api|private|secret|secret[_-]?access|signing|subscription)[_-]?key(?:[_-]?id)?
+        | (?:(?:app|client)[_-]?)?secret | password | passwd | passphrase | pwd | credentials? | sig | signature
+        | x-(?:amz|goog)-(?:credential|signature|security-token))
         (?:=|%3D))[^\s&;\#"'<>]+""",
     re.VERBOSE | re.IGNORECASE,
 )
 _HEADER = re.compile(
-    r"""(\bauthorization\\?["']?\s*[:=]\s*(?:\\?["'])?(?:(?:bearer|basic|token)\s+)?)[^\s"',]+""", re.IGNORECASE
+    r"""(\bauthorization\\?["']?\s*[:=]\s*(?:\\?["'])?(?:(?:bearer|basic|token)\s+|(?=[\w.~+/=-]{20})))[^\s"',]+""",
+    re.IGNORECASE,
 )
 _ENVIRONMENT_URL = re.compile(r"\b(\w+)://([^\s/?#:]*)(?::([^\s/?#]*))?@")
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")  # may come from a file, and not from the environment
