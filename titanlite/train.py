@@ -36,8 +36,8 @@ def main() -> None:
 
         choose_device()
     check_with_torch(run)
-    folder, notices, warnings = RunFolder.of(run.config), [*run.hints], [*run.warnings]
-    notices += [run.to_paste.rstrip()] if run.to_paste else []
+    folder, notices, warnings = RunFolder.of(run.config), [*run.port.count(), *run.hints], [*run.warnings]
+    notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
     if os.environ.get("RANK", "0") == "0":
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:

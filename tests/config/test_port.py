@@ -102,7 +102,7 @@ def validate(keys: dict[str, Any], world: int | None = None) -> tuple[Config | N
         checked = checked_run(["--config", "run.toml"], world)
     except ConfigError as error:
         return None, str(error)
-    return checked.config, "\n".join([*checked.hints, checked.to_paste])
+    return checked.config, "\n".join([*checked.port.hint(), *checked.hints, checked.port.to_paste()])
 
 
 def follow(keys: dict[str, Any], said: str) -> dict[str, Any]:
@@ -265,11 +265,51 @@ def test_a_key_of_the_wrong_type_is_a_problem() -> None:
             read_what_is_right(Path("run.toml"))  # whatever it is, nothing else is raised
 
 
+@pytest.mark.parametrize(
+    ("architecture", "bos", "is_offered"),
+    [
+        ("llama3", "<|begin_of_text|>", True),
+        ("llama3", "", False),  # it would be refused
+        ("llama3", None, True),  # there is no tokenizer yet
+        ("qwen3", None, False),  # whose tokenizers have none
+    ],
+)
+def test_documents_begin_with_bos_where_the_tokenizer_has_one(
+    architecture: str, bos: str | None, is_offered: bool
+) -> None:
+    Path("mine").mkdir()
+    if bos is not None:
+        tokenizer = Tokenizer(models.WordLevel({"one": 0, "text": 1}, unk_token="one"))
+        tokenizer.add_special_tokens(["<|end_of_text|>", *filter(None, [bos])])
+        tokenizer.save("mine/tokenizer.json")
+    keys = {"model.name": architecture, "model.flavor": "debugmodel", "model.hf_assets_path": "mine"}
+    _, said = validate(keys)
+    assert "\n  [data]\n" in said
+    assert ("  add_bos_token = true  # false here\n" in said) == is_offered
+    if bos is not None:
+        config, said = validate(follow(keys, said))
+        assert config is not None, said
+        assert config.data.add_bos_token == is_offered
+        assert "add_bos_token" not in said
+
+
+def test_a_run_says_only_how_many_keys_have_no_effect() -> None:
+    validate({"parallelism.pipeline_parallel_degree": 1, "job.print_config": False})
+    port = checked_run(["run.toml"]).port
+    assert port.count() == ("2 keys of torchtitan have no effect here (titanlite validate lists them)",)
+    validate({"job.print_config": False})
+    assert checked_run(["run.toml"]).port.count() == (
+        "1 key of torchtitan has no effect here (titanlite validate lists it)",
+    )
+    validate({})
+    assert checked_run(["run.toml"]).port.count() == ()
+
+
 def test_flags_count_as_given(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[job]\ndescription = "x"\n')
     (tmp_path / "long.toml").write_text('extends = ["run.toml"]\n[lr_scheduler]\nwarmup_steps = 100\n')
     assert checked_run(["long.toml", "--training.steps", "50"]).config.lr_scheduler.warmup_steps == 100  # a look
-    to_paste = checked_run(["run.toml", "--optimizer.lr", "1e-3"]).to_paste
+    to_paste = checked_run(["run.toml", "--optimizer.lr", "1e-3"]).port.to_paste()
     assert "  lr = " not in to_paste
     assert '  [lr_scheduler]\n  decay_type = "linear"  # "cosine" here\n' in to_paste
 

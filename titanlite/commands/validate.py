@@ -38,7 +38,7 @@ from titanlite.config.build import show
 from titanlite.config.check import check, check_homes, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
-from titanlite.config.port import stands_for
+from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
@@ -48,6 +48,7 @@ from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.order import epochs
 from titanlite.data.prepare import Inputs, check_cache, check_inputs, whole_from_hub
 from titanlite.data.shards import sample_count
+from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, obstacle, odd_sizes, require_equal_shards, require_matches
 from titanlite.parallel.activation_bytes import HEAD, layout_of
@@ -73,7 +74,7 @@ class CheckedRun:
     Attributes:
         save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
         origin: the place of each key.
-        to_paste: what a config from torchtitan leaves out that has another default there; "" if nothing is.
+        port: what a config from torchtitan says and leaves out.
     """
 
     config: Config
@@ -82,9 +83,9 @@ class CheckedRun:
     float8: Float8Recipe | None
     origin: Origin
     inputs: Inputs
+    port: Port
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
-    to_paste: str = ""
 
 
 def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
@@ -173,10 +174,14 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         if save_list:
             needs = ("activation_checkpoint", "float8.recipe", *shapes)
             attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
+    named = config.data.tokenizer if "data.tokenizer" in origin.places else port.tokenizer
+    is_text = inputs is None or inputs.sources["data.source"].kind != "tokens"
+    if BOS in port.left_out and not (is_text and has_bos(named)):
+        port = port.without_bos()
     if problems or dimensions is None or inputs is None:
         said = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in said if text))
-    hints += port.hint() + cut_schedule(config)
+    hints += cut_schedule(config)
     hints += unaligned_vocabulary(config, dimensions) + unread_environment(config)
     few = other_vocabulary(config, inputs, dimensions.vocab_size)
     warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
@@ -184,7 +189,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if given and not _resumes(config):
         warnings += other_tokenizer(config, inputs.sources)
         hints += other_training(config)
-    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, hints, warnings, port.to_paste())
+    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, port, hints, warnings)
 
 
 def _resumes(config: Config) -> bool:
@@ -307,7 +312,7 @@ def run(argv: list[str]) -> int:
         found.append(error)
     if found:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
-    sys.stdout.write(summary(checked, given.file, given.world, step, samples) + checked.to_paste)
+    sys.stdout.write(summary(checked, given.file, given.world, step, samples) + checked.port.to_paste())
     return 0
 
 
@@ -392,7 +397,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     n = len(checked.warnings)
     lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]
     lines += ["  warning: " + text.replace("\n", "\n  ") for text in checked.warnings]
-    lines += [f"  {hint}" for hint in (*checked.hints, *long) if hint]
+    lines += [f"  {hint}" for hint in (*checked.port.hint(), *checked.hints, *long) if hint]
     return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
 
 

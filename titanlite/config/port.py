@@ -8,7 +8,7 @@ default here: `Port.to_paste` has them ready.
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, cast
@@ -28,6 +28,7 @@ from titanlite.config.torchtitan import (
 )
 
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
+BOS = "data.add_bos_token"
 _SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
@@ -38,15 +39,27 @@ class Port:
     Attributes:
         idle: keys that ask for nothing that titanlite does otherwise.
         left_out: keys whose default differs, in the order of the schema, with that of torchtitan as TOML has it.
+        tokenizer: the path that `data.tokenizer` has once all is followed, unless it is given.
     """
 
     idle: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+    tokenizer: str = ""
 
     def hint(self) -> tuple[str, ...]:
         """Name the idle keys in one line, or in none."""
-        why = "keys of torchtitan at values that ask for nothing that titanlite does otherwise, which you can remove"
+        why = "keys of torchtitan that have no effect here, and can be removed"
         return (f"{why}: {', '.join(self.idle)}",) if self.idle else ()
+
+    def count(self) -> tuple[str, ...]:
+        """Say how many keys are idle, or nothing."""
+        n = len(self.idle)
+        have = f"{n} key{'s of torchtitan have' if n > 1 else ' of torchtitan has'} no effect here"
+        return (f"{have} (titanlite validate lists {'them' if n > 1 else 'it'})",) if n else ()
+
+    def without_bos(self) -> "Port":
+        """Return what is left for a tokenizer without a token that begins documents."""
+        return replace(self, left_out={k: v for k, v in self.left_out.items() if k != BOS})
 
     def to_paste(self) -> str:
         """Return what is left out, by section, each key with its value there and here; "" if nothing is."""
@@ -90,8 +103,10 @@ def take_out(
         want = f"at most training.steps = {steps}, to which torchtitan shortens it"
         problems.add(warmup, show(said(warmup)), want, f"warmup_steps = {steps}")
     of_values = (answer_to_value(key, value) or "" for key, value in said.given.items())
-    settled = {name for answer in (*answers.values(), *of_values) for name, _ in _SETS.findall(answer)}
-    return _without(table, own), Port(tuple(idle), said.left_out({*given, *settled}))
+    settled = dict(found for answer in (*answers.values(), *of_values) for found in _SETS.findall(answer))
+    left_out = said.left_out({*given, *settled})
+    tokenizer = (settled | left_out).get("data.tokenizer", "").strip('"')
+    return _without(table, own), Port(tuple(idle), left_out, tokenizer)
 
 
 class Said:
@@ -200,6 +215,8 @@ class Said:
                 found[key] = show(default)
         if self("training.steps") < self("lr_scheduler.warmup_steps"):  # where warm-up is as long as the run at most
             found["lr_scheduler.warmup_steps"] = show(self("training.steps"))
+        if self("model.name") == "qwen3":  # whose tokenizers have no bos_token
+            del found[BOS]
         here = Config()
         order = [f"{part.name}.{f.name}" for part in fields(here) for f in fields(getattr(here, part.name))]
         return {k: found[k] for k in order if k in found and k not in given and found[k] != show(attrgetter(k)(here))}

@@ -223,6 +223,17 @@ def load(tokenizer: str, add_bos: bool = False) -> Tokenizer:
     return FileTokenizer(tokenizer, path, add_bos)
 
 
+def has_bos(tokenizer: str) -> bool:
+    """Return whether `data.add_bos_token` can be true with a tokenizer; True where that cannot be known yet."""
+    for add_bos in (True, False):
+        try:
+            load(tokenizer, add_bos)
+        except DataError:
+            continue
+        return add_bos
+    return True
+
+
 def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
     """Say so if many of a model's ids can never occur: the vocabulary is not its own.
 
