@@ -77,9 +77,9 @@ OF_ONE = {
         USED: {"tie_word_embeddings": True, "num_hidden_layers": 3},
         REFUSED: {
             "hidden_act": "gelu", "mlp_bias": True, "head_dim": 64, "layer_types": ["sliding_attention"] * 32,
-            "num_attention_heads": 64, "hidden_size": 512,
+            "num_attention_heads": 64, "hidden_size": 512, "rope_interleaved": True,
         },
-        NOTHING: {"pretraining_tp": 2},
+        NOTHING: {"pretraining_tp": 2, "is_llama_config": True, "max_sequence_length": 2048},
     },
     "qwen3": {
         USED: {"head_dim": 64, "tie_word_embeddings": False, "num_hidden_layers": 3, "hidden_size": 512,
@@ -146,6 +146,47 @@ def test_each_field_is_used_or_refused_or_without_effect(size: str, tmp_path: Pa
                 assert got != REFUSED or any(
                     word in str(made) for word in (key, "head_dim =", "query_pre_attn_scalar =")
                 )
+
+
+# What published folders say beside dimensions.
+_LLAMA = {
+    "_name_or_path": "x", "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1,
+    "hidden_act": "silu", "initializer_range": 0.02, "mlp_bias": False, "model_type": "llama", "pretraining_tp": 1,
+    "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": True,
+}  # fmt: skip
+_OLD = {"gradient_checkpointing": False, "line_by_line": False, "pruned_heads": {}, "xla_device": None}
+_SUMMARY = {
+    "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
+    "summary_type": "cls_index", "summary_use_proj": True, "n_ctx": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "over"),
+    [
+        ("llama3-8B", {**_LLAMA, "attention_dropout": 0.0, "eos_token_id": [128001, 128008], "head_dim": 128}),
+        ("llama3-8B", {**_LLAMA, "is_llama_config": True, "rope_interleaved": False,
+                       "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}),
+        ("llama3-8B", {**_LLAMA, "max_sequence_length": 2048, "pad_token_id": 0}),
+        ("llama3-8B", {**_LLAMA, "unsloth_fixed": True, "unsloth_version": "2024.9", "pad_token_id": 128004}),
+        ("llama3-8B", {**_LLAMA, "quantization": None, "quantization_config": None, "_flash_attn_2_enabled": True}),
+        ("llama3-8B", {**_LLAMA, "sliding_window": None, "use_sliding_window": False, "qkv_bias": False, "extra": ""}),
+        ("qwen3-0.6B", {"max_window_layers": 28, "rope_scaling": None, "sliding_window": None, "pretraining_tp": 1,
+                        "use_sliding_window": False, "eos_token_id": 151645}),
+        ("qwen3-0.6B", {"_attn_implementation_autoset": True, "unsloth_version": "2025.4", "model_max_length": 4096}),
+        ("gemma3-1B", {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+                       "final_logit_softcapping": None, "rope_scaling": None, "sliding_window_pattern": 6}),
+        ("gemma3-1B", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False,
+                       "hidden_act": "gelu_pytorch_tanh", "pretraining_tp": 1}),
+        ("gpt2-124M", {**_SUMMARY, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}),
+        ("gpt2-124M", {**_SUMMARY, **_OLD, "_num_labels": 1, "id2label": {"0": "LABEL_0"}, "output_past": True}),
+        ("gpt2-124M", {"n_inner": None, "reorder_and_upcast_attn": False, "tokenizer_class": "BertTokenizerFast",
+                       "finetuning_task": None, "torchscript": False}),
+    ],
+)  # fmt: skip
+def test_what_published_folders_say_is_taken(size: str, over: dict[str, object], tmp_path: Path) -> None:
+    name, flavor = size.split("-")
+    check(make_folder(tmp_path, name, flavor, **over), name, flavor)
 
 
 @pytest.mark.parametrize("value", ["32", -1, 2.5, True, None, [32], {}])

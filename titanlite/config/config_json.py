@@ -64,7 +64,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelRecipe
         return None
     ours = {**LEFT_OUT[architecture], **said(layout, recipe), "layer_types": layer_types(recipe)}
     wrong = _differences(theirs, ours)
-    unknown = [name for name, value in theirs.items() if name not in ours and value is not None]
+    unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
     if wrong:
         want = f"a {layout.model_type} as titanlite computes it, with {', '.join(wrong)}"
         problems.add(key, show(path), want, _OTHER)

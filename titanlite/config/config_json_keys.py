@@ -29,7 +29,9 @@ _ROTARY = _ANY | {
     "rope_scaling": None,
 }
 LEFT_OUT: dict[str, dict[str, Any]] = {
-    "llama3": _ROTARY | {"vocab_size": 32_000, "intermediate_size": 11_008, "hidden_act": "silu", "mlp_bias": False},
+    "llama3": _ROTARY
+    | {"vocab_size": 32_000, "intermediate_size": 11_008, "hidden_act": "silu", "mlp_bias": False}
+    | {"rope_interleaved": False},  # of SmolLM2
     "qwen3": _ROTARY
     | {
         "vocab_size": 151_936,
@@ -87,7 +89,8 @@ ALIASES = {
 # What no logit of a causal model depends on, by why.
 _EVERYWHERE = {
     "notes": "architectures transformers_version _name_or_path name_or_path _commit_hash task_specific_params \
-        unsloth_fixed unsloth_version",
+        unsloth_fixed unsloth_version is_llama_config transformers.js_config",
+    "lengths, which are the run's": "max_sequence_length model_max_length",
     "ids, which the run's tokenizer has": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id \
         tokenizer_class prefix",
     "each tensor has a dtype, and is read as float32": "dtype torch_dtype use_bfloat16",
@@ -95,7 +98,8 @@ _EVERYWHERE = {
     "what is returned beside logits": "return_dict output_hidden_states output_attentions tie_last_hidden_states \
         use_cache cache_implementation torchscript tf_legacy_loss",
     "how the same is computed": "attn_implementation _attn_implementation _attn_implementation_autoset \
-        experts_implementation chunk_size_feed_forward gradient_checkpointing",
+        _attn_implementation_internal _flash_attn_2_enabled experts_implementation chunk_size_feed_forward \
+        gradient_checkpointing pretraining_tp xla_device",  # slices of a matmul, one for each of tp, are added up
     "of encoder-decoders": "is_decoder tie_encoder_decoder cross_attention_hidden_size",
     "of classifiers, whose heads are tensors that no run has": "id2label label2id num_labels _num_labels problem_type \
         finetuning_task classifier_dropout",
@@ -115,10 +119,10 @@ DROPOUT = {
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
 }
 _OF_ONE = {
-    # Tables of positions are as long as sequences, as the same hints tell; and slices of a matmul are added up.
-    "llama3": "max_position_embeddings pretraining_tp",
+    # Tables of positions are as long as sequences, as the same hints tell.
+    "llama3": "max_position_embeddings",
     "qwen3": "max_position_embeddings sliding_window max_window_layers",  # as `use_sliding_window` is false
-    "gemma3": "max_position_embeddings _sliding_window_pattern",
+    "gemma3": "max_position_embeddings hidden_act _sliding_window_pattern",
     # `reorder_and_upcast_attn` is about the order and dtype of the same sums.
     "gpt2": "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type summary_use_proj \
         summary_activation summary_proj_to_labels summary_first_dropout",
