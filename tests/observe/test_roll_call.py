@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +51,27 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     assert told[0] == f"    here: ranks 0-1, 3\n    {module._SILENT}: rank 2"
 
 
+def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
+    """As NCCL does when it makes a communicator and a peer does not come."""
+    store = dist.PrefixStore("default", dist.TCPStore("127.0.0.1", 0, 1, is_master=True))
+    roll_call, began = RollCall(store, 1, 2), threading.Event()
+
+    def waits() -> None:
+        began.set()
+        with suppress(RuntimeError):
+            store.get("never")
+
+    store.set_timeout(timedelta(seconds=8))
+    main = threading.Thread(target=waits)
+    main.start()
+    began.wait()
+    time.sleep(0.5)  # until it is in the store
+    try:
+        assert roll_call.hold("here", 3.0) == f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})"
+    finally:
+        main.join()
+
+
 def test_without_rank_0_rank_1_is_told() -> None:
     told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3)
     places = f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})\n    there: rank 2 ({PROCESS})"
@@ -59,6 +82,9 @@ def test_without_rank_0_rank_1_is_told() -> None:
 @pytest.mark.parametrize(("agent", "who"), [("False", "rank 0"), ("True", "torchrun, and perhaps ranks beside it")])
 def test_a_store_that_does_not_answer_is_named_by_its_host(monkeypatch, agent: str, who: str, fails: bool) -> None:
     class Silent:
+        def clone(self) -> "Silent":
+            return self
+
         def set(self, key: str, value: str) -> None:
             """Waits for no answer."""
 

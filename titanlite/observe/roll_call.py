@@ -1,8 +1,8 @@
 """Say where each rank is when a run makes no progress: the one that all others wait for is seen by what it does.
 
-A collective that hangs is ended by NCCL or gloo on the ranks that have entered it; the message names the operator, not
-the rank that is missing. Before that, each rank that has seen no progress for long writes to the job's store where its
-main thread is. Rank 0 reads them and prints them by place:
+A collective that hangs is ended by the watchdogs of the ranks that have entered it; their stacks name the collective,
+not the rank that is missing. Before that, each rank that has seen no progress for long writes to the job's store where
+its main thread is. Rank 0 reads them and prints them by place:
 
     watchdog: rank 0 made no progress for 90 s at step 58; where each rank is:
         step 58, in step, titanlite/training/report.py:72 in read: ranks 0-2, 4-7
@@ -38,8 +38,9 @@ class RollCall:
     """
 
     def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
-        self._store, self._rank, self._world = store, rank, world
-        store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
+        # A connection of its own: that of the main thread is taken while NCCL, say, waits there for a peer.
+        self._store, self._rank, self._world = store.clone(), rank, world  # type: ignore[attr-defined]
+        self._store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 
     def hold(self, where: str, wait_s: float) -> str | None:
         """Say where this rank is, and hear the others.
