@@ -169,6 +169,7 @@ def wait_for_end(folder):
         "guard.close()",
         "Status(folder / 'status.json', 9)",
         "(folder / 'status.json').write_text('[]')",
+        '(folder / \'status.json\').write_text(\'{"state": "stopped", "updated": "9", "error": "text"}\')',
     ],
 )
 def test_what_has_been_said_stays(tmp_path, last):
@@ -189,6 +190,7 @@ os._exit(1)
     )
     time.sleep(1.0)
     assert (tmp_path / "status.json").read_text() == done.stdout
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

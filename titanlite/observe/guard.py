@@ -111,7 +111,8 @@ def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message
     """Write that the run failed, unless it said how it ended (not only that another rank did) or another has begun."""
     with suppress(OSError, ValueError):
         said = read_status(status)
-        is_open = said["state"] == "running" or said.get("error", {}).get("type") == "ConnectionError"
+        error = said.get("error")
+        is_open = said["state"] == "running" or (isinstance(error, dict) and error.get("type") == "ConnectionError")
         if is_open and run.items() <= said.items() and run:
             error = {"type": kind, "message": message, "rank": rank}
             write_status(status, said | {"state": "failed", "error": error, "updated": now()}, rank)

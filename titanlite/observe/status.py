@@ -65,7 +65,7 @@ class Status:
             self._write("running")
 
     def stalled(self, text: str) -> None:
-        """Note that no step is made, and where each rank is: a run that NCCL then ends has no other last words."""
+        """Note that no step is made, and where each rank is: `failed` keeps it, should the run end of that."""
         self.stall = text
         if not self._another_ended():
             self._write("running", stalled=text)

@@ -12,7 +12,8 @@ then the two stems. The rules that keep a step of theirs from hanging:
    alone, and ranks compare shapes and dtypes that are new to them before they share memory.
 4. What an operator allocates is allocated before its first launch, and its kernels are loaded (`launch.ready`), so that
    nothing blocks between them: both may wait for all that this GPU runs.
-5. Every wait has a deadline, after which the kernel says who did not come and stops.
+5. Every wait has a deadline, after which the kernel says who did not come and stops. A run takes it away, for a GPU's
+   clock goes on while a job is suspended: there the watchdog ends what hangs.
 
 `shard_exchange` moves FSDP's shards over the same memory by copies. Its only kernels that wait are single thread
 blocks, on FSDP's own streams; who fills a GPU meanwhile has met its ranks (1), so it ends and leaves them room.

@@ -6,7 +6,8 @@ is a collective like the operator itself, and not possible while a CUDA graph is
 The collective matmuls of a process run in the order in which they are issued, whatever group and stream they are issued
 on: two that filled a GPU in turn, and another GPU the other way round, would wait for each other. So do the calls of
 each of FSDP's collectives, which would take each other's signals for their own. Within one capture, edges of the graph
-hold them in order. Two duties are the caller's; otherwise results are wrong, or kernels end the run at their deadline:
+hold them in order. Two duties are the caller's; otherwise results are wrong, or kernels wait until the watchdog ends
+the run, or outside of one until their deadline:
 
     all ranks issue operators in one order      from one thread at a time, therefore
     a replay, which does not come by here,      its stream waits for that of the last operator or replay, and that of
@@ -223,7 +224,7 @@ def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channe
 
 
 def set_deadline(seconds: float) -> None:
-    """Set how long a kernel waits for a peer before it ends the run.
+    """Set how long a kernel waits for a peer before it fails.
 
     Args:
         seconds: of all channels, from now on.
