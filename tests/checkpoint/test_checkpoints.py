@@ -341,3 +341,25 @@ def test_a_kill_of_one_rank_at_a_random_instant(tmp_path: Path, seed: int) -> No
     assert run.choose("auto") == steps[-1]
     run.load(steps[-1], target)
     check(target)
+
+
+def test_a_folder_that_was_made_to_be_seen_and_cannot_be_removed_ends_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("busy")
+
+    def body() -> None:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        with monkeypatch.context() as held:
+            held.setattr("shutil.rmtree", fail)
+            held.setattr(Path, "rmdir", fail)
+            checkpoints.check_shared()
+            assert checkpoints.choose("auto") is None
+        dist.barrier()
+        assert len(list(tmp_path.glob("seen-*.tmp"))) == 1
+        dist.barrier()
+        assert checkpoints.choose("auto") is None
+        assert not list(tmp_path.glob("seen-*.tmp"))
+
+    run_ranks(body, tmp_path)

@@ -153,6 +153,15 @@ def test_a_name_that_leaves_the_checkpoint_is_refused(tmp_path: Path, name: str)
         verify(folder)
 
 
+def test_what_a_killed_check_of_the_folder_left_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for folder in (root / "seen-0123abcd.tmp", tmp_path / "seen-89abcdef.tmp", tmp_path / "seen-mine.tmp"):
+        folder.mkdir(parents=True)
+    (tmp_path / "step-00000001.tmp").mkdir()
+    assert remove_stale(root) == ["seen-0123abcd.tmp", "seen-89abcdef.tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "seen-mine.tmp", "step-00000001.tmp"]
+
+
 def test_only_complete_folders_of_our_name_count(tmp_path: Path) -> None:
     save(tmp_path, 3)
     stale = ["step-00000005.tmp", "step-00000007.deleting"]

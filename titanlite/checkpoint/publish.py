@@ -34,7 +34,8 @@ from titanlite.json_file import parse_json
 MANIFEST = "MANIFEST.json"
 THREADS = 4  # of a rank, for what holds one up: checksums
 _STEP = re.compile(r"step-([0-9]{8,})")
-_STALE = re.compile(r"step-[0-9]{8,}\.(tmp|deleting)")
+_SEEN = re.compile(r"seen-[0-9a-f]{8}\.tmp")  # made by `Checkpoints.check_shared`
+_STALE = re.compile(rf"step-[0-9]{{8,}}\.(tmp|deleting)|{_SEEN.pattern}")
 _FILE = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*")
 _ASIDE = "move this checkpoint's folder away or delete it"
 
@@ -200,7 +201,8 @@ def stale_bytes(root: Path) -> int:
 
 
 def _stale(root: Path) -> list[Path]:
-    return sorted(p for p in root.iterdir() if _STALE.fullmatch(p.name)) if root.is_dir() else []
+    places = ((root, _STALE), (root.parent, _SEEN))
+    return sorted(p for at, name in places if at.is_dir() for p in at.iterdir() if name.fullmatch(p.name))
 
 
 def _named_as_steps(root: Path) -> list[Path]:

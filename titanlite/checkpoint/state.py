@@ -99,9 +99,9 @@ class Checkpoints:
         made = on_rank_0(make)
         try:
             on_all_ranks(lambda: store.check_seen(made))
-        finally:
-            if rank() == 0:
-                made.rmdir()
+        except CheckpointError:  # on all ranks; else `choose` removes it
+            on_rank_0(lambda: publish.remove_stale(self.root))
+            raise
 
     def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         """Decide at start what to resume from, and remove what a killed save or deletion left behind.
