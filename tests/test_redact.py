@@ -120,6 +120,21 @@ def test_a_token_or_password_of_the_environment_is_starred_on_its_own(
     assert redact("refused a1b2c3d4e5f6a7b8c9d0") == "refused ***"
 
 
+def test_the_environment_is_searched_when_it_has_changed_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(os.path, "exists", lambda path: looked.append(path))
+    for name in [name for name in os.environ if name != "PYTEST_CURRENT_TEST"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FIRST_TOKEN", "/no/file/has-it")
+    for text in ("\n", "short", "said /no/file/has-it", "said nothing"):
+        assert redact(text) == text.replace("/no/file/has-it", "***")
+    assert looked == ["/no/file/has-it"]
+    monkeypatch.setenv("FIRST_TOKEN", "another-one")
+    assert redact("said /no/file/has-it, another-one") == "said /no/file/has-it, ***"
+    monkeypatch.delenv("FIRST_TOKEN")
+    assert redact("said another-one") == "said another-one"
+
+
 def test_nested_values_and_what_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_TOKEN", "/data/wiki")
     value = {"a": ["x://u:p@h", 1, None], "b": {"c": "/data/wiki"}}

@@ -39,16 +39,19 @@ _QUERY = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _HEADER = re.compile(
-    r"""(\bauthorization\\?["']?\s*[:=]\s*(?:\\?["'])?(?:(?:bearer|basic|token)\s+|(?=[\w.~+/=-]{20})))[^\s"',]+""",
+    r"""(authorization\\?["']?\s*[:=]\s*(?:\\?["'])?(?:(?:bearer|basic|token)\s+|(?=[\w.~+/=-]{20})))[^\s"',]+""",
     re.IGNORECASE,
 )
 _ENVIRONMENT_URL = re.compile(r"\b(\w+)://([^\s/?#:]*)(?::([^\s/?#]*))?@")
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")  # may come from a file, and not from the environment
+_HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")  # may come from a file, and not from the environment
+_known: tuple[dict[bytes, bytes], list[str]] = ({}, [])  # an environment, and the secrets in it
 
 
 def redact(text: str) -> str:
     """Replace every secret in a text by `***`."""
-    for secret in sorted(_of_environment(), key=len, reverse=True):
+    if len(text) < _SHORTEST:
+        return text
+    for secret in _of_environment():
         text = text.replace(secret, STAR)
     return _HUB_TOKEN.sub(STAR, _HEADER.sub(rf"\1{STAR}", redact_urls(text)))
 
@@ -84,8 +87,17 @@ def redact_stream(stream: TextIO) -> None:
         stream.write = lambda text: write(redact(text))
 
 
-def _of_environment() -> set[str]:
-    """Return the secrets that environment variables hold, as they stand and as a text may spell them."""
+def _of_environment() -> list[str]:
+    """Return the secrets that environment variables hold, found anew when one has changed."""
+    global _known
+    now = vars(os.environ)["_data"]  # as bytes: to compare what it decodes takes a hundred times as long
+    if _known[0] != now:
+        _known = dict(now), _find_in_environment()
+    return _known[1]
+
+
+def _find_in_environment() -> list[str]:
+    """Find the secrets of the environment as they stand and as a text may spell them, the longest first."""
     secrets: set[str] = set()
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file that has it
@@ -97,7 +109,7 @@ def _of_environment() -> set[str]:
                 secrets.add(user)
     spelt = {unquote(secret) for secret in secrets} | secrets
     spelt |= {form(secret) for secret in spelt for form in (quote, _quote_all, _as_json, _as_repr)}
-    return {secret for secret in spelt if len(secret) >= _SHORTEST}
+    return sorted((secret for secret in spelt if len(secret) >= _SHORTEST), key=len, reverse=True)
 
 
 def _quote_all(text: str) -> str:

@@ -121,7 +121,7 @@ class Console:
     def _show(self, text: str, style: str = "", done: int | None = None) -> None:
         """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
         if self._stream is not None:
-            self._draw(partial(self._print, self._stream, redact(text), style, done))
+            self._draw(partial(self._print, self._stream, text, style, done))
 
     def _draw(self, write: Callable[[], None]) -> None:
         """Write to the terminal, and never again if that fails."""
