@@ -126,30 +126,40 @@ def test_large_distinct_texts_of_a_parquet_file_are_unpacked_a_few_at_a_time(
     assert pool.max_memory() < 50 * MIB
 
 
-def test_a_large_row_of_a_dataset_is_a_bad_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", ["x" * (MIB + 1), "é" * (MIB // 2 + 1)])
+def test_a_large_row_of_a_dataset_is_a_bad_record(tmp_path: Path, large: str) -> None:
     pytest.importorskip("datasets")
-    (tmp_path / "a.csv").write_text(f"text\none\n{'x' * (MIB + 1)}\ntwo\n")
+    (tmp_path / "a.csv").write_text(f"text\none\n{large}\ntwo\n")
     tally = Tally("a", "data.source", 1, max_record_mib=1)
     texts = ["".join(d.blocks) for d in documents(resolve(f"hf:{tmp_path}"), "text", tally)]
     assert texts == ["one", "two"]
     assert tally.bad == [f"hf:{tmp_path}:2: {SAID}"]
 
 
+@pytest.mark.parametrize("letter", ["x", "é"])
 def test_a_text_file_that_cannot_be_cut_is_a_bad_record_when_it_is_too_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str
 ) -> None:
+    large = letter * (MIB // len(letter.encode()) + 1)
     monkeypatch.setattr("titanlite.data.documents._BLOCK_BYTES", MIB)
     (tmp_path / "a.txt").write_text("a line\n" * 300_000)  # larger, and read in pieces
-    (tmp_path / "b.txt").write_text("a word " + "x" * (3 * MIB))
+    (tmp_path / "b.txt").write_text("a word " + large)
     (tmp_path / "c.txt").write_text("last")
     data = Data(f"{tmp_path}/*.txt", max_record_mib=1, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=rf"1 bad record so far:\n.*b\.txt: {SAID}, without a place to cut it\n"):
+    said = rf"1 bad record so far:\n.*b\.txt: {SAID}, without a place to cut it\n"
+    with pytest.raises(DataError, match=said) as caught:
         prepare(data.source, data, 256, progress=False)
+    fix = "fix:  raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records"
+    assert str(caught.value).splitlines()[-1].strip() == fix
+    (tmp_path / "d.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=f"2 bad records.*(?s:.)*{fix}; and correct these .*data.max_bad_records"):
+        prepare(data.source, data, 256, progress=False)
+    (tmp_path / "d.txt").unlink()
     data = Data(data.source, max_record_mib=1, max_bad_records=1, cache_dir=data.cache_dir)
     shards = prepare(data.source, data, 256, progress=False)
     assert bytes(shards.read(0, shards.tokens).tolist()) == b"a line\n" * 300_000 + b"\0last\0"
     whole = Data(data.source, max_bad_records=1, cache_dir=data.cache_dir)
-    assert prepare(whole.source, whole, 256, progress=False).tokens == shards.tokens + 3 * MIB + len("a word \0")
+    assert prepare(whole.source, whole, 256, progress=False).tokens == shards.tokens + len(f"a word {large}\0".encode())
 
 
 def test_what_is_too_large_behind_the_end_that_max_tokens_sets_does_not_count(tmp_path: Path) -> None:

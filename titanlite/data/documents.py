@@ -31,6 +31,7 @@ _BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a Parquet file that are unpacked 
 _BATCH_NUMBERS = 1 << 20  # of texts that many rows have: each batch has a copy of all of these
 _NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text takes, and a page beside them, at most
 _NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
+_TOO_LARGE = "larger than data.max_record_mib"
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
 
@@ -80,7 +81,7 @@ class Tally:
 
     def too_large(self) -> str:
         """Return the reason why a record that is too large is bad."""
-        return f"larger than data.max_record_mib = {self.max_record_mib}"
+        return f"{_TOO_LARGE} = {self.max_record_mib}"
 
     def begin(self, file: Path) -> None:
         """Note the file that is read from here on."""
@@ -119,7 +120,13 @@ class Tally:
         count = f"{self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:"
         seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
         want = f"at most data.max_bad_records = {limit}"
-        fix = "correct these records, or raise data.max_bad_records, so that as many are skipped"
+        large = [line for line in self.bad if _TOO_LARGE in line]
+        fix = (
+            "raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records" if large else ""
+        )
+        if len(large) < len(self.bad):
+            fix += "; and " if large else ""
+            fix += "correct these records, or raise data.max_bad_records, so that as many are skipped"
         raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
 
 
@@ -300,10 +307,15 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
     elif not isinstance(record[text_key], str):
         kind = "null" if record[text_key] is None else f"of type {type(record[text_key]).__name__}"
         tally.add_bad(place, f"field {text_key!r} is {kind}, not a string")
-    elif len(record[text_key]) > tally.max_record_mib << 20:
+    elif _is_large(record[text_key], tally.max_record_mib << 20):
         tally.add_large(place)
     elif record[text_key]:
         yield Document(place, (record[text_key],))
+
+
+def _is_large(text: str, n_bytes: int) -> bool:
+    """Return whether a text has more bytes; few need to be encoded for that."""
+    return len(text) > n_bytes // 4 and len(text.encode()) > n_bytes
 
 
 def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:

@@ -134,18 +134,21 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> Iterator[_Piece]:
     for document in texts:
         n_bad = tally.n_bad
-        text, at = "", _PIECE_CHARACTERS  # what is left of it, and where in that the next piece may begin
+        text, at, n_bytes = "", _PIECE_CHARACTERS, 0  # what is left, where in it the next piece may begin, and its size
         for block in document.blocks:
             text += block  # in place; a new text for each block would take quadratic time where there are no seams
+            n_bytes += len(block.encode())
             start = 0
             while at + _PIECE_CHARACTERS <= len(text):
                 seam = _seam(text, at, tokenizer)
                 if seam is not None:
-                    yield _Piece(document.place, text[start:seam], False, n_bad)
+                    piece = text[start:seam]
+                    yield _Piece(document.place, piece, False, n_bad)
                     start = at = seam
+                    n_bytes -= len(piece.encode())
                 at += _PIECE_CHARACTERS
             text, at = text[start:], at - start
-            if len(text) > tally.max_record_mib << 20:
+            if n_bytes > tally.max_record_mib << 20:
                 yield _Piece(document.place, "", True, n_bad, f"{tally.too_large()}, without a place to cut it")
                 break
         else:
