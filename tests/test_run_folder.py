@@ -307,6 +307,7 @@ def test_a_lock_that_was_removed_is_taken_when_the_disk_lets_it(
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "open_plain", full)
         assert claimed.keep() is None
+    assert claimed.keep(every_s=3600) is None  # it has just looked
     assert "it is taken anew" in (claimed.keep() or "")
     assert claimed.keep() is None
 

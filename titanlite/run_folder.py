@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
@@ -59,6 +60,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
+        self._looked = time.monotonic()
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 
     @property
@@ -66,8 +68,11 @@ class RunFolder:
         """Return whether the lock is still where this process took it; true if it took none."""
         return self._lock is None or is_at(self.path / "lock", self._lock)
 
-    def keep(self) -> str | None:
+    def keep(self, every_s: float = 0.0) -> str | None:
         """Take the lock again if somebody has removed it. Call it on the process that claimed the folder.
+
+        Args:
+            every_s: look only if nobody has for as long.
 
         Returns:
             What the user should be told, if so.
@@ -75,6 +80,9 @@ class RunFolder:
         Raises:
             FolderLostError: another job has been let in, or the folder is gone.
         """
+        if time.monotonic() - self._looked < every_s:
+            return None
+        self._looked = time.monotonic()
         if self.is_ours:
             return None
         before, lock = self._lock, self.path / "lock"

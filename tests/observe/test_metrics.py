@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from titanlite.observe import metrics
 from titanlite.observe.metrics import Float8Row, MetricsFile, RunError, StepRow, ValidationRow, read_metrics
 
 ROW = StepRow(
@@ -170,7 +171,8 @@ print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules
 @pytest.mark.parametrize(
     ("cut", "left"), [(lambda all: b"", []), (lambda all: all[:-9], [1]), (lambda all: b"x" + all, None)]
 )
-def test_a_file_that_is_cut_or_written_to_in_place_is_told_once_and_gone_on_with(tmp_path, cut, left):
+def test_a_file_that_is_cut_or_written_to_in_place_is_told_once_and_gone_on_with(tmp_path, cut, left, monkeypatch):
+    monkeypatch.setattr(metrics, "LOOK_S", 0.0)
     path, told = tmp_path / "metrics.jsonl", []
     file = MetricsFile(path, 0, warn=told.append)
     for step in (1, 2):
@@ -188,3 +190,16 @@ def test_a_file_that_is_cut_or_written_to_in_place_is_told_once_and_gone_on_with
         assert path.read_bytes().startswith(b"x" + whole)  # it is theirs to mend
     else:
         assert [row["step"] for row in read_metrics(path)] == [*left, 3, 4]
+
+
+def test_the_path_is_looked_at_seldom_and_before_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "LOOK_S", math.inf)
+    path, told = tmp_path / "metrics.jsonl", []
+    file = MetricsFile(path, 0, warn=told.append)
+    path.unlink()
+    file.write(ROW)
+    assert not told
+    assert not path.exists()
+    file.sync()
+    assert len(told) == len(read_metrics(path)) == 1
+    file.close()

@@ -34,7 +34,7 @@ from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
-from titanlite.observe import console, status, watchdog
+from titanlite.observe import console, metrics, status, watchdog
 from titanlite.observe.metrics import MetricsFile, StepRow, read_metrics
 from titanlite.observe.profiler import Profiler
 from titanlite.recipes import load
@@ -723,6 +723,7 @@ def test_what_is_in_the_place_of_a_file_of_the_run_is_refused(desk: Desk, name: 
 
 
 def slow_steps() -> None:
+    metrics.LOOK_S = loop.LOOK_S = 0.0
     take = loop.train_step
     loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
 

@@ -21,12 +21,13 @@ kept under such a name, too. Where another job has taken the folder, it is these
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.durable import append_plain, earlier, is_at, open_plain, read_plain, write_durably
+from titanlite.durable import LOOK_S, append_plain, earlier, is_at, open_plain, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import parse_json
 
@@ -109,6 +110,7 @@ class MetricsFile:
         self._path, self._warn, self._is_ours = path, warn, is_ours
         self.earlier: Path | None = None
         self.last_step = 0
+        self._looked = time.monotonic()
         has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
             self.earlier = path.rename(*earlier(path))
@@ -122,14 +124,16 @@ class MetricsFile:
 
     def write(self, row: Row) -> None:
         """Append one row and hand it to the operating system."""
-        if self._is_ours():
+        if time.monotonic() - self._looked >= LOOK_S and self._is_ours():
             self._put_back()
         line = json.dumps(json_row(row)) + "\n"
         self._file.write(line)
         self._bytes += len(line)
 
     def sync(self) -> None:
-        """Wait until all rows are on disk."""
+        """Wait until all rows are on disk, where they are looked for."""
+        if self._is_ours():
+            self._put_back()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -151,11 +155,12 @@ class MetricsFile:
 
     def _put_back(self) -> None:
         """See that all rows are where they are looked for, or say so."""
+        self._looked = time.monotonic()
         if is_at(self._path, self._file.fileno()):
             if (found := os.fstat(self._file.fileno()).st_size) != self._bytes:
                 seen = f"cut or written to by somebody else: it has {found:,} bytes, and this run wrote {self._bytes:,}"
-                self._bytes = read_plain(self._path).rfind(b"\n") + 1
-                os.truncate(self._path, self._bytes)  # half a row would spoil the next one, too
+                self._bytes = os.pread(self._rows.fileno(), found, 0).rfind(b"\n") + 1
+                os.ftruncate(self._file.fileno(), self._bytes)  # half a row would spoil the next one, too
                 self._warn(f"{self._path} was {seen}. Rows may be lost there; the log has what was shown of them")
             return
         found = "removed"

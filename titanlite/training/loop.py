@@ -16,6 +16,7 @@ from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
+from titanlite.durable import LOOK_S
 from titanlite.errors import DataError, FolderLostError
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
@@ -182,13 +183,13 @@ class Loop:
     def _is_folder_lost(self) -> bool:
         """Return whether another job has it; rank 0 asks all to stop then, and tells them why where they meet."""
         try:
-            self._keep_folder()
+            self._keep_folder(every_s=LOOK_S)
         except FolderLostError:
             return True
         return False
 
-    def _keep_folder(self) -> None:
-        if text := self.folder.keep():
+    def _keep_folder(self, every_s: float = 0.0) -> None:
+        if text := self.folder.keep(every_s):
             self.report.console.warning(text)
 
     def _sync(self) -> None:
