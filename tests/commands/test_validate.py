@@ -79,10 +79,26 @@ def test_every_shipped_config_passes(path: Path) -> None:
         (("--job.stop_after", "3", "--checkpoint.enable", "false"), ""),
     ],
 )
-def test_a_schedule_that_is_cut_is_a_hint(file: str, flags: tuple[str, ...], hint: str) -> None:
-    hints = checked_run([file, *flags]).hints
-    assert len(hints) == bool(hint)
-    assert hint in "".join(hints)
+def test_a_schedule_that_is_cut_is_a_warning_and_at_a_look_a_hint(file: str, flags: tuple[str, ...], hint: str) -> None:
+    checked = checked_run([file, *flags])
+    said, others = checked.warnings, checked.hints
+    if "--training.steps" in flags:  # a look at a few steps
+        said, others = others, tuple(text for text in said if "schedule" in text)
+    assert len(said) == bool(hint)
+    assert hint in "".join(said)
+    assert others == ()
+
+
+def test_what_needs_care_is_counted_as_a_warning(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).write_text(
+        f"{Path(file).read_text()}decay_ratio = 0.95\n[model]\n".replace('model.flavor = "debug"\n', "")
+    )
+    with open(file, "a") as text:
+        text.write('flavor = "debug"\nvocab_size = 260\n')
+    assert main(["validate", file]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")
+    assert "\n  warning: lr_scheduler.decay_ratio = 0.95 is cut" in out
 
 
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
@@ -181,13 +197,15 @@ def test_what_was_not_chosen_and_ids_that_cannot_occur(tmp_path: Path) -> None:
     assert LITTLE in few
     assert LITTLE in warnings(chosen, "--data.tokenizer=bytes")[0]  # chosen, and still not the model's
     assert warnings(chosen, "--model.vocab_size=256") == ()  # the ids of `bytes` are its own
-    assert warnings(chosen, "--model.vocab_size=284") == ()  # padded
+    assert warnings(chosen, "--model.vocab_size=280") == ()  # padded
     assert len(warnings(chosen, "--model.vocab_size=288")) == 2
     (held_out,) = warnings(chosen, "--model.vocab_size=256", "--validation.enable")
     assert held_out.startswith('validation.source = "python_stdlib_held_out": not chosen')
     own = str(make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",)))
-    assert warnings(chosen, "--model.vocab_size=271", "--data.tokenizer", own) == ()
-    assert "ids can occur" in warnings(chosen, "--data.tokenizer", own)[0]
+    (few,) = warnings(chosen, "--data.tokenizer", own)
+    assert "ids can occur" in few
+    assert few.endswith("or set model.vocab_size = 384")  # 271 ids, and a multiple of 128: nothing more is said of it
+    assert warnings(chosen, "--model.vocab_size=384", "--data.tokenizer", own) == ()
     (tmp_path / "ids.bin").write_bytes(bytes(100_000))  # which has no use for a tokenizer
     assert warnings(chosen, f"--data.source={tmp_path}/ids.bin") == ()
 
@@ -373,7 +391,10 @@ def test_what_wandb_would_read_from_the_environment(
 def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", file, "--data.source", "hf:allenai/c4:en"]) == 0
     out = capsys.readouterr().out
-    assert "\n  hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step" in out
+    assert (
+        ": 1 warning\n  warning: hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step"
+        in out
+    )
     assert "data.max_tokens limits it\n" in out
     limit = ["--data.max_tokens", "2_000_000"]
     assert main(["validate", file, "--data.source", "hf:allenai/c4:en", *limit]) == 0
@@ -381,7 +402,7 @@ def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture
     assert "is on the hub" not in out
     assert "data      hf:allenai/c4:en, data.max_tokens 2,000,000, tokenizer bytes\n" in out
     assert main(["validate", file, *limit, "--validation.enable", "--validation.source", "hf:a/b"]) == 0
-    assert "\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out
+    assert "no problems\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out  # held-out text is small
 
 
 def test_summary_of_what_was_prepared_from_the_hub(

@@ -291,7 +291,7 @@ def test_the_suggested_degree_is_legal() -> None:
 def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        "[training]\nsteps = 10\nlocal_batch_size = 2\nglobal_batch_size = 3\n"
+        "[training]\nsteps = 10\nlocal_batch_size = 2\nmax_norm = -1.0\n"
         "[lr_scheduler]\nmin_lr_factor = 20\n[parallelism]\ntensor_parallel_degree = 3\n"
     )
     config, origin = parse(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
@@ -299,12 +299,12 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
         check(config, LLAMA_8B, 8, origin)
     heads = [line for line in str(caught.value).splitlines() if not line.startswith("      ")]
     assert heads == [
-        "command line: 1 problem",
-        "  optimizer.lr = -1.0",
         f"{path}: 3 problems",
-        "  line 4  training.global_batch_size = 3",
+        "  line 4  training.max_norm = -1.0",
         "  line 6  lr_scheduler.min_lr_factor = 20.0",
         "  line 8  parallelism.tensor_parallel_degree = 3",
+        "command line: 1 problem",
+        "  optimizer.lr = -1.0",
     ]
 
 
@@ -339,8 +339,10 @@ def test_without_a_model_the_rest_is_checked() -> None:
     said = str(caught.value)
     assert "training.steps = 0" in said
     assert "a divisor of seq_len × local_batch_size = 2048" in said
-    assert "training.global_batch_size = 7" in said
     assert "model." not in said
+    assert "training.global_batch_size" not in said  # its ranks follow from the degrees
+    with pytest.raises(ConfigError, match=r"global_batch_size = 7\n +want: a multiple of .* = 1 × 6 = 6\n"):
+        check(changed(Config(), training__global_batch_size=7), None, 6)
     auto = {"activation_checkpoint__recipe": "auto", "activation_checkpoint__budget_gib": 60.0}
     check(changed(Config(), **auto), None, 6)
 

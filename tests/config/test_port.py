@@ -165,7 +165,16 @@ def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(ke
     ("keys", "expected"),
     [
         ({"metrics.enable_wandb": True}, {"metrics.wandb": "online"}),
-        ({"training.dataset": "c4"}, {"data.source": "hf:allenai/c4:en"}),
+        ({"training.dataset": "c4"}, {"data.source": "hf:allenai/c4:en", "data.max_tokens": 100_000_000}),
+        (  # 1,000 steps of 16 sequences of 2,048 tokens are 32,768,000
+            {"training.dataset": "c4", "training.global_batch_size": 16, "training.steps": 1000},
+            {"data.max_tokens": 40_000_000},
+        ),
+        (
+            {"training.dataset": "c4", "training.steps": 10, "parallelism.data_parallel_shard_degree": 2},
+            {"data.max_tokens": 400_000},  # 16 sequences a step are 327,680
+        ),
+        ({"training.dataset": "c4", "data.max_tokens": 5_000_000}, {"data.max_tokens": 5_000_000}),
         ({"training.dataset": "c4", "training.dataset_path": "./tests"}, {"data.source": "hf:./tests:en"}),
         ({"model.hf_assets_path": "assets/hf/Qwen3-1.7B"}, {"data.tokenizer": "assets/hf/Qwen3-1.7B/tokenizer.json"}),
         ({"debug.seed": 7, "debug.deterministic": True}, {"training.seed": 7, "training.deterministic": True}),

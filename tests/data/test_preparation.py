@@ -83,6 +83,13 @@ def test_ids_are_as_wide_as_the_vocabulary(tmp_path: Path, largest: int, dtype: 
     assert shards.read(0, 2).tolist() == [largest, 1]
 
 
+def test_a_vocabulary_that_is_proposed_is_a_multiple_of_128(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2003}, unk_token="a")).save(str(path))
+    with pytest.raises(DataError, match="want: at least 2004, (.|\n)*fix:  set model.vocab_size = 2048, or choose"):
+        prepare_here(tmp_path, write_texts(tmp_path / "in", "b"), 256, tokenizer=str(path))
+
+
 def test_what_is_wrong_is_said_before_anything_is_made(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"model.vocab_size = 255\n"):
         prepare_here(tmp_path, write_texts(tmp_path / "in", "one"), 255)

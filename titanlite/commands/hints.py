@@ -15,7 +15,7 @@ from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Config
 from titanlite.data.prepare import Inputs
 from titanlite.data.sources import Source
-from titanlite.data.tokenizer import ByteTokenizer, few_ids
+from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
 from titanlite.json_file import parse_json, read_json
 
 
@@ -35,7 +35,7 @@ def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[s
     n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
     fix = "name the model's tokenizer.json in data.tokenizer"
     if not config.checkpoint.initial_load_path:  # whose weights have so many rows
-        fix += f", or set model.vocab_size = {n_ids}"
+        fix += f", or set model.vocab_size = {rows_for(n_ids)}"
     told = few_ids(n_ids, whose, vocab_size, fix)
     return (told,) if told else ()
 
@@ -68,7 +68,7 @@ def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]
         sources: by their keys.
 
     Returns:
-        One hint, or none.
+        One text, or none.
     """
     trained, held_out = sources["data.source"], sources.get("validation.source")
     if held_out is None:
@@ -91,7 +91,7 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
         sources: by their keys.
 
     Returns:
-        One hint, or none.
+        One text, or none.
     """
     theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
     if not os.path.isfile(theirs) or sources["data.source"].kind == "tokens":
@@ -151,7 +151,7 @@ def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
         sizes: the model's dimensions.
 
     Returns:
-        One hint, or none.
+        One text, or none.
     """
     ranks, size = config.parallelism.tensor_parallel_degree, sizes.vocab_size
     if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
@@ -172,7 +172,7 @@ def cut_schedule(config: Config) -> tuple[str, ...]:
         config: the run.
 
     Returns:
-        One hint, or none.
+        One text, or none.
     """
     steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
     decay = steps - warmup if ratio is None else round(ratio * steps)

@@ -39,7 +39,7 @@ from titanlite.config.check import check, check_homes, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
 from titanlite.config.port import BOS, Port, stands_for
-from titanlite.config.problems import Origin, Place, Problems
+from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.renamed import unread_environment
@@ -181,14 +181,15 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if problems or dimensions is None or inputs is None:
         said = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in said if text))
-    hints += cut_schedule(config)
-    hints += unaligned_vocabulary(config, dimensions) + unread_environment(config)
+    cut = cut_schedule(config)
+    is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
+    hints += unread_environment(config) + (cut if is_look else ())
     few = other_vocabulary(config, inputs, dimensions.vocab_size)
     warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
+    warnings += unaligned_vocabulary(config, dimensions) + (() if is_look else cut)
     hints += (inputs.unused,) if inputs.unused else ()
     if given and not _resumes(config):
-        warnings += other_tokenizer(config, inputs.sources)
-        hints += other_training(config)
+        warnings += other_tokenizer(config, inputs.sources) + other_training(config)
     return CheckedRun(config, dimensions, save_list, float8, origin, inputs, port, hints, warnings)
 
 
@@ -321,6 +322,8 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
     config, folder = checked.config, RunFolder.of(checked.config)
     told, step, samples = folder.foresee(config), None, 0
     warnings = [folder.seems_in_use()]
+    if "data.source" not in checked.inputs.shards:
+        warnings.append(whole_from_hub(checked.inputs.sources["data.source"], config.data))
     if not shows_gpus():
         warnings.append(lack_of_memory(config, checked.dimensions))
     if config.checkpoint.enable:
@@ -392,7 +395,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         **({"files": files} if files else {}),
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
-    ahead = (source for key, source in inputs.sources.items() if key not in inputs.shards)
+    ahead = (source for key, source in inputs.sources.items() if key not in {"data.source", *inputs.shards})
     long = (whole_from_hub(source, config.data) for source in ahead)  # which a run says when it does it
     n = len(checked.warnings)
     lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]

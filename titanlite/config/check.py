@@ -68,7 +68,8 @@ def check(
     is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
     if is_in_range and are_read("training", "parallelism"):
         _check_mesh(config, model, world_size, problems)
-        _check_batch(config, world_size, problems)
+        if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
+            _check_batch(config, world_size, problems)
         if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
     if are_read("training", "job", "profiling"):

@@ -186,7 +186,11 @@ class Said:
             case ["activation_checkpoint", "mode" | "selective_ac_option"]:
                 return _save_list(self("activation_checkpoint.mode"), self("activation_checkpoint.selective_ac_option"))
             case ["training" | "validation" as section, "dataset"] if value in DATASETS:
-                return f"use {section.replace('training', 'data')}.source = {show(DATASETS[value])}"
+                source = f"use {section.replace('training', 'data')}.source = {show(DATASETS[value])}"
+                if (section, value) != ("training", "c4") or "data.max_tokens" in self.beside:
+                    return source
+                why = "all of it is 156 billion tokens, which are tokenized before the first step"
+                return f"{source}, with data.max_tokens = {self._tokens():_}: {why}"
             case [section, "dataset_path"]:
                 _, _, of_c4 = DATASETS.get(self(f"{section}.dataset"), "").removeprefix("hf:").partition(":")
                 value = f"hf:{value}:{of_c4}".rstrip(":")
@@ -198,6 +202,16 @@ class Said:
             case _:
                 pass
         return text.replace("{}", show(value))
+
+    def _tokens(self) -> int:
+        """Return a round number of tokens, more than the run takes where the number of its ranks is known."""
+        ranks = self("parallelism.data_parallel_replicate_degree") * self("parallelism.data_parallel_shard_degree")
+        batch = max(self("training.global_batch_size"), self("training.local_batch_size") * ranks)
+        takes = batch * self("training.steps") * self("training.seq_len") * 11 // 10
+        if takes < 1:
+            return 100_000_000
+        unit = 10 ** (len(str(takes)) - 1)
+        return -(-takes // unit) * unit
 
     def _converts(self, kind: str) -> bool:
         """Return whether linear layers are converted to `kind`, under its name in this release or the one before."""

@@ -26,7 +26,7 @@ from titanlite.data.progress import Progress
 from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.token_files import check_ids, scan, token_dtype
-from titanlite.data.tokenizer import Tokenizer, load
+from titanlite.data.tokenizer import Tokenizer, load, rows_for
 from titanlite.durable import require_writable, room_in
 from titanlite.errors import DataError, Problem, describe
 from titanlite.redact import redact_urls
@@ -328,7 +328,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fa
     """Refuse ids beyond those of the model, whose number `is_given` with its weights or can be set."""
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
-        fix = f"set model.vocab_size = {tokenizer.vocab_size}, or choose a smaller tokenizer"
+        fix = f"set model.vocab_size = {rows_for(tokenizer.vocab_size)}, or choose a smaller tokenizer"
         if is_given:
             fix = "name the tokenizer of the weights of checkpoint.initial_load_path in data.tokenizer"
         raise DataError(describe("data", [Problem("model.vocab_size", str(vocab_size), want, fix)]))

@@ -234,6 +234,11 @@ def has_bos(tokenizer: str) -> bool:
     return True
 
 
+def rows_for(n_ids: int) -> int:
+    """Return the vocabulary that a model for so many ids best has, for which matmuls find aligned kernels."""
+    return -(-n_ids // 128) * 128
+
+
 def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
     """Say so if many of a model's ids can never occur: the vocabulary is not its own.
 
@@ -246,7 +251,7 @@ def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
     Returns:
         A warning, or None.
     """
-    if n_ids >= _LEAST_SHARE * vocab_size:
+    if n_ids >= _LEAST_SHARE * vocab_size or vocab_size <= rows_for(n_ids):
         return None
     share = f"{n_ids / vocab_size:.1%} of the model's ids can occur"
     return f"{whose} has {n_ids:,} ids and model.vocab_size is {vocab_size:,}: {share}; {fix}"
