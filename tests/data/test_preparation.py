@@ -84,9 +84,11 @@ def test_ids_are_as_wide_as_the_vocabulary(tmp_path: Path, largest: int, dtype: 
 
 
 def test_a_vocabulary_that_is_proposed_is_a_multiple_of_128(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2003}, unk_token="a")).save(str(path))
-    with pytest.raises(DataError, match="want: at least 2004, (.|\n)*fix:  set model.vocab_size = 2048, or choose"):
+    with pytest.raises(DataError, match=r"want: at least 2004, (.|\n)*fix:  set model.vocab_size = 2048, or choose"):
         prepare_here(tmp_path, write_texts(tmp_path / "in", "b"), 256, tokenizer=str(path))
 
 
