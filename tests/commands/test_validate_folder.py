@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import titanlite
+import titanlite.commands.validate
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
 from titanlite.checkpoint.resume import identity_of
 from titanlite.commands import main
@@ -202,6 +203,21 @@ def test_another_tokenizer_is_refused_before_its_text_is_prepared(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr.splitlines()[1:]) == (2, said.splitlines()[1:])
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_the_tokenizer_is_held_against_the_checkpoint_once(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, strict: str
+) -> None:
+    held, other_text = list[str](), titanlite.commands.validate.other_text
+
+    def look(at: Path, state: dict[str, object], corpus: str, tokenizer: str, strict: bool) -> str | None:
+        held.append(tokenizer)
+        return other_text(at, state, corpus, tokenizer, strict)
+
+    monkeypatch.setattr(titanlite.commands.validate, "other_text", look)
+    assert validate(capsys, f"--job.strict={strict}")[0] == 0
+    assert [tokenizer for tokenizer in held if tokenizer] == ["bytes"]
 
 
 def test_torch_is_not_imported(folder: RunFolder) -> None:

@@ -152,7 +152,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
-    if inputs is not None and config.checkpoint.enable:
+    if inputs is not None and config.checkpoint.enable and config.job.strict:
         attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
@@ -207,7 +207,7 @@ def _check_tokenizer(config: Config, inputs: Inputs) -> None:
     except CheckpointError:  # what cannot be read is said by those who load it
         return
     for folder, said in saved.items():
-        other_text(folder, said["state"], "", inputs.fingerprint, config.job.strict)
+        other_text(folder, said["state"], "", inputs.fingerprint, strict=True)
 
 
 def _dimensions(config: Config, origin: Origin) -> ModelRecipe:
@@ -335,7 +335,8 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         samples = int(state.get("samples", 0))
         at, shards = step_folder(folder.checkpoints, step), checked.inputs.shards.get("data.source")
         corpus, strict = shards.fingerprint if shards else "", config.job.strict
-        warnings.append(other_text(at, state, corpus, checked.inputs.fingerprint, strict))
+        tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
+        warnings.append(other_text(at, state, corpus, tokenizer, strict))
         told += [idle] if (idle := nothing_to_do(config, step)) else []
     hints, warnings = (*checked.hints, *told), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
