@@ -294,6 +294,16 @@ def test_a_cache_folder_below_a_pattern_for_all_folders_is_refused(tmp_path: Pat
     assert prepare(f"{folder}/*.txt", data, 256, progress=False).files == "1 file taken"
 
 
+@pytest.mark.parametrize("pattern", ["", "/", "/*", "/**", "/**/*.txt"])
+def test_a_cache_in_a_hidden_folder_that_no_pattern_enters_is_taken(pattern: str, tmp_path: Path) -> None:
+    data = Data(write_texts(tmp_path / "in", "one") + pattern, cache_dir=str(tmp_path / "in" / ".cache" / "here"))
+    write_texts(tmp_path / "in" / ".cache", "two")
+    for named in ("/.*", "/**/.cache/**"):
+        with pytest.raises(DataError, match=r"data\.cache_dir = .*\n.*outside of data\.source"):
+            prepare(f"{tmp_path}/in{named}", data, 256, progress=False)
+    assert [prepare(data.source, data, 256, progress=False).files for _ in range(2)] == ["1 file taken"] * 2
+
+
 SLOW = """
 import sys, time
 from titanlite.config.schema import Data

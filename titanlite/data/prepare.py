@@ -9,6 +9,7 @@ holds cannot be seen from here: after it has changed there, delete its folder.)
 """
 
 import errno
+import glob
 import hashlib
 import os
 import re
@@ -312,16 +313,26 @@ def _unusable_cache(data: Data, e: OSError) -> DataError:
 
 def _check_cache_is_outside(source: Source, data: Data) -> None:
     """Shards in the folder of a source would be part of it the next time."""
-    name = source.dataset[0] if source.dataset else source.name
+    pattern = name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):
         name = name.partition("**")[0] or os.curdir
     folder, cache = (Path(os.path.realpath(os.path.expanduser(path))) for path in (name, data.cache_dir))
     is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
     is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
-    if source.kind in ("text", "dataset") and (is_inside or is_matched):
+    if source.kind in ("text", "dataset") and (is_inside or is_matched) and not _is_hidden(cache, pattern):
         want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
         fix = "set data.cache_dir to another folder, or leave it out for the default"
         raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))
+
+
+def _is_hidden(cache: Path, pattern: str) -> bool:
+    """Return whether a folder lies in a hidden one below where a pattern starts: none such is entered unasked."""
+    path = Path(os.path.expanduser(pattern))
+    wild = [] if os.path.lexists(path) else [n for n, part in enumerate(path.parts) if glob.has_magic(part)]
+    n_fixed = min(wild, default=len(path.parts))
+    start = os.path.realpath(Path(*path.parts[:n_fixed]))
+    below = cache.relative_to(start).parts if cache.is_relative_to(start) else ()
+    return any(p.startswith(".") for p in below) and not any(p.startswith(".") for p in path.parts[n_fixed:])
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
