@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.observe import watchdog as module
+
 HEAD = """
 import ctypes, fcntl, sys, termios, threading, time
 from pathlib import Path
@@ -129,6 +131,27 @@ def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path, waits):
         process.send_signal(signal.SIGCONT)
         out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "went on\n", "")
+
+
+@pytest.mark.parametrize(
+    ("reported", "idle_s", "longest_s"),
+    [
+        (0.0, 3.0, 3.8),  # before the look at 1.0; it is stopped from 1.1 to 3601.1
+        (1.05, 1.95, 2.75),  # after that look
+        (3601.15, 0.05, 2.95),  # woken, and before the next look
+    ],
+)
+def test_a_report_on_either_side_of_a_stop_counts_from_when_it_came(reported, idle_s, longest_s):
+    """All of the stop but the two seconds by which a thread may be late by itself is left out."""
+    first = module._Seen(0.0, 0.0, 180.0, 90.0, 1, "step")
+    clock = module._Clock(first, 0.0)
+    assert clock.idle_s(first, 1.0) == 1.0
+    seen = first._replace(since=reported)
+    assert clock.idle_s(seen, 3601.2) == pytest.approx(idle_s)
+    assert clock.idle_s(seen._replace(since=3602.0), 3602.1) == pytest.approx(0.1)
+    assert clock.longest_s == pytest.approx(longest_s)
+    assert clock.idle_s(seen._replace(since=3603.0, limited=3603.0), 3603.1) == pytest.approx(0.1)
+    assert clock.longest_s == 0.0
 
 
 @pytest.mark.parametrize(

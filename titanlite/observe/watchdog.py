@@ -40,11 +40,37 @@ class _Seen(NamedTuple):
     """One tuple, so that the thread sees a change as a whole."""
 
     since: float  # the last report
+    limited: float  # when the limit was set
     timeout_s: float
     ask_s: float  # when ranks are asked where they are
-    longest_s: float  # between two reports under this limit
     step: int
     phase: str
+
+
+class _Clock:
+    """Time without reports, but for that in which this process stood still; read by one thread, at each of its looks.
+
+    A process that is woken may report before that thread has seen for how long it was stopped.
+    """
+
+    def __init__(self, seen: _Seen, now: float) -> None:
+        self._last, self._looked = seen, now
+        self._still_s = 0.0  # since the last report
+        self.longest_s = 0.0  # between two reports under this limit, up to the time between two looks more
+
+    def idle_s(self, seen: _Seen, now: float) -> float:
+        """Return the time since the last report."""
+        # Whoever keeps this thread waiting for longer than twice its time has stopped the process.
+        stopped_s = max(0.0, now - self._looked - 2 * _LOOK_S)
+        is_before = now - seen.since < stopped_s  # the last report
+        if seen.since != self._last.since:
+            spent_s = seen.since - self._last.since - self._still_s - is_before * stopped_s
+            self.longest_s, self._still_s = max(self.longest_s, spent_s), 0.0
+        if seen.limited != self._last.limited:
+            self.longest_s = 0.0
+        self._still_s += 0.0 if is_before else stopped_s
+        self._last, self._looked = seen, now
+        return now - seen.since - self._still_s
 
 
 class Watchdog:
@@ -77,8 +103,8 @@ class Watchdog:
         self._roll_call, self._on_stall = roll_call, on_stall
         self._guard = guard
         self._main = threading.get_ident()
-        self._stood_still_s = 0.0
-        self._seen = _Seen(self._now(), timeout_s, math.inf, 0.0, 0, "start-up")
+        now = time.monotonic()
+        self._seen = _Seen(now, now, timeout_s, math.inf, 0, "start-up")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -98,9 +124,7 @@ class Watchdog:
             step: the step being made.
             phase: what is begun now, as "data", "step", "validation", "checkpoint".
         """
-        seen, now = self._seen, self._now()
-        longest_s = max(seen.longest_s, now - seen.since)
-        self._seen = seen._replace(since=now, longest_s=longest_s, step=step, phase=phase)
+        self._seen = self._seen._replace(since=time.monotonic(), step=step, phase=phase)
 
     def set_timeout(self, seconds: float, ask_s: float = math.inf) -> None:
         """Set the longest time without progress, from now on; long for the first step, which compiles.
@@ -110,7 +134,8 @@ class Watchdog:
             ask_s: time without progress, and twice that of any step under this limit, after which ranks say where they
                 are.
         """
-        self._seen = self._seen._replace(since=self._now(), timeout_s=seconds, ask_s=ask_s, longest_s=0.0)
+        now = time.monotonic()
+        self._seen = self._seen._replace(since=now, limited=now, timeout_s=seconds, ask_s=ask_s)
 
     def close(self) -> None:
         """Stop watching."""
@@ -118,27 +143,20 @@ class Watchdog:
         self._thread.join()
         self._log.close()
 
-    def _now(self) -> float:
-        """Return the time without that in which this process stood still, in seconds."""
-        return time.monotonic() - self._stood_still_s
-
     def _watch(self) -> None:
-        asked_since, looked = 0.0, time.monotonic()
+        asked_since, clock = 0.0, _Clock(self._seen, time.monotonic())
         while True:
             seen = self._seen
-            timeout_s, idle = seen.timeout_s, self._now() - seen.since
+            timeout_s, idle = seen.timeout_s, clock.idle_s(seen, time.monotonic())
             if idle >= timeout_s:
                 self._end(idle, seen.step, seen.phase)
-            if self._roll_call and asked_since != seen.since and idle >= max(seen.ask_s, 2 * seen.longest_s):
+            if self._roll_call and asked_since != seen.since and idle >= max(seen.ask_s, 2 * clock.longest_s):
                 asked_since = seen.since
                 threading.Thread(target=self._ask, args=(self._roll_call, seen, idle), daemon=True).start()
             if self._guard:
                 self._guard.runs(timeout_s + _LAST_WORDS_S)
             if self._closed.wait(min(_LOOK_S, seen.ask_s / 8, timeout_s - idle)):
                 return
-            since_look, looked = time.monotonic() - looked, time.monotonic()
-            # Whoever keeps this thread waiting for longer than twice its time has stopped the process.
-            self._stood_still_s += max(0.0, since_look - 2 * _LOOK_S)
 
     def _ask(self, roll_call: RollCall, seen: _Seen, idle: float) -> None:
         line = line_of(sys._current_frames().get(self._main))
