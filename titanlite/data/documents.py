@@ -83,6 +83,11 @@ class Tally:
         """Return the reason why a record that is too large is bad."""
         return f"{_TOO_LARGE} = {self.max_record_mib}"
 
+    @property
+    def is_full(self) -> bool:
+        """Return whether there are as many bad records as a message names."""
+        return len(self.bad) == _LISTED
+
     def begin(self, file: Path) -> None:
         """Note the file that is read from here on."""
         self._file, self._before = file, (self.n_bytes, self.n_unpacked)

@@ -71,6 +71,8 @@ def encode(
                 if not is_bad:
                     tally.add_bad(piece.place, bad or _holds_separator(tokenizer))
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
+                    if piece.n_bad + tally.n_bad - n_read > tally.limit and tally.is_full:
+                        tally.check()  # those behind are not encoded one by one
                 is_bad, n_tokens, n_unknown = True, 0, 0
             elif not is_bad:
                 if tokenizer.bos_id is not None and not n_tokens:
@@ -96,15 +98,18 @@ def encode(
     tally.check()
 
 
-def _ids(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray | str]:
-    """Encode texts; where one cannot be, its reason stands in the place of its ids."""
+def _ids(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray | str]:
+    """Encode texts, as far as is asked; where one cannot be, its reason stands in the place of its ids."""
+    encoded: list[np.ndarray] | list[str] = []
     try:
-        return [*tokenizer.encode_batch(texts)]
+        encoded = tokenizer.encode_batch(texts)
     except EncodingError as e:
-        if len(texts) == 1:
-            return [str(e)]
-    half = len(texts) // 2
-    return _ids(texts[:half], tokenizer) + _ids(texts[half:], tokenizer)
+        encoded = [str(e)] if len(texts) == 1 else []
+    yield from encoded
+    if not encoded:
+        half = len(texts) // 2
+        for part in (texts[:half], texts[half:]):
+            yield from _ids(part, tokenizer)
 
 
 def _holds_separator(tokenizer: Tokenizer) -> str:
