@@ -32,6 +32,9 @@ def toml(config: Config) -> str:
     return tomli_w.dumps(sections)
 
 
+CHANGED = "changed since the last start: "
+
+
 def change(config: Config, key: str, value: object) -> Config:
     section, name = key.split(".")
     return replace(config, **{section: replace(getattr(config, section), **{name: value})})
@@ -56,7 +59,7 @@ def test_a_new_folder_and_the_same_run_again(tmp_path: Path) -> None:
 def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
     claim(tmp_path, Config())
     folder = RunFolder(tmp_path)
-    assert folder.claim(change(Config(), "optimizer.lr", 1e-3)) == ["optimizer.lr: 0.0003 → 0.001"]
+    assert folder.claim(change(Config(), "optimizer.lr", 1e-3)) == [f"{CHANGED}optimizer.lr: 0.0003 → 0.001"]
     folder.release()
     assert (tmp_path / "config.toml").read_text() == toml(Config())
 
@@ -137,11 +140,11 @@ def own(tmp_path: Path) -> Config:
 def test_the_same_dimensions_are_the_same_model_however_they_are_given(tmp_path: Path, own: Config) -> None:
     run = tmp_path / "run"
     claim(run, own)
-    assert claim(run, change(own, "model.n_layers", 2)) == ["model.n_layers: not given → 2"]
-    assert claim(run, own) == ["model.n_layers: 2 → not given"]
-    assert claim(run, change(own, "model.flavor", "b")) == ['model.flavor: "a" → "b"']
+    assert claim(run, change(own, "model.n_layers", 2)) == [f"{CHANGED}model.n_layers: not given → 2"]
+    assert claim(run, own) == [f"{CHANGED}model.n_layers: 2 → not given"]
+    assert claim(run, change(own, "model.flavor", "b")) == [f'{CHANGED}model.flavor: "a" → "b"']
     as_before = change(change(own, "model.flavor", "c"), "model.dim", 64)
-    assert claim(run, as_before) == ['model.flavor: "b" → "c"', "model.dim: not given → 64"]
+    assert claim(run, as_before) == [f'{CHANGED}model.flavor: "b" → "c"', f"{CHANGED}model.dim: not given → 64"]
 
 
 @pytest.mark.parametrize(
@@ -176,12 +179,13 @@ def test_other_changes_are_told(tmp_path: Path) -> None:
     now = change(change(Config(), "optimizer.lr", 1e-3), "training.global_batch_size", 64)
     now = change(now, "float8.filter_fqns", ("output", "w2"))
     assert claim(tmp_path, now) == [
-        "training.global_batch_size: not given → 64",
-        "optimizer.lr: 0.0003 → 0.001",
-        'float8.filter_fqns: ["output"] → ["output", "w2"]',
+        f"{CHANGED}training.global_batch_size: not given → 64",
+        f"{CHANGED}optimizer.lr: 0.0003 → 0.001",
+        f'{CHANGED}float8.filter_fqns: ["output"] → ["output", "w2"]',
     ]
     assert (tmp_path / "config.toml").read_text() == toml(now)
     assert claim(tmp_path, now) == []
+    assert claim(tmp_path, change(now, "job.stop_after", 3)) == []  # of this start alone
     assert len(claim(tmp_path, Config())) == 3
 
 
@@ -198,7 +202,7 @@ def test_a_config_with_values_of_no_type_that_a_key_has(tmp_path: Path) -> None:
     claim(tmp_path, Config())
     text = (tmp_path / "config.toml").read_text()
     (tmp_path / "config.toml").write_text(text.replace("lr = 0.0003", "lr = 1979-05-27"))
-    assert claim(tmp_path, Config()) == ['optimizer.lr: "1979-05-27" → 0.0003']
+    assert claim(tmp_path, Config()) == [f'{CHANGED}optimizer.lr: "1979-05-27" → 0.0003']
     (tmp_path / "config.toml").write_text(text.replace('file = ""', "file = 3"))
     with pytest.raises(ConfigError, match=r'model\.file = ""\n *want: 3, as in '):
         claim(tmp_path, Config())

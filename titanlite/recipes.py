@@ -21,7 +21,7 @@ from titanlite.config.architectures import check_keys
 from titanlite.config.build import build, show
 from titanlite.config.check_recipe import check_float8, check_model, check_save_list
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
-from titanlite.config.port import flavor
+from titanlite.config.port import flavor, save_list
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
@@ -186,6 +186,8 @@ def _find(
         choices = (
             [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
         )  # it may be a flavor alone
+    if kind == "activation_checkpoint" and name in ("selective", "memory_budget"):  # torchtitan's words
+        there = save_list(name, "2")
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
     near = near or nearest(asked, choices)

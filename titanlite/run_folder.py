@@ -311,8 +311,11 @@ class RunFolder:
         if problems:
             raise ConfigError(describe(f"{self.path}: output folder of a different run", problems))
         return [
-            f"{key}: {_toml(was[key])} → {_toml(now[key])}" if key in now else f"{key}: no longer a key, ignored"
+            f"changed since the last start: {key}: {_toml(was[key])} → {_toml(now[key])}"
+            if key in now
+            else f"{key}: no longer a key, ignored"
             for key in changed
+            if key != "job.stop_after"  # where to stop this time is no change of the run
         ]
 
     def _check_new(self, config: Config) -> None:

@@ -10,6 +10,7 @@ import pytest
 from titanlite.checkpoint.publish import MANIFEST, step_folder
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands import main
+from titanlite.config.check import last_step
 from titanlite.config.schema import Checkpoint, Config, Job, Optimizer, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.recipes import load
@@ -60,7 +61,8 @@ def test_room_for_what_will_be_there_at_once(
     told = lack_of_room(tmp_path, config, SIZES)
     if needs:
         assert told
-        assert f"checkpoint.keep_latest_k = {config.checkpoint.keep_latest_k}" in told
+        is_kept = f"checkpoint.keep_latest_k = {config.checkpoint.keep_latest_k}" in told
+        assert is_kept != (f"(until step {last_step(config)})" in told)  # whichever of the two limits it
         assert f"GiB are free at {tmp_path}" in told
     else:
         assert told is None
@@ -104,5 +106,8 @@ def test_validate_says_so(
     said = capsys.readouterr().out
     assert f"\n  warning: {lack}" in said
     assert "no problems" not in said
+    free[0] = 0.5
+    assert main([*argv, "--training.steps", "3"]) == 0
+    assert "checkpoints: 1 more of 89.7 GiB is to come (until step 3), and " in capsys.readouterr().out
     assert main([*argv, "--checkpoint.enable", "false"]) == 0
     assert "room" not in capsys.readouterr().out

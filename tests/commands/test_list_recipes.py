@@ -46,7 +46,8 @@ def test_the_recipe_of_a_folder_is_what_was_exported(
     (tmp_path / "config.json").write_text(json.dumps(config_json(LAYOUTS[architecture], sizes, 64, "bfloat16", 0)))
     assert main(["recipes", "model", "--from", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert f'model.name = "{architecture}"' in printed.splitlines()[0]
+    where = f"# save as model/{architecture}-NAME.toml in a folder of job.recipe_dirs; "
+    assert printed.startswith(f'{where}then model.name = "{architecture}", model.flavor = "NAME"\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / f"{architecture}-mine.toml").write_text(printed)
     config = Config(

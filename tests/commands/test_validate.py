@@ -90,15 +90,22 @@ def test_a_schedule_that_is_cut_is_a_warning_and_at_a_look_a_hint(file: str, fla
 
 
 def test_what_needs_care_is_counted_as_a_warning(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(file).write_text(
-        f"{Path(file).read_text()}decay_ratio = 0.95\n[model]\n".replace('model.flavor = "debug"\n', "")
-    )
-    with open(file, "a") as text:
-        text.write('flavor = "debug"\nvocab_size = 260\n')
-    assert main(["validate", file]) == 0
+    assert main(["validate", file, "--model.vocab_size", "260", "--lr_scheduler.decay_ratio", "0.95"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")
     assert "\n  warning: lr_scheduler.decay_ratio = 0.95 is cut" in out
+
+
+def test_torchtitans_word_for_a_save_list_is_answered_as_its_own_key(file: str) -> None:
+    fix = 'fix:  use activation_checkpoint.recipe = "full", or "none" where memory allows'
+    with pytest.raises(ConfigError, match=fix):
+        checked_run([file, "--activation_checkpoint.recipe", "selective"])
+
+
+def test_a_folder_of_weights_without_a_config(file: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r'initial_load_path = ".*/empty", which has no config.json\n'):
+        checked_run([file, "--checkpoint.initial_load_path", str(tmp_path / "empty")])
 
 
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
@@ -239,8 +246,13 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     checked = checked_run([*given, "--model.flavor", "from_checkpoint"])
     assert replace(checked.dimensions, help="", refs=()) == replace(sizes, help="", refs=())
     assert checked.warnings == ()
-    with pytest.raises(ConfigError, match=r"num_hidden_layers = 9 \(it says \d\)(.|\n)*no other dimensions in"):
-        checked_run([*given, "--model.flavor", "from_checkpoint", "--model.n_layers", "9"])
+    for n_layers in (9, sizes.n_layers):
+        beside = (
+            rf"model.n_layers = {n_layers}\n +want: not given with model.flavor = \"from_checkpoint\".*\n +fix:  remove"
+        )
+        with pytest.raises(ConfigError, match=beside) as refused:
+            checked_run([*given, "--model.flavor", "from_checkpoint", "--model.n_layers", str(n_layers)])
+        assert "initial_load_path" not in str(refused.value)
     with pytest.raises(
         ConfigError, match=r"model.flavor = \"from_checkpoint\"\n +want: checkpoint.initial_load_path as"
     ):

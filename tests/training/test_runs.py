@@ -409,7 +409,13 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     assert run.checkpoints() == [2, 4, 5]
     config, receipt = (run.folder / "config.toml").read_text(), run.receipt
     assert 'resume = "auto"' in config  # those that were refused left no trace
+    status = json.loads((run.folder / "status.json").read_text()) | {"by": "SIGINT"}
+    (run.folder / "status.json").write_text(as_it_was := json.dumps(status, indent=2) + "\n")
     nothing = desk.run("asked", 1, *flags, "--optimizer.lr=7e-4")
+    assert "stopped by" not in nothing.output
+    assert (run.folder / "status.json").read_text() == as_it_was
+    (run.folder / "status.json").write_text(as_it_was.replace('"stopped"', '"running"'))  # it was killed at its end
+    assert desk.run("asked", 1, *flags).status["by"] == "job.stop_after"
     assert "nothing to do: the run ends at step 5 (job.stop_after), and step 5 is already done" in nothing.output
     assert "optimizer.lr: 0.002 → 0.0007" in nothing.output
     assert (run.folder / "config.toml").read_text() == config

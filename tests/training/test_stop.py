@@ -105,7 +105,8 @@ def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
     assert run.status["state"] == "stopped"
     assert run.status["by"] == number.name
     assert f"stopped by {number.name} after step 4" in run.output
-    assert f"{number.name}: will save and stop at most two steps after the one at hand" in run.output
+    again = "a second signal, a second or more later, ends the run at once, without saving"
+    assert f"{number.name}: will save and stop at most two steps after the one at hand; {again}" in run.output
     assert run.checkpoints() == [4]
 
 

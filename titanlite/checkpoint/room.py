@@ -48,7 +48,7 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
     if free >= (more - 1 + SPARE) * each and not lacks_files:
         return None
     others = f"{', the one resumed from' * bool(there)} and the one being written" if keep else " keeps all"
-    kept = f"checkpoint.keep_latest_k = {keep}{others}"
-    need = f"{more} more of {byte_size(each)} are to come ({kept})"
+    why = f"checkpoint.keep_latest_k = {keep}{others}" if more < to_come or not keep else f"until step {last}"
+    need = f"{more} more of {byte_size(each)} {'is' if more == 1 else 'are'} to come ({why})"
     room = f"{files.f_favail} files (inodes)" if lacks_files else byte_size(free)
     return f"the disk has no room for the checkpoints: {need}, and {room} are free at {folder}"

@@ -85,7 +85,7 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
     problems.raise_all(RecipeError)
     architecture, recipe = cast("tuple[str, ModelRecipe]", found)
     where = f"model/{architecture}-NAME.toml in a folder of job.recipe_dirs"
-    return f'# saved as {where}: model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
+    return f'# save as {where}; then model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
 
 
 def _measure(argv: list[str]) -> int:

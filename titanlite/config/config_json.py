@@ -163,6 +163,10 @@ def model_of(config: Config, origin: Origin) -> ModelRecipe:
     if not path:
         want = f"{KEY} as well: the folder whose config.json has the dimensions"
         problems.add("model.flavor", show(FROM_CHECKPOINT), want, f'{KEY} = "FOLDER"')
+    for name, value in vars(config.model).items():
+        if value is not None and name not in ("name", "file", "flavor"):
+            want = f"not given with model.flavor = {show(FROM_CHECKPOINT)}: all dimensions are the folder's"
+            problems.add(f"model.{name}", show(value), want, "remove it")
     found = _of_config(config, path, problems) if path else None
     problems.raise_all()
     return cast(ModelRecipe, found)
@@ -222,6 +226,9 @@ _UNREADABLE = (OSError, ArithmeticError, ValueError, TypeError, AttributeError, 
 def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -> None:
     """Add that a path is of no folder in Hugging Face's layout, and what was probably meant."""
     folder = Path(os.path.expanduser(path))
+    saw = show(path)
+    if isinstance(error, FileNotFoundError) and os.path.isdir(folder) and not (folder / "config.json").exists():
+        saw += ", which has no config.json"
     want = f"a folder in Hugging Face's layout, with config.json and safetensors ({error})"
     is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not os.path.isdir(folder.parent)
     fix = f"correct the path{f'; or fetch it: hf download {path} --local-dir FOLDER' if is_name else ''}"
@@ -229,4 +236,4 @@ def _add_unreadable(path: str, error: Exception, problems: Problems, key: str) -
     run = next((f for f in above if os.path.isdir(f / "checkpoints") and os.path.exists(f / "status.json")), None)
     if os.path.isdir(folder) and run is not None:
         fix = f"export the run first, and name what is written: titanlite export {run}"
-    problems.add(key, show(path), want, fix)
+    problems.add(key, saw, want, fix)

@@ -184,7 +184,7 @@ class Said:
                 folder = os.path.dirname(str(value)) if str(value).endswith(".model") else str(value)
                 value = os.path.join(folder, "tokenizer.json")
             case ["activation_checkpoint", "mode" | "selective_ac_option"]:
-                return _save_list(self("activation_checkpoint.mode"), self("activation_checkpoint.selective_ac_option"))
+                return save_list(self("activation_checkpoint.mode"), self("activation_checkpoint.selective_ac_option"))
             case ["training" | "validation" as section, "dataset"] if value in DATASETS:
                 source = f"use {section.replace('training', 'data')}.source = {show(DATASETS[value])}"
                 if (section, value) != ("training", "c4") or "data.max_tokens" in self.beside:
@@ -255,8 +255,8 @@ def flavor(architecture: str, name: str) -> str | None:
     return None
 
 
-def _save_list(mode: str, option: str) -> str:
-    """Say which save-list an `activation_checkpoint.mode` is."""
+def save_list(mode: str, option: str) -> str:
+    """Say which save-list an `activation_checkpoint.mode` of torchtitan is."""
     if mode == "memory_budget":
         return (
             'use activation_checkpoint.recipe = "auto" with activation_checkpoint.budget_gib = 60.0, '

@@ -54,6 +54,7 @@ class Status:
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
         self._started = now()
         self._end = ""  # once it has been written
+        self._before = self._said() if rank == 0 else {}
         self._lock = threading.Lock()  # a second signal is noted by a thread of its own
         if rank == 0:
             self._write("running")
@@ -69,6 +70,15 @@ class Status:
         self.stall = text
         if not self._another_ended():
             self._write("running", stalled=text)
+
+    def idle(self) -> bool:
+        """Write what was there before a start that had nothing to do, and return whether that said an end."""
+        ended = self._before.get("state") in ("finished", "stopped")
+        if ended:
+            with self._lock:
+                write_status(self._path, self._before, self._rank)
+                self._end = self._before["state"]
+        return ended
 
     def finished(self, step: int) -> None:
         """Write that all steps are done."""

@@ -24,7 +24,7 @@ from types import FrameType
 
 from titanlite.launcher import Launcher
 
-_ONE_REQUEST_S = 1.0
+_ONE_REQUEST_S = 1.0  # launchers send a signal twice
 _TAKEN_UP_S = 5.0  # torchrun kills after 30
 _CLOSED = 0  # no signal has this number
 _LOOK_S = 1.0  # for the launcher
@@ -116,7 +116,7 @@ class StopSignals:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 said = f"{self._does} at most two steps after the one at hand"
-                again = "a second signal ends the run at once, without saving"
+                again = "a second signal, a second or more later, ends the run at once, without saving"
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
                     os.write(2, f"{self.received}: {said}; {again}\n".encode())
 

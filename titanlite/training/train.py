@@ -254,12 +254,16 @@ def _train(
         if validates_first:
             loop.validate(start)
         last = loop.train(start)
+    is_idle = start >= last_step(config)  # which `restore` has said
+    if is_idle and status.idle():
+        return
     if last >= config.training.steps:
         status.finished(last)
         return
     at_limit = 0 < config.job.stop_after <= last
     ended_by = stop.received or ("job.stop_after" if at_limit else stop.of_another)
-    console.notice(f"stopped by {ended_by} after step {last}")
+    if not is_idle:
+        console.notice(f"stopped by {ended_by} after step {last}")
     status.stopped(last, ended_by)
 
 
