@@ -3,6 +3,7 @@ import json
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -230,3 +231,16 @@ def test_nothing_is_written_in_a_folder_that_another_job_has(tmp_path, monkeypat
     status.stalled("somewhere")
     status.stopped(3, by="SIGTERM")
     assert path.read_text() == "another's"
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+@pytest.mark.parametrize("state", ["finished", "stopped", "failed", "running"])
+def test_a_start_with_nothing_to_do_leaves_an_end_as_it_was(tmp_path: Path, state: str, is_last: bool) -> None:
+    """What says no end, or a stop of a run that is done by now, is to be written anew."""
+    path = tmp_path / "status.json"
+    content = {"state": state, "step": 7, "error": {}, "updated": "2026-01-01T00:00:00Z"}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    before = path.read_text()
+    stays = state == "finished" or (state == "stopped" and not is_last)
+    assert Status(path, 7).idle(is_last) == stays
+    assert (path.read_text() == before) == stays

@@ -71,14 +71,22 @@ class Status:
         if not self._another_ended():
             self._write("running", stalled=text)
 
-    def idle(self) -> bool:
-        """Write what was there before a start that had nothing to do, and return whether that said an end."""
-        ended = self._before.get("state") in ("finished", "stopped")
-        if ended:
-            with self._lock:
-                write_status(self._path, self._before, self._rank)
-                self._end = self._before["state"]
-        return ended
+    def idle(self, is_last: bool) -> bool:
+        """Write what was there before a start that had nothing to do, if that said an end.
+
+        Args:
+            is_last: whether all steps are done; then a run that was stopped is finished now.
+
+        Returns:
+            Whether it was written.
+        """
+        stays = ("finished",) if is_last else ("finished", "stopped")
+        if self._before.get("state") not in stays or not self._is_ours():
+            return False
+        with self._lock:
+            write_status(self._path, self._before, self._rank)
+            self._end = self._before["state"]
+        return True
 
     def finished(self, step: int) -> None:
         """Write that all steps are done."""

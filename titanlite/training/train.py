@@ -255,7 +255,7 @@ def _train(
             loop.validate(start)
         last = loop.train(start)
     is_idle = start >= last_step(config)  # which `restore` has said
-    if is_idle and status.idle():
+    if is_idle and status.idle(last >= config.training.steps):
         return
     if last >= config.training.steps:
         status.finished(last)
