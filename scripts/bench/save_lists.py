@@ -1,7 +1,7 @@
 """Save-lists against each other, and auto at several budgets: python scripts/bench/save_lists.py --gpus 4
 
 Each is one run of Llama-3 8B under FSDP, sequence 8,192, local batch 2, compiled. The table has speed, the peak that
-was predicted (`titanlite/parallel/memory.py`) and the one that was measured. A run takes about 45 s: where time is
+was predicted (`titanlite/forecast/memory.py`) and the one that was measured. A run takes about 45 s: where time is
 short, name fewer lists or budgets. Steps are few, so speed is for comparison within the table.
 """
 

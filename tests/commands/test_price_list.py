@@ -17,14 +17,14 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import RecipeError
+from titanlite.forecast import activation_bytes
+from titanlite.forecast.activation_bytes import Layout, activations
+from titanlite.forecast.rule_prices import RulePrice, rule_prices
 from titanlite.models import llama3
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
-from titanlite.parallel import activation_bytes
-from titanlite.parallel.activation_bytes import Layout, activations
 from titanlite.parallel.operations import CLASSES
-from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.recipes import load, names
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")

@@ -19,10 +19,10 @@ from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Model
+from titanlite.forecast.activation_bytes import Layout
+from titanlite.forecast.block_price import held_without_checkpointing, price
 from titanlite.models.find import model_class
 from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_bytes import Layout
-from titanlite.parallel.block_price import held_without_checkpointing, price
 from titanlite.parallel.operations import CLASSES, FUSED
 
 # Every width differs from every other, so that no formula is right by accident; M = 96.

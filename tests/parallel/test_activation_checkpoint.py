@@ -15,15 +15,15 @@ from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Config, Model
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
+from titanlite.forecast.activation_bytes import layout_of
+from titanlite.forecast.check_save_list import check_save_list
+from titanlite.forecast.rule_prices import rule_prices
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_bytes import layout_of
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
-from titanlite.parallel.check_save_list import check_save_list
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.operations import CLASSES, FUSED
-from titanlite.parallel.rule_prices import rule_prices
 from titanlite.parallel.save_rules import BlockRules, kernels
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2

@@ -15,11 +15,11 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError
+from titanlite.forecast.block_price import BlockPrice, block_prices
+from titanlite.forecast.choose_save_list import Times, choose, dear, in_words
+from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallel.block_price import BlockPrice, block_prices
-from titanlite.parallel.choose_save_list import Times, choose, dear, in_words
-from titanlite.parallel.memory import GIB, MARGIN, MemoryModel, usable
 from titanlite.parallel.save_rules import BLOCK
 
 LAYOUTS = [(), ("--parallelism.tensor_parallel_degree", "2")]

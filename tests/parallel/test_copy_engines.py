@@ -18,10 +18,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from tests.ranks import run_ranks
 from tests.training.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
+from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.observe.receipt import Receipt
 from titanlite.parallel import fsdp
-from titanlite.parallel.memory import MemoryModel
 from titanlite.training import build
 from titanlite.training.build import Run
 from titanlite.training.receipt import _add_copy_engines

@@ -16,12 +16,8 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import Float8Weight, WeightShard
-from titanlite.kernels import cross_entropy
-from titanlite.kernels.cross_entropy import CrossEntropy
-from titanlite.models.find import model_class
-from titanlite.models.llama3 import Llama3
-from titanlite.parallel.block_price import block_prices
-from titanlite.parallel.memory import (
+from titanlite.forecast.block_price import block_prices
+from titanlite.forecast.memory import (
     EAGER_LOSS_TOKENS,
     GIB,
     HOLES,
@@ -32,6 +28,10 @@ from titanlite.parallel.memory import (
     Memory,
     MemoryModel,
 )
+from titanlite.kernels import cross_entropy
+from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.find import model_class
+from titanlite.models.llama3 import Llama3
 from titanlite.parallel.sharding.layers import plan_layers
 
 COPIES = "--parallelism.fsdp_copy_engines=always"

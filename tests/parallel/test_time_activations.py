@@ -13,14 +13,14 @@ from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.schema import Model
 from titanlite.float8.convert import apply_float8
+from titanlite.forecast.activation_bytes import Layout
+from titanlite.forecast.choose_save_list import Times, dear
+from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_bytes import Layout
-from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
-from titanlite.parallel.time_activations import time_block
 
 CPU = torch.device("cpu")
 LAYERS = Block().layers

@@ -16,10 +16,10 @@ from titanlite import recipes
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import OutOfMemoryError
-from titanlite.parallel.block_price import block_prices
-from titanlite.parallel.choose_save_list import Times
-from titanlite.parallel.memory import GIB, MemoryModel, usable
-from titanlite.parallel.overrides import LEAST
+from titanlite.forecast.block_price import block_prices
+from titanlite.forecast.choose_save_list import Times
+from titanlite.forecast.memory import GIB, MemoryModel, usable
+from titanlite.forecast.suggest_flags import LEAST
 from titanlite.training import out_of_memory
 from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure
 

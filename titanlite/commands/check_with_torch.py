@@ -6,7 +6,7 @@
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
-from titanlite.parallel.activation_bytes import layout_of
+from titanlite.forecast.activation_bytes import layout_of
 from titanlite.parallel.operations import CLASSES, OPERATIONS
 from titanlite.parallel.save_rules import BLOCK
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from titanlite.commands.columns import columns
-from titanlite.parallel.traffic import Traffic
+from titanlite.forecast.comm_volume import Traffic
 
 T = TypeVar("T")
 _MIB = 2**20

@@ -1,6 +1,6 @@
 """What a run would hold and how fast it would be, as `titanlite plan --world N` says it; no torch.
 
-The formulas are those of `titanlite/parallel/memory.py` and `step_time.py`. What they do not know is said, not guessed.
+The formulas are those of `titanlite/forecast/memory.py` and `step_time.py`. What they do not know is said, not guessed.
 """
 
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from titanlite.byte_size import byte_size
 from titanlite.commands.columns import columns
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.block_price import block_prices, without_price
-from titanlite.parallel.choose_save_list import choose, in_words
-from titanlite.parallel.memory import GIB, MARGIN, Memory, MemoryModel, usable
-from titanlite.parallel.overrides import overrides_that_fit, processes_that_fit
-from titanlite.parallel.rates import Rates, unrated
-from titanlite.parallel.step_time import StepTime, StepTimeModel
+from titanlite.forecast.block_price import block_prices, without_price
+from titanlite.forecast.choose_save_list import choose, in_words
+from titanlite.forecast.device_specs import Rates, unrated
+from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
+from titanlite.forecast.step_time import StepTime, StepTimeModel
+from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
 
 _CLASSES = {  # of work, where the name in `StepTime` says too little
     "tokens": "TP collectives",

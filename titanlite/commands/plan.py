@@ -23,7 +23,7 @@ from titanlite.commands.planned_run import PlannedRun, plan_run
 from titanlite.commands.validate import checked_run
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.rates import DEFAULT_DEVICE, DEVICES
+from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
 
 _PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
 _NEEDS_WORLD = "--world N as well: what a rank holds and how long it takes depends on the number of processes"

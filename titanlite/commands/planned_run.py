@@ -9,10 +9,10 @@ from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.parallel.block_price import block_prices, without_price
-from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.rates import DEFAULT_DEVICE, measured_rates
-from titanlite.parallel.traffic import Traffic, again, of_loss, of_update, of_weights
+from titanlite.forecast.block_price import block_prices, without_price
+from titanlite.forecast.comm_volume import Traffic, again, of_loss, of_update, of_weights
+from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
+from titanlite.forecast.memory import MemoryModel
 
 if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import Pair

@@ -1,6 +1,6 @@
 """What `titanlite plan FILE --activation-checkpoint` prints: the price of each rule, and what every list would keep.
 
-All is computed from shapes (`titanlite/parallel/block_price.py`, `memory.py`): no GPU, no process group, no torch.
+All is computed from shapes (`titanlite/forecast/block_price.py`, `memory.py`): no GPU, no process group, no torch.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
-from titanlite.parallel.activation_bytes import Layout, layout_of
-from titanlite.parallel.block_price import block_prices
-from titanlite.parallel.memory import MemoryModel
+from titanlite.forecast.activation_bytes import Layout, layout_of
+from titanlite.forecast.block_price import block_prices
+from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.operations import CLASSES, OPERATIONS
-from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.save_rules import BLOCK, rule_in_words
 
 _MIB, _GIB = 2**20, 2**30

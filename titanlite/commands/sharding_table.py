@@ -13,12 +13,12 @@ from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.forecast.activation_bytes import token_bytes
+from titanlite.forecast.comm_volume import Traffic
 from titanlite.models.find import build_model
-from titanlite.parallel.activation_bytes import token_bytes
 from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.sharding.plan import show
 from titanlite.parallel.sharding.stand_ins import BLOCK_NAME, PlannedLayers
-from titanlite.parallel.traffic import Traffic
 
 
 def sharding_plan(checked: CheckedRun) -> PlannedLayers:

@@ -51,10 +51,10 @@ from titanlite.data.shards import sample_count
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, RecipeError, TitanliteError
 from titanlite.float8.scope import left_alone, obstacle, odd_sizes, require_equal_shards, require_matches
-from titanlite.parallel.activation_bytes import HEAD, layout_of
-from titanlite.parallel.check_save_list import check_save_list
+from titanlite.forecast.activation_bytes import HEAD, layout_of
+from titanlite.forecast.check_save_list import check_save_list
+from titanlite.forecast.suggest_flags import check_budget
 from titanlite.parallel.host_memory import lack_of_memory, shows_gpus
-from titanlite.parallel.overrides import check_budget
 from titanlite.run_folder import RunFolder
 
 T = TypeVar("T")

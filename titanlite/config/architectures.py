@@ -99,7 +99,7 @@ def n_parameters(block: Block, sizes: ModelRecipe) -> int:
 
 
 def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
-    """Why the formulas of `parallel/activation_bytes.py` are not those of a model's block, or None.
+    """Why the formulas of `forecast/activation_bytes.py` are not those of a model's block, or None.
 
     Args:
         model: `[model]`.

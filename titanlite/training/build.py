@@ -29,21 +29,21 @@ from titanlite.errors import RecipeError
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
 from titanlite.float8.scope import odd_sizes
+from titanlite.forecast.choose_save_list import Choice, choose
+from titanlite.forecast.memory import Memory, MemoryModel
+from titanlite.forecast.rule_prices import RulePrice, rule_prices
+from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
-from titanlite.parallel.choose_save_list import Choice, choose
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp, no_copy_engines, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
-from titanlite.parallel.memory import Memory, MemoryModel
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.rule_prices import RulePrice, rule_prices
 from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
-from titanlite.parallel.time_activations import time_block
 from titanlite.training.optimizer import AdamW
 
 

@@ -1,7 +1,7 @@
 """What to say when memory is full, or will be: what holds its memory, what was predicted, and which flags would help.
 
 torch says how much it could not allocate. What the user needs to know is what all the rest is for, which only the
-prediction (`parallel/memory.py`) can say: the allocator knows sizes and no names.
+prediction (`forecast/memory.py`) can say: the allocator knows sizes and no names.
 """
 
 import math
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import OutOfMemoryError, Problem, RecipeError, describe
+from titanlite.forecast.memory import GIB, MemoryModel
+from titanlite.forecast.suggest_flags import overrides_that_fit
 from titanlite.observe.memory import memory_gib
-from titanlite.parallel.memory import GIB, MemoryModel
-from titanlite.parallel.overrides import overrides_that_fit
 
 _MARGIN = 0.95
 """Of a prediction that says that the run fits, though it did not: what must fit instead."""

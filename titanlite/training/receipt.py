@@ -16,15 +16,15 @@ from titanlite.data.shards import Meta
 from titanlite.data.tokenizer import few_ids
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
+from titanlite.forecast.choose_save_list import in_words
+from titanlite.forecast.memory import GIB
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import CausalAttention, Embedding, Linear
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
-from titanlite.parallel.choose_save_list import in_words
 from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction
 from titanlite.parallel.kept_state import state_of, written
-from titanlite.parallel.memory import GIB
 from titanlite.parallel.save_rules import rule_in_words
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
 from titanlite.run_folder import RunFolder

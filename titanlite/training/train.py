@@ -21,6 +21,8 @@ from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.order import epochs
 from titanlite.data.prepare import prepare
 from titanlite.errors import DataError, FolderLostError, Problem, describe
+from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.suggest_flags import LEAST
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.launcher import Launcher
 from titanlite.models.mistakes import blamed
@@ -33,8 +35,6 @@ from titanlite.observe.roll_call import RollCall
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
-from titanlite.parallel.memory import MemoryModel
-from titanlite.parallel.overrides import LEAST
 from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention

@@ -19,12 +19,12 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
+from titanlite.forecast.comm_volume import sent_bytes
 from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value
 from titanlite.parallel.sharding.own_rules import MATMULS, Rule
 from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
 from titanlite.parallel.sharding.propagate import Propagation
 from titanlite.parallel.sharding.rules import is_weight_of
-from titanlite.parallel.traffic import sent_bytes
 
 _LATENCY = 2_000_000
 """What a collective costs before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would

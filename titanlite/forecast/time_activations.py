@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.float8.weight import local_data
+from titanlite.forecast.activation_bytes import Activation, Layout
+from titanlite.forecast.choose_save_list import Times, dear
 from titanlite.kernels.collectives import gather_tokens, scatter_tokens
 from titanlite.kernels.geglu import geglu
 from titanlite.kernels.lowering import lowered
@@ -25,8 +27,6 @@ from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rope import rope
 from titanlite.kernels.swiglu import swiglu
 from titanlite.models.layers import CausalAttention, Linear, RMSNorm, add_bias
-from titanlite.parallel.activation_bytes import Activation, Layout
-from titanlite.parallel.choose_save_list import Times, dear
 from titanlite.parallel.operations import FUSED, GATHER, SCATTER
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 

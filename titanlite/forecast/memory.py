@@ -25,8 +25,8 @@ from dataclasses import dataclass, fields
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
-from titanlite.parallel.activation_bytes import HEAD, in_blocks, layout_of
-from titanlite.parallel.block_price import BlockPrice, block_prices, held_without_checkpointing
+from titanlite.forecast.activation_bytes import HEAD, in_blocks, layout_of
+from titanlite.forecast.block_price import BlockPrice, block_prices, held_without_checkpointing
 
 GIB = 2**30
 HOLES = 0.2

@@ -11,8 +11,8 @@ from dataclasses import replace
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import RecipeError, nearest
-from titanlite.parallel.activation_bytes import Layout
-from titanlite.parallel.block_price import price
+from titanlite.forecast.activation_bytes import Layout
+from titanlite.forecast.block_price import price
 from titanlite.parallel.operations import CLASSES, OPERATIONS
 from titanlite.parallel.save_rules import BLOCK, add_unknown_layers, is_whole, kernels
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.parallel.activation_bytes import Layout
-from titanlite.parallel.block_price import held_without_checkpointing, price
+from titanlite.forecast.activation_bytes import Layout
+from titanlite.forecast.block_price import held_without_checkpointing, price
 from titanlite.parallel.save_rules import BLOCK, is_whole
 
 

@@ -16,9 +16,9 @@ from itertools import chain, combinations
 
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.parallel.activation_bytes import Activation, Layout, activations
-from titanlite.parallel.block_price import BlockPrice, block_prices
-from titanlite.parallel.memory import GIB, MemoryModel, usable
+from titanlite.forecast.activation_bytes import Activation, Layout, activations
+from titanlite.forecast.block_price import BlockPrice, block_prices
+from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.parallel.operations import CLASS_OF, FUSED
 from titanlite.parallel.save_rules import BLOCK
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import tomli
 
 from titanlite.errors import Problem
-from titanlite.parallel.memory import MemoryModel
+from titanlite.forecast.memory import MemoryModel
 
 
 @dataclass(frozen=True)

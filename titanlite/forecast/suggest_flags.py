@@ -14,7 +14,7 @@ from titanlite.config.check import check, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, RecipeError, describe
-from titanlite.parallel.memory import GIB, MARGIN, MemoryModel, usable
+from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
 
 LEAST = SaveList("", "recompute")
 """The list that keeps least: nothing but the input of each block."""
