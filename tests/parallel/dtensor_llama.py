@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from titanlite.parallel.operations import CLASSES
+from titanlite.activation_checkpoint.operations import CLASSES
 
 
 class Norm(nn.Module):

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite import recipes
+from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
@@ -30,9 +32,7 @@ from titanlite.float8.weight import Float8Weight, local_data
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.operations import CLASSES, FUSED
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
 

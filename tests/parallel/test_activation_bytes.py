@@ -15,6 +15,8 @@ from tests.needs import SCALES_BY_ROW, slow
 from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.held_for_backward import Held, build, held_compiled, held_eager, stream
 from titanlite import recipes
+from titanlite.activation_checkpoint import apply
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
@@ -22,8 +24,6 @@ from titanlite.config.schema import Model
 from titanlite.forecast.activation_bytes import Layout
 from titanlite.forecast.block_price import held_without_checkpointing, price
 from titanlite.models.find import model_class
-from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.operations import CLASSES, FUSED
 
 # Every width differs from every other, so that no formula is right by accident; M = 96.
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
@@ -293,6 +293,6 @@ def test_a_magnitude_too_many_is_seen(mode, monkeypatch):
     """The formula and the guard each catch it alone: here the guard is off."""
     bad = recipes.load("activation_checkpoint", "attention")
     bad = replace(bad, rules=(SaveRule("aten.abs.default", "save"), *bad.rules))
-    monkeypatch.setattr(activation_checkpoint, "check_names", lambda *_: None)
+    monkeypatch.setattr(apply, "check_names", lambda *_: None)
     found, expected = measured(bad, mode, "rowwise")
     assert found.bytes > 1.2 * expected.bytes

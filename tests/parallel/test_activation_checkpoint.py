@@ -10,6 +10,10 @@ from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite import recipes
+from titanlite.activation_checkpoint import apply
+from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED
+from titanlite.activation_checkpoint.rules import BlockRules, kernels
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Config, Model
@@ -20,11 +24,7 @@ from titanlite.forecast.check_save_list import check_save_list
 from titanlite.forecast.rule_prices import rule_prices
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel import activation_checkpoint
-from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.operations import CLASSES, FUSED
-from titanlite.parallel.save_rules import BlockRules, kernels
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
 SIZES = ModelRecipe("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -240,7 +240,7 @@ def test_kept_statistics_need_the_q_k_v_that_they_are_of(saved, seen, compiled):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_attention_that_is_not_seen_before_it_runs_is_recomputed_and_reported(compiled, monkeypatch):
     """As in a model file of one's own: raised while it runs, the compiler would wrap the error."""
-    monkeypatch.setattr(activation_checkpoint, "CausalAttention", torch.nn.Bilinear)
+    monkeypatch.setattr(apply, "CausalAttention", torch.nn.Bilinear)
     ops, use, _ = backward_ops(save_list(ATTENTION, matmul("wo")), compiled)
     assert ops == dict.fromkeys(["wqkv", "attention", "w13"], LAYERS)
     assert 'rules[0].op = "attention"' in str(use.refused)

@@ -33,6 +33,8 @@ from tests.parallel.count_collectives import CountCollectives
 from tests.parallel.ranks_on_gpus import run_on_gpus
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
+from titanlite.activation_checkpoint.operations import FUSED
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
@@ -40,9 +42,7 @@ from titanlite.kernels.lowering import lowered
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.operations import FUSED
 from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import (
     ColumnParallelLinear,

@@ -12,6 +12,7 @@ from tests.needs import slow
 from tests.parallel.held_for_backward import Compiled, stream
 from tests.ranks import run_ranks
 from titanlite import recipes
+from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.config.architectures import Block
 from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
 from titanlite.config.schema import Config
@@ -19,7 +20,6 @@ from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.forecast.activation_bytes import Layout
 from titanlite.forecast.block_price import held_without_checkpointing
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh

@@ -3,12 +3,12 @@
 `titanlite plan` and training make them before anything else that takes time; `titanlite validate` cannot.
 """
 
+from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
+from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
 from titanlite.forecast.activation_bytes import layout_of
-from titanlite.parallel.operations import CLASSES, OPERATIONS
-from titanlite.parallel.save_rules import BLOCK
 
 
 def check_with_torch(checked: CheckedRun) -> None:
@@ -32,7 +32,7 @@ def check_with_torch(checked: CheckedRun) -> None:
             layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
             require_matches(config.float8.filter_fqns, layers, checked.origin)
     if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
-        from titanlite.parallel.activation_checkpoint import check_names, layers_of
+        from titanlite.activation_checkpoint.apply import check_names, layers_of
 
         if model is None:
             check_names(save_list, layout_of(config, checked.dimensions, checked.float8).block.layers)

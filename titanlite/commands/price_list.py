@@ -6,6 +6,8 @@ All is computed from shapes (`titanlite/forecast/block_price.py`, `memory.py`): 
 from dataclasses import dataclass
 
 from titanlite import recipes
+from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
+from titanlite.activation_checkpoint.rules import BLOCK, rule_in_words
 from titanlite.byte_size import byte_size
 from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
@@ -15,8 +17,6 @@ from titanlite.forecast.activation_bytes import Layout, layout_of
 from titanlite.forecast.block_price import block_prices
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.rule_prices import RulePrice, rule_prices
-from titanlite.parallel.operations import CLASSES, OPERATIONS
-from titanlite.parallel.save_rules import BLOCK, rule_in_words
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -15,13 +15,13 @@ Axes as in `models/llama3.py`. Nothing here needs torch.
 
 from dataclasses import dataclass, field
 
+from titanlite.activation_checkpoint import operations as ops
 from titanlite.config.architectures import block_of, unpriced
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import BLOCKS, Block, Float8Recipe, Granularity, ModelRecipe, twice_attended
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
 from titanlite.float8.scope import is_by_blocks_of_128, joins_feed_forward, left_alone, obstacle
-from titanlite.parallel import operations as ops
 
 HEAD = "output"
 """The linear layer behind the blocks."""

@@ -7,14 +7,14 @@ backward needs. Nothing here needs torch.
 
 from dataclasses import dataclass
 
+from titanlite.activation_checkpoint import operations as ops
+from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
+from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, Decision, add_unknown_layers, is_whole, kernels
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.scope import is_cast_from_bytes
 from titanlite.forecast.activation_bytes import Activation, Layout, activations, attention, in_blocks, unit_bytes
-from titanlite.parallel import operations as ops
-from titanlite.parallel.operations import CLASSES, OPERATIONS
-from titanlite.parallel.save_rules import BLOCK, BlockRules, Decision, add_unknown_layers, is_whole, kernels
 
 _PRODUCTS = (ops.MATMUL, ops.SCALED_MATMUL, ops.BLOCK_SCALED_MATMUL)  # with no collective in them
 

@@ -8,13 +8,13 @@ chooses and what carries a float8 recipe out on a device, in the first step.
 
 from dataclasses import replace
 
+from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
+from titanlite.activation_checkpoint.rules import BLOCK, add_unknown_layers, is_whole, kernels
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelRecipe, SaveList
 from titanlite.errors import RecipeError, nearest
 from titanlite.forecast.activation_bytes import Layout
 from titanlite.forecast.block_price import price
-from titanlite.parallel.operations import CLASSES, OPERATIONS
-from titanlite.parallel.save_rules import BLOCK, add_unknown_layers, is_whole, kernels
 
 
 def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, strict: bool) -> None:

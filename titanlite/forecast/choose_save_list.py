@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
+from titanlite.activation_checkpoint.operations import CLASS_OF, FUSED
+from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
 from titanlite.forecast.activation_bytes import Activation, Layout, activations
 from titanlite.forecast.block_price import BlockPrice, block_prices
 from titanlite.forecast.memory import GIB, MemoryModel, usable
-from titanlite.parallel.operations import CLASS_OF, FUSED
-from titanlite.parallel.save_rules import BLOCK
 
 _DEAR = ("attention", "matmul", "communication")
 

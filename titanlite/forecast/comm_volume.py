@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.forecast.activation_bytes import HEAD
 from titanlite.forecast.block_price import BlockPrice
 from titanlite.forecast.memory import MemoryModel
-from titanlite.parallel.operations import CLASSES, FUSED
 
 Pass = Literal["forward", "backward", "recomputation", "update"]
 

@@ -5,10 +5,10 @@ a receipt has the bytes where compiled blocks cannot be asked. By the formulas o
 from collections import Counter
 from dataclasses import dataclass
 
+from titanlite.activation_checkpoint.rules import BLOCK, is_whole
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.forecast.activation_bytes import Layout
 from titanlite.forecast.block_price import held_without_checkpointing, price
-from titanlite.parallel.save_rules import BLOCK, is_whole
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `mo
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.forecast.activation_bytes import HEAD, Activation, activations, token_bytes
 from titanlite.forecast.block_price import BlockPrice
 from titanlite.forecast.choose_save_list import Times, dear
 from titanlite.forecast.comm_volume import Unit, sent_bytes, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.parallel.operations import CLASSES, FUSED
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
 _T, _G = 1e12, 1e9

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.activation_checkpoint.operations import FUSED, GATHER, SCATTER
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_bytes import Activation, Layout
 from titanlite.forecast.choose_save_list import Times, dear
@@ -27,7 +28,6 @@ from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rope import rope
 from titanlite.kernels.swiglu import swiglu
 from titanlite.models.layers import CausalAttention, Linear, RMSNorm, add_bias
-from titanlite.parallel.operations import FUSED, GATHER, SCATTER
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _REPEATS = 5

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite
+from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.rng import seed_all
 from titanlite.config.check import uses_copy_engines
@@ -36,7 +37,6 @@ from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.observe.receipt import Receipt, Skipped
-from titanlite.parallel.activation_checkpoint import SaveListUse, apply_activation_checkpoint
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp, no_copy_engines, settle
 from titanlite.parallel.initialise import fill_buffers, initialise

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.activation_checkpoint.rules import rule_in_words
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.data.shards import Meta
 from titanlite.data.tokenizer import few_ids
@@ -25,7 +26,6 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction
 from titanlite.parallel.kept_state import state_of, written
-from titanlite.parallel.save_rules import rule_in_words
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
 from titanlite.run_folder import RunFolder
 from titanlite.training.build import Run

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from titanlite.activation_checkpoint import operations as ops
+from titanlite.activation_checkpoint.operations import CLASS_OF, CLASSES, FUSED
 from titanlite.config.architectures import nearest_layer
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.parallel import operations as ops
-from titanlite.parallel.operations import CLASS_OF, CLASSES, FUSED
 
 BLOCK = "block"
 """What a rule for whole blocks names: they run without checkpointing, as all do where a list saves everything."""

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titanlite.activation_checkpoint import operations as ops
+from titanlite.activation_checkpoint.operations import CLASSES
+from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, add_unknown_layers, is_whole
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe, nearest
@@ -25,10 +28,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
-from titanlite.parallel import operations as ops
 from titanlite.parallel.calls import draws
-from titanlite.parallel.operations import CLASSES
-from titanlite.parallel.save_rules import BLOCK, BlockRules, add_unknown_layers, is_whole
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")
