@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.parallel.sharding import graph
-from titanlite.parallel.sharding.annotations import annotations_of
-from titanlite.parallel.sharding.layers import PlannedLayers, plan_layers
+from titanlite.sharding import graph
+from titanlite.sharding.annotations import annotations_of
+from titanlite.sharding.layers import PlannedLayers, plan_layers
 from titanlite.training import build
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="plans-")  # a forked rank ends without removing it

@@ -20,7 +20,7 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import TitanliteError
 from titanlite.models import llama3
-from titanlite.parallel.sharding import layers
+from titanlite.sharding import layers
 from titanlite.training.build import build
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")

@@ -34,8 +34,8 @@ from titanlite.kernels import products
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import ColumnParallelLinear, RowParallelLinear, apply_tensor_parallel
+from titanlite.sharding.layers import LayerPlan, plan_layers
 
 CPU = torch.device("cpu")
 M, K, N, S = 64, 96, 128, 32

@@ -35,10 +35,10 @@ from titanlite.models.find import model_class
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.sharding.graph import export
-from titanlite.parallel.sharding.layers import LayerPlan, plan_layers, planned_layers
 from titanlite.parallel.tensor import apply_tensor_parallel, reduce_replicated_gradients
 from titanlite.run_folder import RunFolder
+from titanlite.sharding.graph import export
+from titanlite.sharding.layers import LayerPlan, plan_layers, planned_layers
 
 S, B = 16, 2  # over four ranks a rank has half a sequence: those of the second half are at other positions
 COMMON = {"help": "", "n_layers": 3, "dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 512, "vocab_size": 48}

@@ -33,8 +33,8 @@ from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.sharding.layers import LayerPlan, plan_layers
 
 _MATMULS = (*CLASSES["matmul"], *FUSED)
 

@@ -43,13 +43,13 @@ from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.sharding.layers import LayerPlan, plan_layers
 from titanlite.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
     apply_tensor_parallel,
     reduce_replicated_gradients,
 )
+from titanlite.sharding.layers import LayerPlan, plan_layers
 
 # No two layers of a block have local weights of the same shape, transposed or not: a call tells its layer.
 SIZES = {

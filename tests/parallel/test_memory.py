@@ -32,7 +32,7 @@ from titanlite.kernels import cross_entropy
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.layers import plan_layers
+from titanlite.sharding.layers import plan_layers
 
 COPIES = "--parallelism.fsdp_copy_engines=always"
 TP, REPLICAS = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_replicate_degree"

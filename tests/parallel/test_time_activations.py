@@ -19,8 +19,8 @@ from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.sharding.layers import plan_layers
 
 CPU = torch.device("cpu")
 LAYERS = Block().layers

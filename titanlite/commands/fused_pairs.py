@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.parallel.sharding.plan import Kind
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
+from titanlite.sharding.plan import Kind
 
 NOT_ASKED = "is not known to be: the kernels cannot be asked without Triton"
 """An obstacle where there may be none."""

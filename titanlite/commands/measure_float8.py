@@ -25,7 +25,7 @@ from titanlite.float8.matmul import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
-from titanlite.parallel.sharding.layers import plan_layers
+from titanlite.sharding.layers import plan_layers
 
 _WARM_UP, _REPEATS = 5, 20
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about

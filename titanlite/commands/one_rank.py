@@ -18,8 +18,8 @@ from titanlite.commands.validate import CheckedRun
 from titanlite.float8.convert import Maximum, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import build_model
-from titanlite.parallel.sharding.layers import LayerPlan
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
+from titanlite.sharding.layers import LayerPlan
 
 
 @contextmanager

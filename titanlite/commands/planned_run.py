@@ -17,7 +17,7 @@ from titanlite.forecast.memory import MemoryModel
 if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import Pair
     from titanlite.float8.convert import Maximum
-    from titanlite.parallel.sharding.stand_ins import PlannedLayers
+    from titanlite.sharding.representative_blocks import PlannedLayers
 
 
 @dataclass(frozen=True)

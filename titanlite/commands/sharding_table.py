@@ -16,9 +16,9 @@ from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_bytes import token_bytes
 from titanlite.forecast.comm_volume import Traffic
 from titanlite.models.find import build_model
-from titanlite.parallel.sharding.layers import plan_layers
-from titanlite.parallel.sharding.plan import show
-from titanlite.parallel.sharding.stand_ins import BLOCK_NAME, PlannedLayers
+from titanlite.sharding.layers import plan_layers
+from titanlite.sharding.plan import show
+from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 
 
 def sharding_plan(checked: CheckedRun) -> PlannedLayers:

@@ -32,7 +32,7 @@ from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Fused, FusedLinear, linear
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
-from titanlite.parallel.sharding.layers import LayerPlan
+from titanlite.sharding.layers import LayerPlan
 
 _FUSED_LINEAR = FusedLinear()
 

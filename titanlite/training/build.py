@@ -42,8 +42,8 @@ from titanlite.parallel.fsdp import apply_fsdp, no_copy_engines, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.sharding.layers import plan_layers
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
+from titanlite.sharding.layers import plan_layers
 from titanlite.training.optimizer import AdamW
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Shard
 
-from titanlite.parallel.sharding.graph import Graph, tensor_inputs, values
-from titanlite.parallel.sharding.own_rules import RESHAPES
-from titanlite.parallel.sharding.plan import Move, Placements, Plan, local_shape
-from titanlite.parallel.sharding.select import Hop, hops
+from titanlite.sharding.collectives import Hop, hops
+from titanlite.sharding.graph import Graph, tensor_inputs, values
+from titanlite.sharding.op_rules import RESHAPES
+from titanlite.sharding.plan import Move, Placements, Plan, local_shape
 
 aten = torch.ops.aten
 _ops = torch.ops._c10d_functional

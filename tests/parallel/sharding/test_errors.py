@@ -12,9 +12,9 @@ from tests.parallel.sharding.cases import MLP, Function, Mlp
 from titanlite import recipes
 from titanlite.errors import ShardingError
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding import oracle, rules
-from titanlite.parallel.sharding.derive import plan_model
-from titanlite.parallel.sharding.plan import REPLICATE
+from titanlite.sharding import dtensor_rules, rules
+from titanlite.sharding.derive import plan_model
+from titanlite.sharding.plan import REPLICATE
 
 
 def refused(
@@ -163,9 +163,9 @@ def test_constants_of_a_model_are_whole() -> None:
 
 def test_a_torch_with_other_rules(monkeypatch) -> None:
     """DTensor's private parts may change: then nothing is planned with them."""
-    assert oracle.self_test() == []
+    assert dtensor_rules.self_test() == []
     rules._require_oracle.cache_clear()
-    monkeypatch.setattr(oracle, "rules", lambda *_: [])
+    monkeypatch.setattr(dtensor_rules, "rules", lambda *_: [])
     try:
         message = refused_function(lambda x: x.cumprod(0), (4, 4), inputs_0="tp:1")
         assert "DTensor's sharding rules are not those that titanlite was tested with" in message

@@ -18,10 +18,10 @@ from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.graph import export
-from titanlite.parallel.sharding.layers import LayerPlan, plan_layers, planned_layers
-from titanlite.parallel.sharding.plan import REPLICATE
 from titanlite.parallel.tensor import apply_tensor_parallel
+from titanlite.sharding.graph import export
+from titanlite.sharding.layers import LayerPlan, plan_layers, planned_layers
+from titanlite.sharding.plan import REPLICATE
 
 TOKENS = 16
 SIZES = ModelRecipe("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -60,7 +60,7 @@ def test_what_each_layer_does() -> None:
 def test_blocks_of_other_kinds_are_planned_for_themselves(monkeypatch) -> None:
     planned: list[int] = []
     monkeypatch.setattr(
-        "titanlite.parallel.sharding.layers.export",
+        "titanlite.sharding.layers.export",
         lambda model, inputs: (planned.append(len(model.layers)), export(model, inputs))[1],
     )
     model = on_meta(dataclasses.replace(SIZES, n_layers=6))

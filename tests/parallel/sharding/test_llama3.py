@@ -23,11 +23,6 @@ from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.check import check
-from titanlite.parallel.sharding.derive import derive, plan_model
-from titanlite.parallel.sharding.graph import Graph, export
-from titanlite.parallel.sharding.layers import plan_layers
-from titanlite.parallel.sharding.plan import REPLICATE, Plan, local_shape
 from titanlite.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -35,6 +30,11 @@ from titanlite.parallel.tensor import (
     VocabParallelEmbedding,
     apply_tensor_parallel,
 )
+from titanlite.sharding.check import check
+from titanlite.sharding.derive import derive, plan_model
+from titanlite.sharding.graph import Graph, export
+from titanlite.sharding.layers import plan_layers
+from titanlite.sharding.plan import REPLICATE, Plan, local_shape
 
 TOKENS = 512
 SIZES = ModelRecipe("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -92,7 +92,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     model, _ = on_meta(recipes.load("model", f"llama3-{size}"))
     if every_block:
         each = [[n] for n in range(model.sizes.n_layers)]
-        monkeypatch.setattr("titanlite.parallel.sharding.layers.stand_ins", lambda model: (model, each))
+        monkeypatch.setattr("titanlite.sharding.layers.stand_ins", lambda model: (model, each))
     flags = {"model.flavor": size, "parallelism.tensor_parallel_degree": tp}
     flags |= {"training.seq_len": TOKENS // 2, "training.local_batch_size": 2}
     (config := tmp_path / "empty.toml").touch()

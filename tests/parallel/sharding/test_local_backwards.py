@@ -14,7 +14,7 @@ from titanlite.errors import ShardingError
 from titanlite.kernels.rms_norm import rms_norm
 from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.layers import plan_layers
+from titanlite.sharding.layers import plan_layers
 
 SIZES = replace(recipes.load("model", "llama3-debug"), n_layers=1)
 D = SIZES.dim  # 256

@@ -12,7 +12,7 @@ from torch.nn.functional import dropout
 from titanlite import recipes
 from titanlite.errors import ShardingError
 from titanlite.models.llama3 import Block, FeedForward, Llama3
-from titanlite.parallel.sharding.layers import plan_layers
+from titanlite.sharding.layers import plan_layers
 
 Inside = Callable[[Tensor, FeedForward], Tensor]
 

@@ -16,7 +16,7 @@ from titanlite.kernels.rms_norm import rms_norm
 from titanlite.models.layers import RMSNorm
 from titanlite.models.llama3 import Block, Llama3
 from titanlite.models.qwen3 import Qwen3
-from titanlite.parallel.sharding.layers import plan_layers
+from titanlite.sharding.layers import plan_layers
 
 TOKENS, RANKS = 128, 2
 SIZES = dataclasses.replace(recipes.load("model", "llama3-debug"), n_layers=3)

@@ -19,7 +19,7 @@ from tests.parallel.dtensor_llama import Block, Norm, parallel
 from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.sharding.derive import plan_model
+from titanlite.sharding.derive import plan_model
 
 SIZES = ModelRecipe("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 TP, B, S = 4, 2, 8

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel.sharding.cases import CASES, Tied
 from tests.parallel.sharding.execute import compare_with_one_process
 from tests.ranks import run_ranks
-from titanlite.parallel.sharding.derive import derive
-from titanlite.parallel.sharding.graph import Graph, export
-from titanlite.parallel.sharding.plan import Plan, show
+from titanlite.sharding.derive import derive
+from titanlite.sharding.graph import Graph, export
+from titanlite.sharding.plan import Plan, show
 
 
 def planned_case(name: str, small: bool = False) -> tuple[torch.nn.Module, list[torch.Tensor], Graph, Plan]:

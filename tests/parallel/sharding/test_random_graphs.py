@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel.sharding.execute import Executor, planned
 from tests.ranks import run_ranks
 from titanlite.errors import ShardingError
-from titanlite.parallel.sharding.derive import derive
-from titanlite.parallel.sharding.graph import Graph, export
-from titanlite.parallel.sharding.plan import Plan
+from titanlite.sharding.derive import derive
+from titanlite.sharding.graph import Graph, export
+from titanlite.sharding.plan import Plan
 
 SHAPES = [(4, 8), (8, 4), (2, 4, 4), (4, 4, 2)]
 AXES = {"x": 2, "y": 2}

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.errors import ShardingError
 from titanlite.models.llama3 import Block, Llama3
-from titanlite.parallel.sharding import layers
-from titanlite.parallel.sharding.graph import export
-from titanlite.parallel.sharding.layers import plan_layers
-from titanlite.parallel.sharding.repeats import only_repeats
-from titanlite.parallel.sharding.stand_ins import stand_ins
+from titanlite.sharding import layers
+from titanlite.sharding.graph import export
+from titanlite.sharding.homogeneous import only_repeats
+from titanlite.sharding.layers import plan_layers
+from titanlite.sharding.representative_blocks import stand_ins
 
 TOKENS = 16
 SIZES = ModelRecipe("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)

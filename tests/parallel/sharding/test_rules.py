@@ -13,11 +13,11 @@ from torch.distributed.tensor import Partial, Shard
 
 from tests.parallel.sharding.cases import Function
 from titanlite.kernels.window_attention import window_attention
-from titanlite.parallel.sharding.graph import export, is_item, tensor_inputs, value
-from titanlite.parallel.sharding.own_rules import RESHAPES, Rule
-from titanlite.parallel.sharding.plan import local_shape
-from titanlite.parallel.sharding.reshape import moved_shards
-from titanlite.parallel.sharding.rules import rules_of
+from titanlite.sharding.graph import export, is_item, tensor_inputs, value
+from titanlite.sharding.op_rules import RESHAPES, Rule
+from titanlite.sharding.plan import local_shape
+from titanlite.sharding.reshape import moved_shards
+from titanlite.sharding.rules import rules_of
 
 RANKS = 2
 aten = torch.ops.aten

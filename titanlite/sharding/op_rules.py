@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 import titanlite.kernels.norm_rope
 import titanlite.kernels.window_attention  # noqa: F401  # their operators have rules
-from titanlite.parallel.sharding.plan import PARTIAL, REPLICATE
-from titanlite.parallel.sharding.reshape import moved_shards
+from titanlite.sharding.plan import PARTIAL, REPLICATE
+from titanlite.sharding.reshape import moved_shards
 
 aten = torch.ops.aten
 

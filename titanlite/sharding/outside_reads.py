@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.models.layers import RMSNorm
-from titanlite.parallel.sharding.backward_calls import own_frames, place_of
-from titanlite.parallel.sharding.graph import tensors_of
-from titanlite.parallel.sharding.local_sizes import put
+from titanlite.sharding.backward_calls import own_frames, place_of
+from titanlite.sharding.graph import tensors_of
+from titanlite.sharding.local_sizes import put
 
 _METHODS = ("forward", "add")
 """Of the layers, those that compute with their weights."""

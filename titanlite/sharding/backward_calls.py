@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.errors import ShardingError, describe
 from titanlite.models.mistakes import mistake
 from titanlite.parallel.calls import arguments
-from titanlite.parallel.sharding.graph import Constants, tensors_of
+from titanlite.sharding.graph import Constants, tensors_of
 
 aten = torch.ops.aten
 _NOT_OWN = {"torch", "titanlite", *sys.stdlib_module_names}

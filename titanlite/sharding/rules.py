@@ -19,10 +19,10 @@ from torch.fx.node import map_arg
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.calls import arguments_of
-from titanlite.parallel.sharding import oracle
-from titanlite.parallel.sharding.graph import is_item, modules_of, tensor_inputs, value, values
-from titanlite.parallel.sharding.own_rules import MATMULS, Rule, own_rules
-from titanlite.parallel.sharding.plan import REPLICATE
+from titanlite.sharding import dtensor_rules
+from titanlite.sharding.graph import is_item, modules_of, tensor_inputs, value, values
+from titanlite.sharding.op_rules import MATMULS, Rule, own_rules
+from titanlite.sharding.plan import REPLICATE
 
 aten = torch.ops.aten
 
@@ -89,13 +89,13 @@ def _asked(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
     """Ask DTensor for its rules, for operators whose outputs are all placed alike."""
     _require_oracle()
     found = []
-    for inputs, outputs in oracle.rules(op, *map_arg((node.args, node.kwargs), value), size):
+    for inputs, outputs in dtensor_rules.rules(op, *map_arg((node.args, node.kwargs), value), size):
         first = outputs[0]
         if any(o != first for o in outputs) or (isinstance(first, Partial) and first.reduce_op not in ("sum", "avg")):
             continue
         found.append(Rule(inputs, first))
-    if not found and not oracle.knows(op):
-        fix = "write it with other operators, or add a rule to titanlite/parallel/sharding/own_rules.py"
+    if not found and not dtensor_rules.knows(op):
+        fix = "write it with other operators, or add a rule to titanlite/sharding/op_rules.py"
         raise _refusal(node, "an operator with a sharding rule, titanlite's own or DTensor's", fix)
     return found
 
@@ -107,7 +107,7 @@ def _refusal(node: Node, want: str, fix: str) -> ShardingError:
 
 @functools.lru_cache
 def _require_oracle() -> None:
-    wrong = oracle.self_test()
+    wrong = dtensor_rules.self_test()
     if wrong:
         raise ShardingError(
             f"torch {torch.__version__}: DTensor's sharding rules are not those that titanlite was tested with\n    "

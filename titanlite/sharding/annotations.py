@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.parallel.sharding.graph import Graph, value
-from titanlite.parallel.sharding.plan import REPLICATE, Placements
+from titanlite.sharding.graph import Graph, value
+from titanlite.sharding.plan import REPLICATE, Placements
 
 
 class Pinned(NamedTuple):

@@ -23,11 +23,11 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
-from titanlite.parallel.sharding.annotations import Pinned
-from titanlite.parallel.sharding.graph import Graph, tensor_inputs, value
-from titanlite.parallel.sharding.own_rules import MATMULS, Rule
-from titanlite.parallel.sharding.plan import REPLICATE, Origin
-from titanlite.parallel.sharding.rules import rules_of
+from titanlite.sharding.annotations import Pinned
+from titanlite.sharding.graph import Graph, tensor_inputs, value
+from titanlite.sharding.op_rules import MATMULS, Rule
+from titanlite.sharding.plan import REPLICATE, Origin
+from titanlite.sharding.rules import rules_of
 
 WEIGHTS, ACTIVATIONS, REPLICATED = range(3)
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from titanlite.parallel.sharding.annotations import pin
-from titanlite.parallel.sharding.check import check
-from titanlite.parallel.sharding.graph import Graph, export, value
-from titanlite.parallel.sharding.plan import Origin, PlacedTensor, Plan
-from titanlite.parallel.sharding.propagate import Propagation
-from titanlite.parallel.sharding.select import Selection
+from titanlite.sharding.annotations import pin
+from titanlite.sharding.check import check
+from titanlite.sharding.collectives import Selection
+from titanlite.sharding.graph import Graph, export, value
+from titanlite.sharding.plan import Origin, PlacedTensor, Plan
+from titanlite.sharding.propagate import Propagation
 
 
 def plan_model(

@@ -20,8 +20,8 @@ from torch.compiler import set_stance
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from titanlite.parallel.sharding.graph import kind_of, tensors_of
-from titanlite.parallel.sharding.local_sizes import put
+from titanlite.sharding.graph import kind_of, tensors_of
+from titanlite.sharding.local_sizes import put
 
 _BLOCK = re.compile(r"layers\.\d+\.")
 

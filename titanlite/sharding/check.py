@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.parallel.sharding.graph import Graph, tensor_inputs, value
-from titanlite.parallel.sharding.own_rules import RESHAPES
-from titanlite.parallel.sharding.plan import Collective, Plan, show
-from titanlite.parallel.sharding.reshape import moved_shards, obstacle
-from titanlite.parallel.sharding.rules import is_weight_of
-from titanlite.parallel.sharding.select import Selection
+from titanlite.sharding.collectives import Selection
+from titanlite.sharding.graph import Graph, tensor_inputs, value
+from titanlite.sharding.op_rules import RESHAPES
+from titanlite.sharding.plan import Collective, Plan, show
+from titanlite.sharding.reshape import moved_shards, obstacle
+from titanlite.sharding.rules import is_weight_of
 
 
 def check(graph: Graph, plan: Plan, selection: Selection, sizes: Mapping[str, int]) -> None:

@@ -24,18 +24,18 @@ from torch.distributed.tensor import Partial, Shard
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.parallel.sharding.annotations import annotations_of
-from titanlite.parallel.sharding.check import check
-from titanlite.parallel.sharding.cure import cure
-from titanlite.parallel.sharding.derive import derive
-from titanlite.parallel.sharding.graph import Graph, export, tensor_inputs
-from titanlite.parallel.sharding.local_backwards import backward_in_one_process, check_local_backwards
-from titanlite.parallel.sharding.local_sizes import check_local_sizes, on_a_rank
-from titanlite.parallel.sharding.plan import REPLICATE, LayerPlan, Plan, show
-from titanlite.parallel.sharding.repeats import only_repeats
-from titanlite.parallel.sharding.rules import is_weight_of
-from titanlite.parallel.sharding.select import Selection
-from titanlite.parallel.sharding.stand_ins import BLOCK_NAME, PlannedLayers, for_all, stand_ins
+from titanlite.sharding.annotations import annotations_of
+from titanlite.sharding.check import check
+from titanlite.sharding.collectives import Selection
+from titanlite.sharding.derive import derive
+from titanlite.sharding.graph import Graph, export, tensor_inputs
+from titanlite.sharding.homogeneous import only_repeats
+from titanlite.sharding.local_backwards import backward_in_one_process, check_local_backwards
+from titanlite.sharding.local_sizes import check_local_sizes, on_a_rank
+from titanlite.sharding.plan import REPLICATE, LayerPlan, Plan, show
+from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers, for_all, stand_ins
+from titanlite.sharding.rules import is_weight_of
+from titanlite.sharding.suggest_annotation import cure
 
 aten = torch.ops.aten
 _TOKENS = Shard(0)

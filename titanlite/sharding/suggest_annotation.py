@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from titanlite.errors import ShardingError
-from titanlite.parallel.sharding.graph import Graph, value
+from titanlite.sharding.graph import Graph, value
 
 _CHOICES = ("tp:0", "tp:1", "replicate", None)
 
