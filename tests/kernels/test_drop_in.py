@@ -18,7 +18,7 @@ from torch import Tensor
 
 import titanlite.kernels as kernels
 from tests.ranks import run_ranks
-from titanlite.kernels import drop_in
+from titanlite.async_tp import drop_in
 
 NAMES = (
     "fused_all_gather_matmul",

@@ -12,7 +12,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from titanlite.parallel.async_tp import Pair, fuse_collective_matmuls
+from titanlite.async_tp.apply import Pair, fuse_collective_matmuls
 
 c10d = torch.ops._c10d_functional
 F8 = torch.float8_e4m3fn

@@ -30,9 +30,9 @@ from tests.needs import DOUBLE_ATTENTION, slow
 from tests.parallel.collective_graphs import around_the_pass, c10d, gather, group, scatter, tensor, traced
 from tests.parallel.dtensor_llama import Block, parallel, recomputed
 from tests.ranks import run_ranks
+from titanlite.async_tp.apply import Pair, check_fused, fuse_collective_matmuls, fusing
 from titanlite.errors import StrictError
 from titanlite.kernels.lowering import Lowered, lowered
-from titanlite.parallel.async_tp import Pair, check_fused, fuse_collective_matmuls, fusing
 
 
 def local(x: Tensor) -> Tensor:

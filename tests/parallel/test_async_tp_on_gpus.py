@@ -20,9 +20,9 @@ from tests.parallel.collective_graphs import tensor
 from tests.parallel.dtensor_llama import Block, parallel, recomputed
 from tests.parallel.ranks_on_gpus import run_on_gpus
 from tests.parallel.test_async_tensor_parallel import allowed, assert_same
+from titanlite.async_tp.apply import Pair, check_fused, fusing
 from titanlite.errors import StrictError
 from titanlite.kernels.lowering import lowered
-from titanlite.parallel.async_tp import Pair, check_fused, fusing
 
 DTYPE = torch.bfloat16
 BATCH, STEPS = 2, 5

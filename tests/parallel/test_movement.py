@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from titanlite.parallel.atoms import Layout, identity, joined, relocated, reshaped, steps
-from titanlite.parallel.movement import Movements, path
+from titanlite.async_tp.layout_modes import Layout, identity, joined, relocated, reshaped, steps
+from titanlite.async_tp.view_tracking import Movements, path
 
 
 def indices(layout: Layout) -> list[int]:

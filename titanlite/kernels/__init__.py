@@ -9,7 +9,7 @@ these functions, so that an operation can get device code of its own without a c
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanlite.kernels.drop_in import (
+    from titanlite.async_tp.drop_in import (
         fused_all_gather_matmul,
         fused_all_gather_scaled_matmul,
         fused_matmul_reduce_scatter,
@@ -27,6 +27,6 @@ __all__ = (
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from titanlite.kernels import drop_in
+    from titanlite.async_tp import drop_in
 
     return getattr(drop_in, name)

@@ -38,12 +38,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from titanlite.async_tp import fuse_gather, fuse_scatter, gathered_values, graph_rewrite, layout_modes, view_tracking
+from titanlite.async_tp.fuse_scatter import REDUCE_SCATTER
+from titanlite.async_tp.gathered_values import ALL_GATHER
+from titanlite.async_tp.graph_rewrite import MissedError, Rewriting, UnpairedError, name_of
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.kernels.lowering import lowered
-from titanlite.parallel import atoms, calls, fuse_gather, fuse_scatter, gathered, movement, rewriting
-from titanlite.parallel.fuse_scatter import REDUCE_SCATTER
-from titanlite.parallel.gathered import ALL_GATHER
-from titanlite.parallel.rewriting import MissedError, Rewriting, UnpairedError, name_of
+from titanlite.parallel import calls
 
 _logger = logging.getLogger(__name__)
 
@@ -216,5 +217,5 @@ class _Pass(CustomGraphPass):
         """Return what a compiled graph depends on beside its source; None to compile each graph anew."""
         if self._report is not None:
             return None
-        modules = (atoms, calls, fuse_gather, fuse_scatter, gathered, movement, rewriting)
+        modules = (layout_modes, calls, fuse_gather, fuse_scatter, gathered_values, view_tracking, graph_rewrite)
         return get_hash_for_files((__file__, *(str(module.__file__) for module in modules)))

@@ -14,10 +14,7 @@ import torch
 from torch.fx import Node
 
 import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
-from titanlite.kernels.products import MAX_PAIRS, dtype_of_sum, out_dtype_of
-from titanlite.parallel.atoms import Layout, merged, relocated, reshaped, steps
-from titanlite.parallel.movement import Movements, is_static, path
-from titanlite.parallel.rewriting import (
+from titanlite.async_tp.graph_rewrite import (
     Collective,
     Matmul,
     MissedError,
@@ -31,6 +28,9 @@ from titanlite.parallel.rewriting import (
     matmul_of,
     name_of,
 )
+from titanlite.async_tp.layout_modes import Layout, merged, relocated, reshaped, steps
+from titanlite.async_tp.view_tracking import Movements, is_static, path
+from titanlite.kernels.products import MAX_PAIRS, dtype_of_sum, out_dtype_of
 
 aten = torch.ops.aten
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from titanlite.parallel.atoms import Layout, identity, joined, length, narrowed, reshaped
+from titanlite.async_tp.layout_modes import Layout, identity, joined, length, narrowed, reshaped
 from titanlite.parallel.calls import arguments_of
 
 aten = torch.ops.aten

@@ -12,12 +12,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from titanlite.kernels.all_gather_matmul import FORMS  # and the operator with it
-from titanlite.kernels.products import out_dtype_of
-from titanlite.parallel.atoms import Atoms, Layout, identity, length, relocated, steps
-from titanlite.parallel.gathered import ALL_GATHER, Gathered, Product, product_of, shard_size
-from titanlite.parallel.movement import SPLITS, Movements, path, sources
-from titanlite.parallel.rewriting import (
+from titanlite.async_tp.gathered_values import ALL_GATHER, Gathered, Product, product_of, shard_size
+from titanlite.async_tp.graph_rewrite import (
     Collective,
     MissedError,
     Rewriting,
@@ -31,6 +27,10 @@ from titanlite.parallel.rewriting import (
     matmul_of,
     name_of,
 )
+from titanlite.async_tp.layout_modes import Atoms, Layout, identity, length, relocated, steps
+from titanlite.async_tp.view_tracking import SPLITS, Movements, path, sources
+from titanlite.kernels.all_gather_matmul import FORMS  # and the operator with it
+from titanlite.kernels.products import out_dtype_of
 
 aten = torch.ops.aten
 

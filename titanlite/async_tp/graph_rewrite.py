@@ -10,10 +10,10 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from titanlite.async_tp.layout_modes import Atoms, length, steps
+from titanlite.async_tp.view_tracking import SPLITS, is_static, sources
 from titanlite.kernels.products import MAX_RANKS
-from titanlite.parallel.atoms import Atoms, length, steps
 from titanlite.parallel.calls import arguments_of
-from titanlite.parallel.movement import SPLITS, is_static, sources
 
 aten = torch.ops.aten
 

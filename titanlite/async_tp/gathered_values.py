@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from titanlite.parallel.atoms import Atom, Atoms, Layout, identity, length, merged, steps
-from titanlite.parallel.movement import Movements
-from titanlite.parallel.rewriting import Collective, Matmul, MissedError, collective_of
+from titanlite.async_tp.graph_rewrite import Collective, Matmul, MissedError, collective_of
+from titanlite.async_tp.layout_modes import Atom, Atoms, Layout, identity, length, merged, steps
+from titanlite.async_tp.view_tracking import Movements
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
