@@ -19,7 +19,7 @@ from titanlite.data.tokenizer import load
 from titanlite.errors import TitanliteError
 from titanlite.json_file import parse_json
 from titanlite.observe.metrics import read_metrics
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 
 PACKAGE = Path(__file__).parents[1] / "titanlite"
 DEEP = "[" * 100_000

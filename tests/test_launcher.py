@@ -11,7 +11,7 @@ import pytest
 from tests.forks import LAUNCHER_VARIABLES
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
-from titanlite.launcher import Launcher, check_launcher
+from titanlite.preflight.launcher import Launcher, check_launcher
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +86,7 @@ def test_a_run_under_srun_touches_nothing(tmp_path: Path) -> None:
 
 LOOKS = """
 import sys
-from titanlite.launcher import Launcher
+from titanlite.preflight.launcher import Launcher
 launcher = Launcher()
 for _ in sys.stdin:
     print(launcher.is_gone(), flush=True)

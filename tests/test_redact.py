@@ -15,8 +15,8 @@ from titanlite.config.schema import Config, Data
 from titanlite.config.write import to_toml
 from titanlite.data.sources import resolve
 from titanlite.errors import ConfigError, DataError
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.redact import redact, redact_tree, redact_urls
-from titanlite.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 

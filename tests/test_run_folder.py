@@ -17,12 +17,12 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
-from titanlite import run_folder
 from titanlite.config.schema import Config, Data
 from titanlite.data.prepare import prepare
 from titanlite.errors import ConfigError, DataError, FolderLostError
 from titanlite.observe.status import Status
-from titanlite.run_folder import RunFolder
+from titanlite.preflight import run_folder
+from titanlite.preflight.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 
@@ -370,7 +370,7 @@ def test_a_status_of_another_kind_is_no_job(tmp_path: Path, text: str) -> None:
 HOLDER = """
 import os, sys, time
 from titanlite.config.schema import Config
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 RunFolder(sys.argv[1]).claim(Config())  # the object may be dropped: the lock is the process's
 assert "torch" not in sys.modules
 child = os.fork() if sys.argv[2] == "fork" else 0

@@ -11,13 +11,13 @@ import sys
 
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.room import lack_of_room
-from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.validate import checked_run
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
-from titanlite.launcher import Launcher, check_launcher
-from titanlite.parallel.host_memory import lack_of_memory
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.preflight.host_memory import lack_of_memory
+from titanlite.preflight.launcher import Launcher, check_launcher
+from titanlite.preflight.run_folder import RunFolder
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import pytest
 from titanlite.commands import main
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 
 EXPORT = "titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]"
 FLAGS = "a flag of this command:"

@@ -24,7 +24,7 @@ from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import load
 from titanlite.errors import CheckpointError
 from titanlite.models.find import build_model
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 
 SIZES = ModelRecipe("", n_layers=2, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, norm_eps=1e-5)
 

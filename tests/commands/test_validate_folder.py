@@ -19,8 +19,8 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import ConfigError
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import load
-from titanlite.run_folder import RunFolder
 
 FLAGS = ["--config", "debug.toml", "--job.dump_folder", "runs"]
 LARGE = 2**21  # bytes: not hashed

@@ -17,7 +17,7 @@ from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands import main, verify_resume
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import CheckpointError
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 

@@ -36,7 +36,7 @@ from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.tensor import apply_tensor_parallel, reduce_replicated_gradients
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.sharding.graph import export
 from titanlite.sharding.layers import LayerPlan, plan_layers, planned_layers
 

@@ -9,11 +9,11 @@ from tests.models.own_model import Change, mine
 from tests.models.test_find import BATCH, DEBUG, TP_2, assert_same
 from tests.training.short_run import checked, train
 from titanlite import recipes
-from titanlite.commands.check_with_torch import check_with_torch
 from titanlite.commands.plan import run as plan
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
 from titanlite.models.find import build_model
+from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.train import main as train_main
 
 SIZES = recipes.load("model", "llama3-debug")

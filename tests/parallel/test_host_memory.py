@@ -10,8 +10,8 @@ from titanlite.commands import main
 from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
-from titanlite.parallel import host_memory
-from titanlite.parallel.host_memory import lack_of_memory
+from titanlite.preflight import host_memory
+from titanlite.preflight.host_memory import lack_of_memory
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 NEED = 1_705_216 * 16  # bytes: of a parameter of `debug`, its gradient and two moments, in float32

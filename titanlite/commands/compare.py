@@ -21,7 +21,7 @@ from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError, read_metrics
-from titanlite.run_folder import dotted
+from titanlite.preflight.run_folder import dotted
 
 _COMMAND = Command(
     "compare",

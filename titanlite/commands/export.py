@@ -12,7 +12,7 @@ from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer, load
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 
 _RUN = "a run's folder, with config.toml and checkpoints"
 _DTYPES = ("bfloat16", "float32")

@@ -24,15 +24,6 @@ from titanlite.checkpoint.resume import (
 )
 from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
-from titanlite.commands.hints import (
-    cut_schedule,
-    not_chosen,
-    other_tokenizer,
-    other_training,
-    other_vocabulary,
-    trained_on,
-    unaligned_vocabulary,
-)
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show
 from titanlite.config.check import check, check_homes, sequences_per_step
@@ -54,8 +45,17 @@ from titanlite.float8.scope import left_alone, obstacle, odd_sizes, require_equa
 from titanlite.forecast.activation_bytes import HEAD, layout_of
 from titanlite.forecast.check_save_list import check_save_list
 from titanlite.forecast.suggest_flags import check_budget
-from titanlite.parallel.host_memory import lack_of_memory, shows_gpus
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.hints import (
+    cut_schedule,
+    not_chosen,
+    other_tokenizer,
+    other_training,
+    other_vocabulary,
+    trained_on,
+    unaligned_vocabulary,
+)
+from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
+from titanlite.preflight.run_folder import RunFolder
 
 T = TypeVar("T")
 

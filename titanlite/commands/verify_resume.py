@@ -19,7 +19,7 @@ from titanlite.commands.validate import checked_run
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.observe.metrics import read_metrics
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 
 _STEPS = "5"
 _WHOLE = "uninterrupted"

@@ -111,7 +111,7 @@ _EVERYWHERE = {
         remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens target_lookbehind \
         temperature top_k top_p typical_p",
 }
-# Of training, where titanlite has none, as `commands/hints.py` tells; with what they are where they are left out.
+# Of training, where titanlite has none, as `preflight/hints.py` tells; with what they are where they are left out.
 DROPOUT = {
     "llama3": {"attention_dropout": 0.0},
     "qwen3": {"attention_dropout": 0.0},

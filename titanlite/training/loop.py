@@ -21,7 +21,7 @@ from titanlite.errors import DataError, FolderLostError
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
 from titanlite.training.data_check import DataCheck
 from titanlite.training.receipt import complete_receipt

@@ -27,7 +27,7 @@ from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction
 from titanlite.parallel.kept_state import state_of, written
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from titanlite.launcher import Launcher
+from titanlite.preflight.launcher import Launcher
 
 _ONE_REQUEST_S = 1.0  # launchers send a signal twice
 _TAKEN_UP_S = 5.0  # torchrun kills after 30

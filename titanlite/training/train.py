@@ -24,7 +24,6 @@ from titanlite.errors import DataError, FolderLostError, Problem, describe
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.kernels.device.channel import peer_failure
-from titanlite.launcher import Launcher
 from titanlite.models.mistakes import blamed
 from titanlite.observe.console import Console
 from titanlite.observe.guard import Guard
@@ -36,7 +35,8 @@ from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
-from titanlite.run_folder import RunFolder
+from titanlite.preflight.launcher import Launcher
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.data_check import DataCheck
 from titanlite.training.loop import Loop
