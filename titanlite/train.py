@@ -9,8 +9,8 @@ mistake costs a second; in a model file of one's own, before anything is written
 import os
 import sys
 
+from titanlite.checkpoint.disk_space import lack_of_room
 from titanlite.checkpoint.resume import step_to_resume
-from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.validate import checked_run
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave

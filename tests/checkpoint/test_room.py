@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.checkpoint.disk_space import lack_of_room
 from titanlite.checkpoint.publish import MANIFEST, step_folder
-from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands import main
 from titanlite.config.check import last_step
 from titanlite.config.schema import Checkpoint, Config, Job, Optimizer, Training

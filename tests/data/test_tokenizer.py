@@ -13,7 +13,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.tokenizer import load
 from titanlite.errors import DataError
-from titanlite.observe.receipt import Receipt
+from titanlite.receipt import Receipt
 from titanlite.training.receipt import add_data
 
 

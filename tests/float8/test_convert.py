@@ -23,7 +23,7 @@ from titanlite.float8.matmul import Lowering
 from titanlite.float8.weight import Float8Weight, WeightShard, local_data
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
-from titanlite.observe.receipt import Entry, Receipt
+from titanlite.receipt import Entry, Receipt
 from titanlite.training import build
 from titanlite.training.build import Run
 

@@ -160,7 +160,7 @@ def test_damage_before_the_last_line_is_named_with_its_lines(tmp_path):
 def test_the_cheap_modules_import_nothing_slow():
     code = """
 import sys
-import titanlite.observe.metrics, titanlite.observe.console, titanlite.observe.receipt, titanlite.observe.wandb
+import titanlite.observe.metrics, titanlite.observe.console, titanlite.receipt, titanlite.observe.wandb
 import titanlite.observe.status, titanlite.observe.watchdog, titanlite.observe.kernel_table
 print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules)))
 """

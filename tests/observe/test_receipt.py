@@ -3,7 +3,7 @@ import json
 import pytest
 
 from titanlite.errors import StrictError
-from titanlite.observe.receipt import Receipt, Skipped
+from titanlite.receipt import Receipt, Skipped
 
 
 def fail(text):

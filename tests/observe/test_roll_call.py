@@ -13,8 +13,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from titanlite.observe import roll_call as module
-from titanlite.observe.roll_call import RollCall, line_of
+from titanlite.observe import stall_report as module
+from titanlite.observe.stall_report import RollCall, line_of
 
 PROCESS = f"host {socket.gethostname()}, process {os.getpid()}"
 

@@ -20,8 +20,8 @@ from tests.training.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
 from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels.products import MAX_RANKS
-from titanlite.observe.receipt import Receipt
 from titanlite.parallel import fsdp
+from titanlite.receipt import Receipt
 from titanlite.training import build
 from titanlite.training.build import Run
 from titanlite.training.receipt import _add_copy_engines

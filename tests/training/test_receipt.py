@@ -29,8 +29,8 @@ from titanlite.data.shards import Meta
 from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.layers import CausalAttention
-from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from titanlite.receipt import Receipt, Skipped
 from titanlite.training.build import Run
 
 BALANCED = ["save attention", "save communication", "save matmul wqkv w1*"]

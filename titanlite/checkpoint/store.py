@@ -39,9 +39,9 @@ from torch.futures import Future
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.disk_space import SPARE
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.publish import Entry, hash_files
-from titanlite.checkpoint.room import SPARE
 from titanlite.durable import room_in
 from titanlite.errors import CheckpointError, Problem, describe
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from titanlite.commands.columns import columns
 from titanlite.forecast.comm_volume import Traffic
+from titanlite.text_table import columns
 
 T = TypeVar("T")
 _MIB = 2**20

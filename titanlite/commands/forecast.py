@@ -6,7 +6,6 @@ The formulas are those of `titanlite/forecast/memory.py` and `step_time.py`. Wha
 from dataclasses import dataclass
 
 from titanlite.byte_size import byte_size
-from titanlite.commands.columns import columns
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.block_price import block_prices, without_price
@@ -15,6 +14,7 @@ from titanlite.forecast.device_specs import Rates, unrated
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
+from titanlite.text_table import columns
 
 _CLASSES = {  # of work, where the name in `StepTime` says too little
     "tokens": "TP collectives",

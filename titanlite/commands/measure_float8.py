@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate
 
 from titanlite import recipes
-from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import Float8Recipe
@@ -26,6 +25,7 @@ from titanlite.kernels.linear import Matmul
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
 from titanlite.sharding.layers import plan_layers
+from titanlite.text_table import columns
 
 _WARM_UP, _REPEATS = 5, 20
 _CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about

@@ -16,7 +16,6 @@ from typing import Any
 
 from titanlite.commands.arguments import Command, apart
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
-from titanlite.commands.columns import columns
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, plan_run
 from titanlite.commands.validate import checked_run
@@ -24,6 +23,7 @@ from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
 from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.text_table import columns
 
 _PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
 _NEEDS_WORLD = "--world N as well: what a rank holds and how long it takes depends on the number of processes"

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from titanlite.commands.collective_table import alike
-from titanlite.commands.columns import columns
 from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
@@ -19,6 +18,7 @@ from titanlite.models.find import build_model
 from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.plan import show
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
+from titanlite.text_table import columns
 
 
 def sharding_plan(checked: CheckedRun) -> PlannedLayers:

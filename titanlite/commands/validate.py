@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
+from titanlite.checkpoint.disk_space import lack_of_room
 from titanlite.checkpoint.publish import complete_steps, step_folder
 from titanlite.checkpoint.resume import (
     check_quickly,
@@ -22,7 +23,6 @@ from titanlite.checkpoint.resume import (
     saved_dimensions,
     step_to_resume,
 )
-from titanlite.checkpoint.room import lack_of_room
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers, n_parameters
 from titanlite.config.build import show

@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 
 from titanlite.durable import append_plain
 from titanlite.observe.guard import Guard
-from titanlite.observe.roll_call import RollCall, line_of
+from titanlite.observe.stall_report import RollCall, line_of
 from titanlite.redact import redact
 
 _LOOK_S = 1.0

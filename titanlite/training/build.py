@@ -36,13 +36,13 @@ from titanlite.forecast.rule_prices import RulePrice, rule_prices
 from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
-from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp, no_copy_engines, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
+from titanlite.receipt import Receipt, Skipped
 from titanlite.sharding.layers import plan_layers
 from titanlite.training.optimizer import AdamW
 

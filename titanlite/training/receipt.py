@@ -23,11 +23,11 @@ from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import CausalAttention, Embedding, Linear
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.receipt import Receipt, Skipped
 from titanlite.parallel.fsdp import PushedAllGather, dtype_of_reduction
 from titanlite.parallel.kept_state import state_of, written
 from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is_replicated
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.receipt import Receipt, Skipped
 from titanlite.training.build import Run
 
 

@@ -30,7 +30,7 @@ from titanlite.observe.guard import Guard
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
-from titanlite.observe.roll_call import RollCall
+from titanlite.observe.stall_report import RollCall
 from titanlite.observe.status import Status
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
