@@ -1,7 +1,7 @@
 """Save-lists: which activations of a block are kept for backward and which are recomputed.
 
 A save-list (`recipes/activation_checkpoint/*.toml`) is a list of rules over operations; the first that matches decides,
-in eager mode and under `torch.compile` alike (`save_rules.py` has the classes that they name).
+in eager mode and under `torch.compile` alike (`rules.py` has the classes that they name).
 
 Whether a rule was used is counted: a rule that matched nothing is reported, and without `optional` it is an error.
 """

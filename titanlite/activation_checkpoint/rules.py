@@ -1,6 +1,6 @@
 """Which rule of a save-list decides about an operation: the first that matches.
 
-The rules are applied twice: to the operations that run (`activation_checkpoint.py`), and to those that a block is known
+The rules are applied twice: to the operations that run (`apply.py`), and to those that a block is known
 to consist of, which gives the price of each rule (`block_price.py`). Nothing here needs torch.
 
 An operation belongs to a linear layer by its place: what comes before a matmul (a norm's statistics, a gather, a cast)

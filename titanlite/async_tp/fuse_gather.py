@@ -1,7 +1,7 @@
 """All-gather and the matmuls that read it, as one `all_gather_matmul`.
 
 One operator has one form, one shard and one scale for all of its products. Of several groups of matmuls that differ in
-these (`gathered.py`), the largest is fused; the others multiply the gathered tensor that it returns, as everybody else
+these (`gathered_values.py`), the largest is fused; the others multiply the gathered tensor that it returns, as everybody else
 does.
 """
 

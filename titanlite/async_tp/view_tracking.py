@@ -2,7 +2,7 @@
 
 Compilers spell one gather in many ways: a collective along dim 0, then split and cat, or slices, or views alone where a
 dim is 1, then a reshape to a matrix and perhaps a transpose. None of these computes anything. This file follows them,
-so that a pass asks where the ranks' rows are instead of matching each spelling. `atoms.py` has the arithmetic.
+so that a pass asks where the ranks' rows are instead of matching each spelling. `layout_modes.py` has the arithmetic.
 """
 
 import operator

@@ -52,7 +52,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         checked: the run.
         file: its config, for messages.
         world: number of processes, if it is known.
-        device: one of `rates.DEVICES`.
+        device: one of `device_specs.DEVICES`.
 
     Raises:
         TitanliteError: there is nothing to plan, or the trainer would refuse the model.

@@ -2,7 +2,7 @@
 
 All that follows from shapes is found here, without torch: layers, blocks, and classes of operations that do not exist;
 where no layer is in float8, also the operations that run. Whether torch has another operation that a rule names is
-found where torch is imported (`activation_checkpoint.py`); whether it then runs, which kernel of attention torch
+found where torch is imported (`activation_checkpoint/apply.py`); whether it then runs, which kernel of attention torch
 chooses and what carries a float8 recipe out on a device, in the first step.
 """
 

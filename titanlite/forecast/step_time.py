@@ -1,4 +1,4 @@
-"""How long a step takes, by class of work, from shapes and measured rates (`rates.py`); no GPU and no torch.
+"""How long a step takes, by class of work, from shapes and measured rates (`device_specs.py`); no GPU and no torch.
 
     matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
     attention        forward 2·M·H·E·S, the causal half of two products; to a window of W tokens W·(2·S − W) / S in the

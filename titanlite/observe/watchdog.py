@@ -5,7 +5,7 @@ training loop reports progress; a thread watches the time since the last report.
 every Python thread goes to stderr and to the rank's log, with the step and phase, and the process ends with code 1, so
 that the launcher ends the other ranks or restarts them all.
 
-Earlier, and not if steps are as slow as that, all ranks say where they are (`roll_call.py`).
+Earlier, and not if steps are as slow as that, all ranks say where they are (`stall_report.py`).
 
 It is this clock that ends a run, and none of NCCL's or gloo's: it stands still while the process does. A scheduler that
 suspends a job for an hour and wakes it again has not hung it, but a library finds its timers run out.

@@ -11,7 +11,7 @@ a move that no layer can make is an error, for the plan says that without it the
 
 All else is computed where it lies. What is computed of inputs and buffers alone is whole on every rank.
 
-Of blocks that are alike two are planned, and stand for the others (`stand_ins.py`).
+Of blocks that are alike two are planned, and stand for the others (`representative_blocks.py`).
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Blocks that are alike need not all be planned: two of each kind are, and stand for the others.
 
 Of the shipped models tests say that this is their plan; of a user's own it is seen to do nothing but repeat its blocks
-(`repeats.py`).
+(`homogeneous.py`).
 """
 
 import copy

@@ -1,7 +1,7 @@
 """List the placements that an operator can compute with, on one mesh axis, without communication.
 
 A rule says: with inputs so placed, the same operator on each rank's parts computes the output so placed. All operators
-have the rule "everything whole". For those that have no other in `own_rules.py`, DTensor is asked.
+have the rule "everything whole". For those that have no other in `op_rules.py`, DTensor is asked.
 
 A partial sum never goes into an operator: it is resolved where it arises.
 """
