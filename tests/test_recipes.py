@@ -6,11 +6,11 @@ from typing import get_args
 
 import pytest
 
-from titanlite.commands.validate import checked_run
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config, Job, Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, RecipeError
+from titanlite.preflight.checked_run import checked_run
 from titanlite.recipes import Kind, load, model_dimensions, names
 
 KINDS: tuple[Kind, ...] = get_args(Kind)

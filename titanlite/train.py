@@ -11,10 +11,10 @@ import sys
 
 from titanlite.checkpoint.disk_space import lack_of_room
 from titanlite.checkpoint.resume import step_to_resume
-from titanlite.commands.validate import checked_run
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
 from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
 from titanlite.preflight.run_folder import RunFolder

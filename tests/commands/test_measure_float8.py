@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from titanlite import recipes
 from titanlite.commands import main
 from titanlite.commands.measure_float8 import Layer, Timed, layers, report, slower, time_all
-from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 
 DEBUG = ["--config", str(shipped_folder("configs") / "debug.toml")]
 CPU = torch.device("cpu")

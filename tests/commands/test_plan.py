@@ -16,10 +16,10 @@ from titanlite.commands.collective_table import collective_rows, collective_tabl
 from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.commands.planned_run import plan_run
 from titanlite.commands.sharding_table import weight_rows, why
-from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import TitanliteError
 from titanlite.models import llama3
+from titanlite.preflight.checked_run import checked_run
 from titanlite.sharding import layers
 from titanlite.training.build import build
 

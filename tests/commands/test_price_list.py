@@ -13,7 +13,6 @@ from tests.cpu import cpu_of_children
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.commands import main
 from titanlite.commands.price_list import Totals, totals
-from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
@@ -25,6 +24,7 @@ from titanlite.models import llama3
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.peak_flops import flops_per_token
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recipes import load, names
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")

@@ -19,7 +19,6 @@ from tests.cpu import cpu_of_children
 from tests.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.rules import CLASSES
 from titanlite.commands import main
-from titanlite.commands.validate import checked_run
 from titanlite.config.architectures import ARCHITECTURES, linear_layers
 from titanlite.config.check import _FROM_HOME
 from titanlite.config.hugging_face import LAYOUTS, config_json
@@ -29,6 +28,7 @@ from titanlite.config.weight_decay import parameter_names
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code
+from titanlite.preflight.checked_run import checked_run
 from titanlite.recipes import load
 
 CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))

@@ -12,13 +12,14 @@ import pytest
 
 import titanlite
 import titanlite.commands.validate
+import titanlite.preflight.checked_run
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
 from titanlite.checkpoint.resume import identity_of
 from titanlite.commands import main
-from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import ConfigError
+from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import load
 
@@ -215,7 +216,8 @@ def test_the_tokenizer_is_held_against_the_checkpoint_once(
         held.append(tokenizer)
         return other_text(at, state, corpus, tokenizer, strict)
 
-    monkeypatch.setattr(titanlite.commands.validate, "other_text", look)
+    for module in (titanlite.commands.validate, titanlite.preflight.checked_run):
+        monkeypatch.setattr(module, "other_text", look)
     assert validate(capsys, f"--job.strict={strict}")[0] == 0
     assert [tokenizer for tokenizer in held if tokenizer] == ["bytes"]
 

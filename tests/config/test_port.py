@@ -11,13 +11,13 @@ import tomli
 import tomli_w
 from tokenizers import Tokenizer, models
 
-from titanlite.commands.validate import checked_run
 from titanlite.config.port import stands_for
 from titanlite.config.read import read_what_is_right, schema_keys
 from titanlite.config.renamed import _OLDER, replacement
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, DATASETS, FLAVORS, IDLE, KEYS, SAME_DEFAULT, SWITCHES, UNSAID
 from titanlite.errors import ConfigError
+from titanlite.preflight.checked_run import checked_run
 
 CHOICES: dict[str, list[Any]] = {
     "model.name": ["llama3", "qwen3"],

@@ -12,7 +12,6 @@ from torch import nn
 from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.activation_checkpoint.rules import BLOCK
-from titanlite.commands.validate import checked_run
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
@@ -21,6 +20,7 @@ from titanlite.forecast.block_price import BlockPrice, block_prices
 from titanlite.forecast.choose_save_list import Times, choose, dear, in_words
 from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
 from titanlite.models.llama3 import Llama3
+from titanlite.preflight.checked_run import checked_run
 
 LAYOUTS = [(), ("--parallelism.tensor_parallel_degree", "2")]
 LAYOUTS += [(*LAYOUTS[1], "--parallelism.async_tensor_parallel"), ("--compile.enable=false",)]

@@ -7,10 +7,10 @@ import pytest
 
 import titanlite.train
 from titanlite.commands import main
-from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.preflight import host_memory
+from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.host_memory import lack_of_memory
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")

@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.parallel.held_for_backward import Peak, stream
 from titanlite import recipes
-from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
@@ -32,6 +31,7 @@ from titanlite.kernels import cross_entropy
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.sharding.layers import plan_layers
 
 COPIES = "--parallelism.fsdp_copy_engines=always"

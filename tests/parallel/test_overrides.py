@@ -3,12 +3,12 @@
 import pytest
 
 from titanlite import recipes
-from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.config.check import sequences_per_step
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.suggest_flags import LEAST, overrides_that_fit, processes_that_fit
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.block_price import block_prices
 from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES, measured_rates, unrated
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
+from titanlite.preflight.checked_run import checked_run
 
 TP = "--parallelism.tensor_parallel_degree"
 ASYNC = "--parallelism.async_tensor_parallel"

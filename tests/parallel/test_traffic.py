@@ -12,12 +12,12 @@ from tests.needs import slow
 from tests.ranks import run_ranks
 from tests.training.short_run import DEBUG, assemble, batches_of, checked
 from titanlite.commands.planned_run import plan_run
-from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.comm_volume import of_weights, sent_bytes
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels import collectives
+from titanlite.preflight.checked_run import checked_run
 from titanlite.training.build import fastest_attention
 from titanlite.training.step import train_step
 

@@ -33,9 +33,9 @@ import titanlite.training.train
 import train
 from tests.forks import LAUNCHER_VARIABLES, fork, forks_beside_threads, print_to
 from titanlite.checkpoint.store import digests
-from titanlite.commands.validate import checked_run
 from titanlite.exit_code import exit_code
 from titanlite.observe.metrics import read_metrics
+from titanlite.preflight.checked_run import checked_run
 
 REPOSITORY = Path(__file__).parents[2]
 # For all forked ranks.

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 import tests.plans  # noqa: F401
 from tests.ranks import run_ranks
-from titanlite.commands.validate import CheckedRun, checked_run
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.schedule import learning_rate
 from titanlite.training.step import train_step

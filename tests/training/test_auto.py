@@ -13,13 +13,13 @@ import titanlite.training.receipt as training_receipt
 import titanlite.training.train as train
 from tests.training.launched import Desk
 from titanlite import recipes
-from titanlite.commands.validate import checked_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import OutOfMemoryError
 from titanlite.forecast.block_price import block_prices
 from titanlite.forecast.choose_save_list import Times
 from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.suggest_flags import LEAST
+from titanlite.preflight.checked_run import checked_run
 from titanlite.training import out_of_memory
 from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure
 

@@ -7,8 +7,8 @@ under `torch.compile` both are in one graph, and this pass rewrites pairs of the
     torch.ops.titanlite.matmul_reduce_scatter     a matmul, or a sum of some, and the reduce-scatter that reads it
 
 It looks at elements, not at spellings: `view_tracking.py` follows the gathered tensor through whatever views, splits
-and transposes a graph has, up to each matmul, and from there it is known which operand is split over ranks and along which
-dim. What else reads the gathered tensor reads the operator's first result. Results keep shape, dtype and strides.
+and transposes a graph has, up to each matmul, and from there it is known which operand is split over ranks and along
+which dim. What else reads the gathered tensor reads the operator's first result. Results keep shape, dtype and strides.
 
 Nothing is missed in silence: each collective is in the returned table, with the reason if it was left alone. "Fused"
 says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`. A collective
@@ -23,8 +23,8 @@ that torch leaves out of its graphs, at a break, is in no table. `check_fused` l
 The pass is an option of the compiled model, not a setting of the process: graphs are compiled as long as shapes and
 modes are new, and those of backward, on GPUs, by a thread of autograd's, which in torch 2.13 has settings of its own.
 
-Reading order: this file, `fuse_gather.py`, `gathered_values.py`, `fuse_scatter.py`; below them `layout_modes.py`, `view_tracking.py`,
-`graph_rewrite.py`.
+Reading order: this file, `fuse_gather.py`, `gathered_values.py`, `fuse_scatter.py`; below them `layout_modes.py`,
+`view_tracking.py`, `graph_rewrite.py`.
 """
 
 import logging

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Replicate
 
 from titanlite import recipes
-from titanlite.commands.validate import CheckedRun
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
@@ -24,6 +23,7 @@ from titanlite.float8.matmul import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
+from titanlite.preflight.checked_run import CheckedRun
 from titanlite.sharding.layers import plan_layers
 from titanlite.text_table import columns
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
-from titanlite.commands.validate import CheckedRun
 from titanlite.float8.convert import Maximum, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import build_model
 from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
+from titanlite.preflight.checked_run import CheckedRun
 from titanlite.sharding.layers import LayerPlan
 
 

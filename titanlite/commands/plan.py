@@ -18,11 +18,11 @@ from titanlite.commands.arguments import Command, apart
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, plan_run
-from titanlite.commands.validate import checked_run
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
 from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.preflight.checked_run import checked_run
 from titanlite.text_table import columns
 
 _PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"

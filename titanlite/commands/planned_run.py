@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
-from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.block_price import block_prices, without_price
@@ -13,6 +12,7 @@ from titanlite.forecast.comm_volume import Traffic, again, of_loss, of_update, o
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.preflight.checked_run import CheckedRun
 
 if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import Pair

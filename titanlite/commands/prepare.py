@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from titanlite.commands.arguments import Command
-from titanlite.commands.validate import checked_run, epochs_of
+from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.schema import Config
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Meta, TokenShards, sample_count
+from titanlite.preflight.checked_run import checked_run
 
 _COMMAND = Command("prepare", __doc__ or "", {})
 

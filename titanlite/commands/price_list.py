@@ -9,13 +9,13 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK, rule_in_words
 from titanlite.byte_size import byte_size
-from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.forecast.activation_bytes import Layout, layout_of
 from titanlite.forecast.block_price import block_prices
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.rule_prices import RulePrice, rule_prices
+from titanlite.preflight.checked_run import CheckedRun
 from titanlite.text_table import columns
 
 _MIB, _GIB = 2**20, 2**30

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import cast, get_args
 
 from titanlite.commands.arguments import Command, apart
-from titanlite.commands.validate import checked_run
 from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.config.write import to_toml
 from titanlite.errors import Problem, RecipeError, describe, nearest
+from titanlite.preflight.checked_run import checked_run
 from titanlite.recipes import Kind, current_name, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 
 from titanlite.commands.collective_table import alike
-from titanlite.commands.validate import CheckedRun
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_bytes import token_bytes
 from titanlite.forecast.comm_volume import Traffic
 from titanlite.models.find import build_model
+from titanlite.preflight.checked_run import CheckedRun
 from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.plan import show
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from titanlite.checkpoint.publish import step_folder
 from titanlite.commands.arguments import Command
-from titanlite.commands.validate import checked_run
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.observe.metrics import read_metrics
+from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
 
 _STEPS = "5"

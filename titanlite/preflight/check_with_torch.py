@@ -5,10 +5,10 @@
 
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK
-from titanlite.commands.validate import CheckedRun
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
 from titanlite.forecast.activation_bytes import layout_of
+from titanlite.preflight.checked_run import CheckedRun
 
 
 def check_with_torch(checked: CheckedRun) -> None:

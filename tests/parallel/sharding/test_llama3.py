@@ -18,7 +18,6 @@ from tests.parallel.sharding.execute import compare_with_one_process
 from tests.ranks import run_ranks
 from titanlite import recipes
 from titanlite.commands.sharding_table import sharding_plan
-from titanlite.commands.validate import checked_run
 from titanlite.config.recipe_schema import ModelRecipe
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
@@ -30,6 +29,7 @@ from titanlite.parallel.tensor import (
     VocabParallelEmbedding,
     apply_tensor_parallel,
 )
+from titanlite.preflight.checked_run import checked_run
 from titanlite.sharding.check import check
 from titanlite.sharding.derive import derive, plan_model
 from titanlite.sharding.graph import Graph, export
