@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs the tests. Arguments go to pytest:
 #
-#     bash scripts/test.sh [tests/data] [-k order] [-m gpu -n 0]
+#     bash scripts/test.sh [tests/unit] [-k order] [-m gpu -n 0]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,8 +1,8 @@
 """All-gather and the matmuls that read it, as one `all_gather_matmul`.
 
 One operator has one form, one shard and one scale for all of its products. Of several groups of matmuls that differ in
-these (`gathered_values.py`), the largest is fused; the others multiply the gathered tensor that it returns, as everybody
-else does.
+these (`gathered_values.py`), the largest is fused; the others multiply the gathered tensor that it returns, as
+everybody else does.
 """
 
 import math

@@ -17,9 +17,8 @@ from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.float8.convert import Maximum, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import build_model
-from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
+from titanlite.parallel.tensor import LayerPlan, ParallelLinear, apply_tensor_parallel
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.sharding.layers import LayerPlan
 
 
 @contextmanager

@@ -240,7 +240,7 @@ class Decibels:
 class Float8Contract:
     """Signal to quantisation noise of each matmul against its bfloat16 operands in high precision, in decibels.
 
-    On normal numbers, and on some with loud tokens, channels and single values (`tests/float8/test_recipes.py`).
+    On normal numbers, and on some with loud tokens, channels and single values (`tests/unit/float8/test_recipes.py`).
     """
 
     sqnr_db: Decibels  # at least

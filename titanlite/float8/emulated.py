@@ -1,8 +1,9 @@
 """What every float8 recipe means, in plain torch: casts, and products of the numbers that the bytes stand for.
 
 It runs on any device and is the truth that the other lowerings are held against. Casts are torchao's to the bit where
-torchao has the recipe, and so are the results of its emulation (`tests/float8/test_emulated.py`), but for one thing: a
-byte is multiplied by the value of its unit, as tensor cores do it, where torchao's emulation divides it by the scale.
+torchao has the recipe, and so are the results of its emulation (`tests/unit/float8/test_emulated.py`), but for one
+thing: a byte is multiplied by the value of its unit, as tensor cores do it, where torchao's emulation divides it by the
+scale.
 
 Each operand is cast for each of its two products, so that scales never lie along the sum:
 

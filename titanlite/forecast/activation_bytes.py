@@ -1,8 +1,8 @@
 """What a block computes: the bytes of each of its activations, and what it costs to compute it again.
 
 Formulas of shapes, for one rank and one forward pass. What a save-list keeps of them is in `block_price.py`; tests hold
-both against what a block really keeps (`tests/parallel/test_activation_bytes.py`). Elementwise results have no price:
-no list may keep them, so that they are always computed again.
+both against what a block really keeps (`tests/unit/forecast/test_activation_bytes.py`). Elementwise results have no
+price: no list may keep them, so that they are always computed again.
 
     t ranks share a layer, M tokens, e bytes an element   wqkv  [M, (H + 2K)·E/t]     w13  [M, 2F/t], w1 [M, F/t]
     attention  [M, H·E/t] and 4 bytes a head and token    wo    [M, D], [M/t, D] once scattered; w2 the same

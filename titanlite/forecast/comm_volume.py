@@ -13,7 +13,6 @@ Not counted: what FSDP pads, where the rows of a weight are no multiple of its s
 embedding that is of the user's class, or hooked.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +21,7 @@ from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.forecast.activation_bytes import HEAD
 from titanlite.forecast.block_price import BlockPrice
 from titanlite.forecast.memory import MemoryModel
+from titanlite.sharding.sent_bytes import sent_bytes
 
 Pass = Literal["forward", "backward", "recomputation", "update"]
 
@@ -54,23 +54,6 @@ class Traffic:
     def sent_bytes(self) -> int:
         """What each rank sends, each time."""
         return sent_bytes(self.kind, self.whole_bytes, self.ranks)
-
-
-def sent_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
-    """What each rank sends in the fewest steps that a ring takes.
-
-    Args:
-        kind: of collective.
-        whole_bytes: of the whole tensor.
-        ranks: that take part.
-    """
-    share = {
-        "all_gather": (ranks - 1) / ranks,
-        "reduce_scatter": (ranks - 1) / ranks,
-        "all_reduce": 2 * (ranks - 1) / ranks,
-        "all_to_all": (ranks - 1) / ranks**2,
-    }
-    return math.ceil(share[kind] * whole_bytes)
 
 
 @dataclass(frozen=True)

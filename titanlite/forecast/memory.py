@@ -16,7 +16,7 @@ gradients on another, so the peak is the sum of three peaks, whenever they are:
 Other gradients are in compute, too, unit by unit or of a rank alone one by one, as activations and gathered weights are
 freed: the head's moment has none yet, and the last block's has nearly all of them.
 
-Nothing here needs torch. Held against measured runs in `tests/parallel/test_memory.py`.
+Nothing here needs torch. Held against measured runs in `tests/unit/forecast/test_memory.py`.
 """
 
 from collections.abc import Sequence

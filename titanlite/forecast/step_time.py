@@ -13,7 +13,7 @@
     optimizer        AdamW with clipping, once a step
 
 Rates, no simulation: kernels are as fast in a small shape as in a large one, and nothing waits for the host.
-Held against measured runs in `tests/parallel/test_step_time.py`. Axes as in `models/llama3.py`.
+Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,10 @@ from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.forecast.activation_bytes import HEAD, Activation, activations, token_bytes
 from titanlite.forecast.block_price import BlockPrice
 from titanlite.forecast.choose_save_list import Times, dear
-from titanlite.forecast.comm_volume import Unit, sent_bytes, units
+from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
+from titanlite.sharding.sent_bytes import sent_bytes
 
 _PRODUCTS = ("output", "grad_input", "grad_weight")
 _T, _G = 1e12, 1e9

@@ -18,6 +18,7 @@ Nothing is ever computed on a DTensor inside a block: its implicit redistributio
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar, overload
 
 import torch
@@ -25,16 +26,32 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Fused, FusedLinear, linear
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
-from titanlite.sharding.layers import LayerPlan
 
 _FUSED_LINEAR = FusedLinear()
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one module that holds parameters does on a tensor-parallel rank.
+
+    Attributes:
+        placements: of its parameters, by their names in the module.
+        gathers: the tokens of its input, before it computes; backward sums and scatters their gradient.
+        scatters: the tokens of its output, after it has summed it over the ranks; backward gathers their gradient.
+        takes_rows: of its input, which is whole.
+    """
+
+    placements: Mapping[str, Placement]
+    gathers: bool = False
+    scatters: bool = False
+    takes_rows: bool = False
 
 
 @overload

@@ -6,9 +6,9 @@ annotated activations, forward and backward until nothing changes. Where the pla
 consumers need differ, a collective follows. Nothing is searched for: costs only break ties, so a person can follow why
 a tensor lies as it does.
 
-Reading order: `plan` (what comes out), `annotations` (what goes in), `graph`, `rules` with `own_rules`, `reshape` and
-`oracle` (which placements an operator can compute without communication), `propagate`, `select` (rules and
-collectives), `check` (what is refused), `derive` (all of it in turn).
+Reading order: `plan` (what comes out), `annotations` (what goes in), `graph`, `rules` with `op_rules`, `reshape` and
+`dtensor_rules` (which placements an operator can compute without communication), `propagate`, `collectives`
+(rules and collectives), `check` (what is refused), `derive` (all of it in turn).
 
 The semantics are those of nvFuser's sharding propagation (github.com/NVIDIA/Fuser, pull request 3838 and its
 successors), the two rounds are Shardy's user priorities (openxla.org/shardy/propagation).

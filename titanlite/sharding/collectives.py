@@ -19,12 +19,12 @@ from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
-from titanlite.forecast.comm_volume import sent_bytes
 from titanlite.sharding.graph import is_item, modules_of, tensor_inputs, value
 from titanlite.sharding.op_rules import MATMULS, Rule
 from titanlite.sharding.plan import PARTIAL, REPLICATE, Collective, Kind, Move, Placements, Step, local_shape
 from titanlite.sharding.propagate import Propagation
 from titanlite.sharding.rules import is_weight_of
+from titanlite.sharding.sent_bytes import sent_bytes
 
 _LATENCY = 2_000_000
 """What a collective costs before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.annotations import annotations_of
 from titanlite.sharding.check import check
 from titanlite.sharding.collectives import Selection
@@ -32,7 +33,7 @@ from titanlite.sharding.graph import Graph, export, tensor_inputs
 from titanlite.sharding.homogeneous import only_repeats
 from titanlite.sharding.local_backwards import backward_in_one_process, check_local_backwards
 from titanlite.sharding.local_sizes import check_local_sizes, on_a_rank
-from titanlite.sharding.plan import REPLICATE, LayerPlan, Plan, show
+from titanlite.sharding.plan import REPLICATE, Plan, show
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers, for_all, stand_ins
 from titanlite.sharding.rules import is_weight_of
 from titanlite.sharding.suggest_annotation import cure

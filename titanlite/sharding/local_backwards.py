@@ -28,11 +28,12 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.backward_calls import Call, Given, Recorded, backward_of
 from titanlite.sharding.graph import tensors_of
 from titanlite.sharding.local_sizes import FIX, on_a_rank
 from titanlite.sharding.outside_reads import no_outside_reads
-from titanlite.sharding.plan import PARTIAL, REPLICATE, LayerPlan, show
+from titanlite.sharding.plan import PARTIAL, REPLICATE, show
 from titanlite.sharding.rules import rules_of
 
 aten = torch.ops.aten

@@ -29,8 +29,9 @@ from torch.utils import _pytree as pytree
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.models.mistakes import mistake
 from titanlite.parallel.calls import arguments_of, draws
+from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.graph import Graph, export, kind_of, line_of, modules_of, tensor_inputs, values
-from titanlite.sharding.plan import REPLICATE, LayerPlan, Plan, local_shape
+from titanlite.sharding.plan import REPLICATE, Plan, local_shape
 
 _SIZES = {"size", "shape", "sizes"}
 """Arguments that say nothing but the shape of an operator's result."""

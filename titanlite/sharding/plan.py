@@ -217,22 +217,5 @@ class Plan:
         return {"axes": dict(self.axes), "tensors": tensors, "collectives": collectives}
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """What one module that holds parameters does on a tensor-parallel rank.
-
-    Attributes:
-        placements: of its parameters, by their names in the module.
-        gathers: the tokens of its input, before it computes; backward sums and scatters their gradient.
-        scatters: the tokens of its output, after it has summed it over the ranks; backward gathers their gradient.
-        takes_rows: of its input, which is whole.
-    """
-
-    placements: Mapping[str, Placement]
-    gathers: bool = False
-    scatters: bool = False
-    takes_rows: bool = False
-
-
 REPLICATE = Replicate()
 PARTIAL = Partial("sum")

@@ -22,7 +22,7 @@ CHUNK, WIDTH = 1024, 128
 def _inverse(x):
     """1 / x of float32, correctly rounded where both are normal numbers: an approximation and two steps of Newton's.
 
-    Those leave one mantissa, of all ones, as exact as the approximation; `tests/kernels/test_float8_cast.py` holds
+    Those leave one mantissa, of all ones, as exact as the approximation; `tests/unit/kernels/test_float8_cast.py` holds
     that against every mantissa. `tl.div_rn` has branches, and a thread that takes many quotients waits at each
     (scripts/bench/float8_cast.py, 1×128 both ways).
     """

@@ -3,7 +3,7 @@
 Each pair of ranks shares one word per direction: `flags[src]` on a rank is the number of operators whose data `src` has
 made available to it. It only grows, so nothing is ever reset across GPUs. An operator has one such exchange. Two slots
 of data, taken in turn, are then enough: who has passed the exchange of operator e knows that all peers have finished
-reading operator e−2's slot (`tests/kernels/test_protocol.py` checks every interleaving).
+reading operator e−2's slot (`tests/unit/kernels/test_protocol.py` checks every interleaving).
 
 The specialised gather has further words, of the same kind: a rank announces each piece of its shard as soon as it has
 published it.

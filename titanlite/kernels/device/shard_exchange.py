@@ -14,7 +14,7 @@ A rank comes to a meeting when the stream of the call has come there:
 
     a peer's buffer is free        it has come to the first meeting, on a stream that waits for whoever read the buffer
                                    last: FSDP has it wait for the copy out of the gather before the last, hence two
-                                   slots (`tests/parallel/test_copy_engines.py`); the sum is on the stream itself
+                                   slots (`tests/ranks/parallel/test_copy_engines.py`); the sum is on the stream itself
     what peers pushed is there     they have come to the second meeting, behind their copies
 
 Two slots are enough as long as no more than one gather is ahead of the one in use: FSDP does no more by itself, and

@@ -1,0 +1,287 @@
+"""`titanlite plan --activation-checkpoint`: prices that agree with each other and with MFU, at once, without torch."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.cpu import cpu_of_children
+from titanlite.activation_checkpoint.operations import CLASSES
+from titanlite.commands import main
+from titanlite.commands.price_list import Totals, totals
+from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.config.schema import Model
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import RecipeError
+from titanlite.forecast import activation_bytes
+from titanlite.forecast.activation_bytes import Layout, activations
+from titanlite.forecast.rule_prices import RulePrice, rule_prices
+from titanlite.models import llama3
+from titanlite.models.find import model_class
+from titanlite.models.llama3 import Llama3
+from titanlite.observe.peak_flops import flops_per_token
+from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.recipes import load, names
+
+CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
+LISTS = names("activation_checkpoint")
+
+
+def checked(*flags: str) -> CheckedRun:
+    return checked_run(["--config", CONFIG, *flags])
+
+
+def layout_of(run: CheckedRun) -> Layout:
+    return activation_bytes.layout_of(run.config, run.dimensions, run.float8)
+
+
+def totals_of(run: CheckedRun, name: str | None = None) -> Totals:
+    save_list = run.save_list if name is None else load("activation_checkpoint", name)
+    assert save_list is not None
+    return totals(layout_of(run), save_list)
+
+
+def prices(run: CheckedRun) -> list[RulePrice]:
+    assert run.save_list is not None
+    return rule_prices(layout_of(run), run.save_list)
+
+
+def said(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_price_list_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
+    """MiB per layer: attention 2 x 16384 x 4096 bytes and 4 a head and token, wqkv 6144 wide, w13 28672 wide."""
+    lines = said(capsys).splitlines()
+    assert "32 layers, 16,384 tokens a micro-step, tensor parallel 1, bfloat16, compiled" in lines[0]
+    cells = {line[:29].strip(): line[29:].split() for line in lines}
+    assert cells["save attention"] == ["32", "of", "32", "130.0", "1,099.5", "322.0"]
+    assert cells["save communication"] == ["32", "of", "32", "nothing", "here"]
+    assert cells["save matmul wqkv w1*"][3] == "1,088.0"
+    assert cells["the block's input, always"][3] == "128.0"
+    rows = {
+        line.split()[0]: float(line.split()[1])
+        for line in lines[lines.index("") :]
+        if line.split()[:1] != [] and line.split()[0] in LISTS
+    }
+    assert list(rows) == ["balanced", *(name for name in LISTS if name != "balanced")]
+    assert rows["balanced"] == pytest.approx(32 * (130 + 1088 + 128) / 1024, abs=0.01)
+    # Measured on four H200 (docs/performance.md): the peaks of `none` and `balanced` are 111.6 and 80.6 GiB.
+    assert rows["none"] - rows["balanced"] == pytest.approx(111.6 - 80.6, rel=0.01)
+
+
+@pytest.mark.parametrize("flags", [[], ["--parallelism.tensor_parallel_degree", "2"], ["--float8.recipe", "rowwise"]])
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("name", [name for name in LISTS if name != "none"])
+def test_rules_and_inputs_add_up_to_the_total(name: str, flags: list[str], compiled: str) -> None:
+    run = checked("--activation_checkpoint.recipe", name, "--compile.enable", compiled, *flags)
+    layout = layout_of(run)
+    kept = sum(p.held * p.blocks for p in prices(run))
+    inputs = run.dimensions.n_layers * 2 * layout.tokens * run.dimensions.dim // layout.tensor_parallel
+    assert totals_of(run).held == pytest.approx(kept + inputs)
+
+
+def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
+    """Forward is a third of a step; the head, 6·D·V a token, is not in a block. t ranks share the work evenly."""
+    for degree in ("1", "2", "4"):
+        run = checked("--parallelism.tensor_parallel_degree", degree)
+        sizes, layout = run.dimensions, layout_of(run)
+        dear = [a for a in activations(layout) if "mm" in a.op or "attention" in a.op]
+        with torch.device("meta"):
+            flops = flops_per_token(Llama3(sizes, 8), sizes, layout.seq_len)
+        step = (flops - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
+        assert 3 * sizes.n_layers * sum(a.flops for a in dear) * int(degree) == step
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
+def test_other_architectures_have_one(name: str) -> None:
+    """Rules and inputs add up, and so do FLOPs: those that MFU counts."""
+    flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "256"]
+    run = checked(*flags, "--activation_checkpoint.recipe", "attention")
+    sizes, layout = run.dimensions, layout_of(run)
+    kept = sum(p.held * p.blocks for p in prices(run))
+    assert totals_of(run).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
+    dear = [a for window in sizes.windows for a in activations(layout, window) if "mm" in a.op or "attention" in a.op]
+    with torch.device("meta"):
+        model = model_class(Model(name=name))(sizes, 256)  # type: ignore[arg-type]
+    step = (flops_per_token(model, sizes, 256) - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
+    assert 3 * sum(a.flops for a in dear) == step
+
+
+def test_a_model_of_which_nothing_is_said_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
+    mine.write_text(inspect.getsource(llama3))
+    sizes.parent.mkdir()
+    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
+    flags = ["--model.file", str(mine), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+    assert main(["plan", CONFIG, "--activation-checkpoint", *flags, "--training.seq_len", "64"]) == 2
+    want = "want: [block] in its recipe, which says what its blocks are made of"
+    assert f'model.file = "{mine}"\n      {want}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_tensor_parallelism_never_keeps_more(name: str) -> None:
+    held = []
+    for degree in ("1", "2", "4", "8"):
+        run = checked("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", degree)
+        held.append(totals_of(run).held)
+    assert held == sorted(held, reverse=True)
+
+
+def test_a_list_that_keeps_more_computes_less_again() -> None:
+    run = checked()
+    by_size = ("full", "attention", "balanced_tight", "balanced", "matmuls", "none")
+    ordered = [totals_of(run, name) for name in by_size]
+    assert [t.held for t in ordered] == sorted(t.held for t in ordered)
+    assert [t.flops for t in ordered] == sorted((t.flops for t in ordered), reverse=True)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_collectives_in_matmuls_change_nothing_of_what_is_multiplied_again(name: str) -> None:
+    flags = ("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", "4")
+    plain, fused = (checked(*flags, "--parallelism.async_tensor_parallel", value) for value in ("false", "true"))
+    assert totals_of(plain).flops == totals_of(fused).flops
+
+
+def test_matmuls_computes_nothing_dear_again() -> None:
+    """No more than 5 FLOPs an element of the stream: the mean squares of norms."""
+    for degree in ("1", "2"):
+        run = checked("--activation_checkpoint.recipe", "matmuls", "--parallelism.tensor_parallel_degree", degree)
+        layout, sizes = layout_of(run), run.dimensions
+        assert totals_of(run).flops <= 5 * sizes.n_layers * layout.tokens * sizes.dim
+
+
+RULE = '[[rules]]\nop = "{}"\naction = "save"\n{}'
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (RULE.format("attention", ""), ["attention", 'module = ["wqkv"]']),
+        (RULE.format("communication", ""), ['rules[0].op = "communication"', "set optional = true"]),
+        (RULE.format("aten.mmm.default", ""), ["line 4  rules[0].op", 'did you mean "aten.mm.default"?']),
+        (RULE.format("aten.mm", ""), ["line 4  rules[0].op", 'did you mean "aten.mm.default"?']),
+        (RULE.format("aten.silu.default", ""), ["line 4  rules[0].op", "less to recompute"]),
+    ],
+)
+def test_what_cannot_work_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, parts: list[str]
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{text}')
+    assert main(["plan", CONFIG, "--activation-checkpoint", "--activation_checkpoint.recipe", str(mine)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for part in (*parts, "want: ", "fix:  "):
+        assert part in err
+
+
+@pytest.mark.parametrize("kernel", CLASSES["attention"][:-1])
+def test_attention_by_the_name_of_a_kernel_costs_what_its_class_does(kernel: str, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    wqkv = RULE.format("matmul", 'module = ["wqkv"]\n')
+    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{RULE.format(kernel, "")}{wqkv}')
+    named, by_class = (checked("--activation_checkpoint.recipe", name) for name in (str(mine), "attention"))
+    assert totals_of(named) == totals_of(by_class)
+    both = [[replace(p, rule=None) for p in prices(run)] for run in (named, by_class)]  # type: ignore[arg-type]
+    assert both[0] == both[1]
+
+
+def test_what_is_not_known_of_blocks_has_no_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was taken for nothing; under tensor parallelism this operator keeps all that was gathered."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{RULE.format("_c10d_functional.wait_tensor.default", "")}')
+    flags = ("--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.recipe", str(mine))
+    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert 'line 4  rules[0].op = "_c10d_functional.wait_tensor.default"\n      want: a class' in err
+
+
+def test_all_that_has_no_price_is_said_at_once() -> None:
+    run = checked()
+    with pytest.raises(RecipeError) as caught:
+        totals(layout_of(run), SaveList("", "save", (SaveRule("matmul", "save", module=("w9",)),)))
+    for part in ("2 problems", 'fix:  default = "recompute"', 'rules[0].module = "w9"'):
+        assert part in str(caught.value)
+
+
+def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured on four H200: 80.6 and 111.6 GiB, 7.5 of them gradients apart, 0.4 in the last norm and
+    0.4 a block that is in symmetric memory now."""
+    lines = said(capsys, "--world", "4").splitlines()
+    assert lines[-8].endswith("peak of the run")
+    assert all(line.endswith(" GiB") for line in lines[-7:])
+    peaks = {line.split()[0]: line.split()[-2] for line in lines[-7:]}
+    assert list(peaks) == ["balanced", *(name for name in LISTS if name != "balanced")]
+    assert (peaks["balanced"], peaks["none"]) == ("72.4", "103.4")
+
+
+def test_what_a_small_model_keeps_is_said_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    small = str(shipped_folder("configs") / "debug.toml")
+    assert main(["plan", small, "--activation-checkpoint", "--world", "2"]) == 0
+    heading, *lists = capsys.readouterr().out.splitlines()[-8:]
+    assert heading.endswith("  MiB  TFLOP  MiB moved  peak of the run")
+    held = {line.split()[0]: line.split()[1] for line in lists}
+    assert held["full"] == "1.00"  # the input of two blocks: 512 tokens of 256 in float32 each
+
+
+def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
+    lines = said(capsys, *auto, "--world", "4").splitlines()
+    assert lines[2] == ("save-list auto: chosen when the run starts, as the fastest whose peak is at most 90 GiB")
+    assert [line.split()[0] for line in lines[-7:]] == LISTS
+    assert main(["plan", CONFIG, "--activation-checkpoint", *auto[:3], "30", "--world", "4"]) == 2
+    assert "want: at least 37.5" in capsys.readouterr().err
+
+
+def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of them whole: half of what `none` keeps, half of what `full` keeps."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text('help = "mine"\ndefault = "recompute"\n' + RULE.format("block", 'layers = "16:"\n'))
+    run = checked("--activation_checkpoint.recipe", str(mine))
+    none, full = (totals_of(run, name) for name in ("none", "full"))
+    assert totals_of(run).held == (none.held + full.held) / 2
+    assert totals_of(run).flops == full.flops / 2
+    (whole,) = prices(run)
+    assert (whole.blocks, whole.matches, whole.flops) == (16, 16, 0)
+    assert 16 * whole.held == (none.held - full.held) / 2
+    rows = [line.split() for line in said(capsys, "--activation_checkpoint.recipe", str(mine)).splitlines()]
+    assert ["save", "block", "16", "of", "32", f"{whole.held / 2**20:,.1f}", "0.0", "0.0"] in rows
+
+
+@pytest.mark.parametrize("text", ['help = "mine"\n', "help = "])
+def test_a_broken_list_beside_others(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "activation_checkpoint").mkdir()
+    (tmp_path / "activation_checkpoint/mine.toml").write_text(text)
+    rows = said(capsys, "--job.recipe_dirs", str(tmp_path)).splitlines()[-len(LISTS) - 1 :]
+    assert [line.split() for line in rows if "mine" in line] == [["mine", "no", "price"]]
+    assert sum("no price" not in line for line in rows) == len(LISTS)
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([CONFIG], "or --activation-checkpoint for what the save-list costs"),
+        ([CONFIG, "--activation-checkpoint", "--why", "x"], "no --why together with --activation-checkpoint"),
+        (["--activation-checkpoint"], "one config, as the first argument"),
+        ([CONFIG, "--activation-checkpoint", "--activation_checkpoint.recipe", "ful"], 'did you mean "full"?'),
+    ],
+)
+def test_mistakes(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *argv]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_it_answers_in_a_moment_and_without_torch() -> None:
+    """Two seconds of the processor where half of one is usual; importing torch alone takes more."""
+    code = "import sys; from titanlite.commands import main; x = main(sys.argv[1:]); print(*sys.modules); sys.exit(x)"
+    argv = [sys.executable, "-c", code, "plan", CONFIG, "--activation-checkpoint"]
+    with cpu_of_children(2.0):
+        done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert "torch" not in done.stdout.splitlines()[-1].split()

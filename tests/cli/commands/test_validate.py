@@ -1,0 +1,1061 @@
+"""The check before a run: one message, exit code 2, no torch, well under a second."""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import pwd
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tomli
+
+import titanlite
+import titanlite.train
+from tests.support.cpu import cpu_of_children
+from tests.unit.data.test_tokenizer import make_tokenizer
+from titanlite.activation_checkpoint.rules import CLASSES
+from titanlite.commands import main
+from titanlite.config.architectures import ARCHITECTURES, linear_layers
+from titanlite.config.check import _FROM_HOME
+from titanlite.config.hugging_face import LAYOUTS, config_json
+from titanlite.config.schema import Model
+from titanlite.config.toml_file import shipped_folder
+from titanlite.config.weight_decay import parameter_names
+from titanlite.data.tokenizer import FileTokenizer
+from titanlite.errors import ConfigError
+from titanlite.exit_code import exit_code
+from titanlite.preflight.checked_run import checked_run
+from titanlite.recipes import load
+
+CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
+LITTLE = "0.2% of the model's ids can occur"
+WORLDS = {"debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
+
+
+@pytest.fixture(autouse=True)
+def _where_nothing_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout may have an `outputs/debug`, of another run than these."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    chosen = 'model.flavor = "debug"\ndata.source = "python_stdlib"\n'
+    path.write_text(f"{chosen}[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 10\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_passes(path: Path) -> None:
+    for world in (None, *WORLDS.get(path.stem, (1, 8, 16))):
+        checked = checked_run(["--config", str(path)], world_size=world)
+        assert checked.config.job.name == path.stem
+        assert checked.hints == ()
+        is_small = checked.dimensions.vocab_size == 256  # the others name their model, and the ids of `bytes`
+        assert [text.partition(":")[2] for text in checked.warnings] == [] if is_small else [LITTLE]
+    floats = checked_run(["--config", str(path), "--float8.recipe", "rowwise"], world_size=None)
+    assert floats.float8 == load("float8", "rowwise")
+
+
+@pytest.mark.parametrize(
+    ("flags", "hint"),
+    [
+        (("--training.steps", "3"), "is less than lr_scheduler.warmup_steps = 10: the learning rate rises to 0.3 of"),
+        (
+            ("--lr_scheduler.decay_ratio", "0.95"),
+            "decay_ratio = 0.95 is cut: decay takes the 90 of 100 steps",
+        ),
+        (
+            ("--lr_scheduler.decay_ratio", "0.004"),
+            "decay_ratio = 0.004 of 100 steps is none: the learning rate",
+        ),
+        (("--lr_scheduler.decay_ratio", "0.9"), ""),
+        (("--job.stop_after", "3"), ""),
+        (("--job.stop_after", "3", "--checkpoint.enable", "false"), ""),
+    ],
+)
+def test_a_schedule_that_is_cut_is_a_warning_and_at_a_look_a_hint(file: str, flags: tuple[str, ...], hint: str) -> None:
+    checked = checked_run([file, *flags])
+    said, others = checked.warnings, checked.hints
+    if "--training.steps" in flags:  # a look at a few steps
+        said, others = others, tuple(text for text in said if "schedule" in text)
+    assert len(said) == bool(hint)
+    assert hint in "".join(said)
+    assert others == ()
+
+
+def test_what_needs_care_is_counted_as_a_warning(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", file, "--model.vocab_size", "260", "--lr_scheduler.decay_ratio", "0.95"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")
+    assert "\n  warning: lr_scheduler.decay_ratio = 0.95 is cut" in out
+
+
+def test_torchtitans_word_for_a_save_list_is_answered_as_its_own_key(file: str) -> None:
+    fix = 'fix:  use activation_checkpoint.recipe = "full", or "none" where memory allows'
+    with pytest.raises(ConfigError, match=fix):
+        checked_run([file, "--activation_checkpoint.recipe", "selective"])
+
+
+def test_a_folder_of_weights_without_a_config(file: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r'initial_load_path = ".*/empty", which has no config.json\n'):
+        checked_run([file, "--checkpoint.initial_load_path", str(tmp_path / "empty")])
+
+
+def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
+    assert [p.stem for p in CONFIGS] == [
+        "debug",
+        *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b")),
+    ]
+
+
+def test_validation_on_text_that_is_trained_on(file: str, tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("x" * 10_000)
+    flags = ["--config", file, "--validation.enable", "--data.source"]
+
+    def warnings(source: str, held_out: str, *more: str) -> tuple[str, ...]:
+        return checked_run([*flags, source, "--validation.source", held_out, *more]).warnings
+
+    said = "is part of data.source (2 of its 2 files): it is trained on, and its loss is not that of held-out text"
+    assert warnings(f"{tmp_path}", f"{tmp_path}/[bc].txt") == (f'validation.source = "{tmp_path}/[bc].txt" {said}',)
+    (cut,) = warnings(f"{tmp_path}", f"{tmp_path}", "--data.max_tokens=9")
+    assert "(3 of its 3 files): it is trained on, unless data.max_tokens leaves it out, and its loss" in cut
+    assert warnings(f"{tmp_path}/a.txt", f"{tmp_path}/[bc].txt") == ()
+    assert "(the same dataset, config and split)" in warnings(f"hf:{tmp_path}", f"hf:{tmp_path}")[0]
+    assert warnings(f"hf:{tmp_path}", f"hf:{tmp_path}::test") == ()
+
+
+def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    layout, sizes = LAYOUTS["llama3"], load("model", "llama3-debug")
+    sizes = replace(sizes, vocab_size=320)
+    (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 2048, "float32", 0)))
+    (folder / "model.safetensors").touch()
+    make_tokenizer(folder / "tokenizer.json")
+    own = make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",))
+    given = ["--config", file, "--model.vocab_size", "320", "--job.dump_folder", str(tmp_path)]
+    given += ["--checkpoint.initial_load_path", str(folder)]
+
+    def hints(*flags: str) -> tuple[str, ...]:
+        checked = checked_run([*given, *flags])
+        others = "not chosen", "ids can occur"
+        return (*checked.hints, *(text for text in checked.warnings if not any(said in text for said in others)))
+
+    for tokenizer in ("bytes", str(own)):
+        hint = hints("--data.tokenizer", tokenizer)[-1]
+        assert f'data.tokenizer = "{tokenizer}" is not {folder / "tokenizer.json"}' in hint
+    (unused,) = hints("--data.tokenizer", str(folder / "tokenizer.json"))
+    assert "its truncation to 4 tokens is switched off, its padding is switched off, its post_processor, " in unused
+    exported = FileTokenizer("", folder / "tokenizer.json").as_used()
+    (folder / "tokenizer.json").write_text(exported)
+    make_tokenizer(own)
+    assert [text[:20] for text in hints("--data.tokenizer", str(own))] == [unused[:20]]
+    assert hints("--data.tokenizer", str(folder / "tokenizer.json")) == ()
+    (tmp_path / "ids.bin").write_bytes(bytes(10_000))
+    assert hints("--data.source", str(tmp_path / "ids.bin")) == ()
+    for content, n in (({"model": {"vocab": dict.fromkeys(map(str, range(256)))}}, 0), ({}, 1), ("no tokenizer", 1)):
+        (folder / "tokenizer.json").write_text(json.dumps(content))  # of bytes; and what this run does not need
+        assert len(hints()) == n
+    (folder / "tokenizer.json").unlink()
+    assert hints() == ()
+    (hint,) = hints("--training.seq_len", "2049")
+    assert hint.startswith("training.seq_len = 2049 is more than 2048, the max_position_embeddings of the weights of")
+
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"attention_dropout": 0.1}))
+    (hint,) = hints()
+    assert hint.startswith("attention_dropout = 0.1 in the config.json of checkpoint.initial_load_path is left out: ")
+    (folder / "config.json").write_text(json.dumps(content))
+    assert "--model.vocab_size" not in str(
+        hints("--parallelism.tensor_parallel_degree=1", "--training.mixed_precision_param=bfloat16")
+    )
+
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):
+        hints()
+    saved = tmp_path / "run/checkpoints/step-00000001"
+    saved.mkdir(parents=True)
+    (saved / "MANIFEST.json").touch()
+    assert hints("--job.name", "run") == ()  # it goes on from there
+    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):
+        hints("--job.name", "run", "--checkpoint.enable", "false")
+
+
+def test_what_was_not_chosen_and_ids_that_cannot_occur(tmp_path: Path) -> None:
+    def warnings(text: str, *flags: str) -> tuple[str, ...]:
+        (tmp_path / "mine.toml").write_text(text)
+        return checked_run(["--config", str(tmp_path / "mine.toml"), *flags]).warnings
+
+    (tmp_path / "text.txt").write_text("x" * 100_000)
+    left, few = warnings("")
+    assert left.startswith('model.flavor = "8B", data.source = "python_stdlib", data.tokenizer = "bytes": not chosen,')
+    assert few.startswith('data.tokenizer = "bytes" has 256 ids and model.vocab_size is 128,256: 0.2% of the model')
+    chosen = f'model.flavor = "1B"\ndata.source = "{tmp_path}/text.txt"\n'
+    left, few = warnings(chosen)
+    assert left.startswith('data.tokenizer = "bytes": not chosen,')
+    assert LITTLE in few
+    assert LITTLE in warnings(chosen, "--data.tokenizer=bytes")[0]  # chosen, and still not the model's
+    assert warnings(chosen, "--model.vocab_size=256") == ()  # the ids of `bytes` are its own
+    assert warnings(chosen, "--model.vocab_size=280") == ()  # padded
+    assert len(warnings(chosen, "--model.vocab_size=288")) == 2
+    (held_out,) = warnings(chosen, "--model.vocab_size=256", "--validation.enable")
+    assert held_out.startswith('validation.source = "python_stdlib_held_out": not chosen')
+    own = str(make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",)))
+    (few,) = warnings(chosen, "--data.tokenizer", own)
+    assert "ids can occur" in few
+    assert few.endswith("or set model.vocab_size = 384")  # 271 ids, and a multiple of 128: nothing more is said of it
+    assert warnings(chosen, "--model.vocab_size=384", "--data.tokenizer", own) == ()
+    (tmp_path / "ids.bin").write_bytes(bytes(100_000))  # which has no use for a tokenizer
+    assert warnings(chosen, f"--data.source={tmp_path}/ids.bin") == ()
+
+
+def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
+    """What the message says leads to a run, in one step, where a tokenizer of that folder is named as well."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    sizes = replace(load("model", "qwen3-debug"), vocab_size=272, ffn_dim=384, norm_eps=3e-6, tied_embeddings=False)
+    content = config_json(LAYOUTS["qwen3"], sizes, 2048, "float32", 0)
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "model.safetensors").touch()
+    tokenizer = make_tokenizer(folder / "tokenizer.json")  # of 271 ids, more than the 256 of a debug size
+    given = ["--config", file, "--job.dump_folder", str(tmp_path), "--checkpoint.initial_load_path", str(folder)]
+    given += ["--data.tokenizer", str(tokenizer)]
+    with pytest.raises(ConfigError) as refused:
+        checked_run(given)
+    (report,) = refused.value.args
+    (problem,) = report.problems
+    assert problem.where == "model.name"
+    assert problem.fix == 'name = "qwen3", with flavor = "from_checkpoint"'
+
+    given += ["--model.name", "qwen3"]
+    with pytest.raises(ConfigError) as refused:
+        checked_run(given)
+    (report,) = refused.value.args
+    (problem,) = report.problems  # and nothing of a vocabulary
+    assert "rms_norm_eps = 1e-06 (it says 3e-06)" in problem.want
+    assert problem.fix.startswith('model.flavor = "from_checkpoint", and no other dimensions')
+
+    checked = checked_run([*given, "--model.flavor", "from_checkpoint"])
+    assert replace(checked.dimensions, help="", refs=()) == replace(sizes, help="", refs=())
+    assert checked.warnings == ()
+    for n_layers in (9, sizes.n_layers):
+        beside = (
+            rf"model.n_layers = {n_layers}\n +want: not given with model.flavor = \"from_checkpoint\".*\n +fix:  remove"
+        )
+        with pytest.raises(ConfigError, match=beside) as refused:
+            checked_run([*given, "--model.flavor", "from_checkpoint", "--model.n_layers", str(n_layers)])
+        assert "initial_load_path" not in str(refused.value)
+    with pytest.raises(
+        ConfigError, match=r"model.flavor = \"from_checkpoint\"\n +want: checkpoint.initial_load_path as"
+    ):
+        checked_run([*given, "--model.flavor", "from_checkpoint", "--checkpoint.initial_load_path", ""])
+    with pytest.raises(ConfigError, match='did you mean "from_checkpoint"'):
+        checked_run([*given, "--model.flavor", "from_chekpoint"])
+    (folder / "config.json").write_text(json.dumps(content | {"intermediate_size": 400}))
+    with pytest.raises(
+        ConfigError, match=r"model.ffn_dim = 400\n +want: a multiple of 128\n +fix:  name another folder"
+    ):
+        checked_run([*given, "--model.flavor", "from_checkpoint"])
+    (folder / "config.json").write_text(json.dumps(content | {"vocab_size": 264}))
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 264(.|\n)*name the tokenizer of the weights of"):
+        checked_run([*given, "--model.flavor", "from_checkpoint"])
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> str:
+    """That of a container whose user has no entry; what is said of it."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    return f"want: a path that leads somewhere; HOME is not set, and user {os.geteuid()} has none\n"
+
+
+@pytest.mark.parametrize("command", ["validate", "plan --world=2", "prepare", "verify-resume", "train"])
+def test_a_cache_in_a_home_that_is_not_there(
+    command: str, no_home: str, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = command.split()
+    if name == "train":
+        monkeypatch.setattr(sys, "argv", ["train.py", "--config", file])
+        assert exit_code(titanlite.train.main) == 2
+    else:
+        assert main([name, file, *flags]) == 2
+    assert f'\n  data.cache_dir = "~/.cache/titanlite/data"\n      {no_home}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", _FROM_HOME)
+def test_a_path_from_a_home_that_is_not_there(key: str, no_home: str, file: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        checked_run(["--config", file, "--data.cache_dir=cache", f"--{key}=~/x"])
+    assert f'\n  {key} = "~/x"\n      {no_home}' in str(refusal.value)
+
+
+def test_the_home_of_nobody(file: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data.source = \"~nobody_here/x.txt\"\n *want: .*; no user is nobody_here\n"
+    ):
+        checked_run(["--config", file, "--data.source", "~nobody_here/x.txt"])
+    (tmp_path / "~nobody_here").mkdir()  # the working directory has a folder of that name
+    (tmp_path / "~nobody_here" / "x.txt").write_text("x" * 100_000)
+    assert len(checked_run(["--config", file, "--data.source", "~nobody_here/x.txt"]).inputs.sources) == 1
+
+
+def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["validate", file, "--world", "8", "--training.global_batch_size", "32"]
+    assert main([*argv, "--parallelism.tensor_parallel_degree", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{file}: no problems\n")
+    assert "llama3 debug, 1,705,216 parameters" in said
+    assert "replicate 1 × shard 4 × tensor 2: 8 processes" in said
+    assert "65,536 tokens a step, 6,553,600 in 100 steps; 8 micro-steps" in said
+    assert " files taken\n  folder " in said
+    assert os.path.join("outputs", "run") in said
+    assert main(["validate", file, "--model.dim", "512"]) == 0
+    said = capsys.readouterr().out
+    assert "llama3 debug with dim 512, " in said
+    assert "any number of processes" in said
+    assert main(["validate", file, "--world", "8", "--world=2"]) == 0
+    assert ": 2 processes" in capsys.readouterr().out
+
+
+def test_summary_has_the_epochs_of_what_is_small_or_prepared(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def data(*flags: str) -> str:
+        capsys.readouterr()
+        assert main(["validate", file, "--training.seq_len=100", f"--data.cache_dir={tmp_path}/cache", *flags]) == 0
+        return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("  data "))
+
+    (tmp_path / "small.txt").write_text("x" * 10_000)
+    small = f"--data.source={tmp_path}/small.txt"
+    assert data(small).endswith("bytes; 10,001 tokens, 1 epoch in 100 steps, times the number of data-parallel ranks")
+    assert data(small, "--world=4").endswith("bytes; 10,001 tokens, 4 epochs in 100 steps")
+    assert data(small, "--parallelism.data_parallel_shard_degree=2").endswith(", 2 epochs in 100 steps")
+    assert data(small, "--training.global_batch_size=64").endswith(", 64 epochs in 100 steps")
+    (tmp_path / "large.txt").write_text("x" * 2_000_000)
+    large = [f"--data.source={tmp_path}/large.txt", "--world=4"]
+    assert data(*large).endswith("tokenizer bytes")
+    assert main(["prepare", "--config", file, f"--data.cache_dir={tmp_path}/cache", *large[:1]]) == 0
+    assert data(*large).endswith("bytes; 2,000,001 tokens, 0.02 epochs in 100 steps")
+    assert main(["validate", file, f"--data.cache_dir={tmp_path}/cache", *large, "--training.seq_len=1_000_000"]) == 2
+    assert "which has 2,000,001 tokens\n" in capsys.readouterr().err
+    (tmp_path / "ids.bin").write_bytes(bytes([7, 0]) * 501)
+    ids = [f"--data.source={tmp_path}/ids.bin", "--data.tokenizer=nowhere/tokenizer.json", "--world=1"]
+    assert data(*ids).endswith("/ids.bin, token files; 501 tokens, 20 epochs in 100 steps")
+
+
+def test_a_cache_folder_that_cannot_be_written(
+    file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mode in (0o500, 0o000, 0o600):
+        Path("closed").mkdir()
+        Path("closed").chmod(mode)
+        for cache in ("closed", "closed/cache", "closed/below/cache"):
+            flags = ["run.toml", f"--data.cache_dir={cache}", "--data.source=hf:a/b"]
+            assert main(["validate", *flags]) == 2
+            said = capsys.readouterr().err
+            assert f"data.cache_dir = '{cache}': [Errno 13] Permission denied" in said
+            assert "that can be entered and written\n      fix:  make it writable, or set data.cache_dir" in said
+            checked_run(["--config", *flags])  # a plan, which need not be made on the host that prepares
+        Path("closed").rmdir()
+
+
+def test_what_is_wrong_with_cache_and_folder_of_a_run_is_said_at_once(
+    file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("closed").mkdir(mode=0o000)
+    flags = ["--data.source=hf:a/b", "--data.cache_dir=closed", "--job.dump_folder=closed"]
+    assert main(["validate", "run.toml", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "data.cache_dir = 'closed'" in said
+    assert "job.dump_folder = closed" in said
+
+
+def test_what_wandb_would_read_from_the_environment(
+    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WANDB_PROJECT", "ours"), ("WANDB_MODE", "offline"), ("WANDB_RUN_NAME", "first")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    assert main(["validate", file]) == 0
+    assert "WANDB" not in capsys.readouterr().out  # of no concern
+    assert main(["validate", file, "--metrics.wandb", "offline"]) == 0
+    said = capsys.readouterr().out
+    assert '  WANDB_PROJECT=ours of the environment is not used; metrics.wandb_project = "titanlite" is\n' in said
+    assert '  WANDB_RUN_NAME=first of the environment is not used; job.name = "run" is\n' in said
+    assert said.count("WANDB") == 2
+    same = ["--metrics.wandb_project", "ours", "--job.name", "first"]
+    assert main(["validate", file, "--metrics.wandb", "offline", *same]) == 0
+    assert "WANDB" not in capsys.readouterr().out
+
+
+def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", file, "--data.source", "hf:allenai/c4:en"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        ": 1 warning\n  warning: hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step"
+        in out
+    )
+    assert "data.max_tokens limits it\n" in out
+    limit = ["--data.max_tokens", "2_000_000"]
+    assert main(["validate", file, "--data.source", "hf:allenai/c4:en", *limit]) == 0
+    out = capsys.readouterr().out
+    assert "is on the hub" not in out
+    assert "data      hf:allenai/c4:en, data.max_tokens 2,000,000, tokenizer bytes\n" in out
+    assert main(["validate", file, *limit, "--validation.enable", "--validation.source", "hf:a/b"]) == 0
+    assert "no problems\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out  # held-out text is small
+
+
+def test_summary_of_what_was_prepared_from_the_hub(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    (there := tmp_path / "hub").mkdir()
+    (there / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}))
+    load = datasets.load_dataset_builder
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: load(str(there)))
+    flags = [f"--data.cache_dir={tmp_path}/cache", "--data.source=hf:allenai/c4:en", "--training.global_batch_size=2"]
+    assert main(["prepare", "--config", file, *flags]) == 0
+    capsys.readouterr()
+    assert main(["validate", file, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "is on the hub" not in out
+    assert "hf:allenai/c4:en, tokenizer bytes; 5,001 tokens, " in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ([], ["model.vocab_size = 50257 is not a multiple of 8 (16 bytes in bfloat16):", "--model.vocab_size 50304 "]),
+        (["--model.vocab_size", "50304"], []),
+        (["--model.vocab_size", "50264"], []),
+        (
+            ["--model.vocab_size", "50264", "--parallelism.tensor_parallel_degree", "2"],
+            ["is not a multiple of 16 (16 bytes in bfloat16 on each of 2 ranks)", "--model.vocab_size 50304 "],
+        ),
+        (["--training.mixed_precision_param", "float32"], []),
+    ],
+)
+def test_a_vocabulary_without_an_aligned_kernel(
+    file: str, capsys: pytest.CaptureFixture[str], flags: list[str], parts: list[str]
+) -> None:
+    gpt2 = ("--model.name", "gpt2", "--model.flavor", "774M", "--training.seq_len", "1024")
+    assert main(["validate", file, *gpt2, *flags]) == 0
+    said = capsys.readouterr().out
+    assert ("several times slower" in said) == bool(parts)
+    for part in parts:
+        assert part in said
+
+
+def test_a_save_list_that_names_a_layer_which_blocks_lack(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.toml"
+    for default, action in (("recompute", "save"), ("save", "recompute")):  # of which the second has no price
+        rule = f'[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "{action}"\n'
+        mine.write_text(f'help = ""\ndefault = "{default}"\n{rule}')
+        flags = ("--activation_checkpoint.recipe", str(mine), "--training.seq_len", "1024")
+        assert main(["validate", file, *flags]) == 0
+        assert main(["validate", file, *flags, "--model.name", "gpt2", "--model.flavor", "774M"]) == 2
+        assert "want: a linear layer of a block: wqkv, wo, w1, w2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        (
+            'default = "save"\n[[rules]]\nop = "matmul"\nmodule = ["wqkv"]\naction = "recompute"\n',
+            "wqkv would be recomp",
+        ),
+        ('default = "save"\n[[rules]]\nop = "matmul"\nmodule = ["wo"]\naction = "recompute"\n', ""),
+        (
+            'default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "100:"\n',
+            "some of the model's 2 blo",
+        ),
+        ('default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "1:"\n', ""),
+        ('default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "2:"\noptional = true\n', ""),
+        (  # what passes in a fused operation is not what a run looks at first
+            'default = "recompute"\n[[rules]]\nop = "communication"\naction = "save"\n'
+            '[[rules]]\nop = "attention"\naction = "save"\n',
+            "wqkv would be recomputed",
+        ),
+    ],
+)
+def test_a_save_list_that_a_run_would_refuse(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, want: str
+) -> None:
+    (tmp_path / "mine.toml").write_text(f'help = ""\n{text}')
+    flags = ["--activation_checkpoint.recipe", str(tmp_path / "mine.toml"), "--parallelism.tensor_parallel_degree", "2"]
+    assert main(["validate", file, *flags, "--parallelism.async_tensor_parallel"]) == (2 if want else 0)
+    assert want in capsys.readouterr().err
+    if "100:" in text:
+        assert main(["validate", file, *flags, "--job.strict", "false"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        ('op = "matmul"\nmodule = ["wv"]', ['line 5  rules[0].module = "wv"', 'did you mean "wqkv"?']),
+        ('op = "matmul"\nmodule = ["wqkw"]', ['line 5  rules[0].module = "wqkw"', 'did you mean "wqkv"?']),
+        ('op = "aten._scaled_dot_product_flash_attention.default"', ["line 4  rules[0].op", 'module = ["wqkv"]']),
+        (
+            'op = "block"\nlayers = "9:"',
+            ['line 5  rules[0].layers = "9:"', "the model's 2 blocks", "or set optional = true"],
+        ),
+        ('op = "communication"', ["line 4  rules[0].op", "it matches nothing", "set optional = true"]),
+        ('op = "cast"\nmodule = ["w2"]', ["line 4  rules[0].op", "it matches nothing"]),
+        ('op = "titanlite.scaled_matmul.default"', ["line 4  rules[0].op", "it matches nothing"]),
+        (
+            'op = "titanlite.scaled_mm.default"',
+            ["line 4  rules[0].op", 'did you mean "titanlite.scaled_matmul.default"?'],
+        ),
+    ],
+)
+def test_a_rule_that_cannot_work_here_is_found_in_its_file(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, parts: list[str]
+) -> None:
+    """That of the list which has it, where the config names another that extends it."""
+    base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
+    base.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
+    mine.write_text('extends = "base.toml"\nhelp = "mine"\n')
+    for name in (base, mine):
+        assert main(["validate", file, "--activation_checkpoint.recipe", str(name)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"{base}: 1 problem\n")
+        for part in (*parts, "want: ", "fix: "):
+            assert part in said
+
+
+@pytest.mark.parametrize(
+    ("rule", "part"),
+    [
+        ('op = "matmul"\nmodule = ["wqkw"]', 'did you mean "wqkv"?'),
+        ('op = "attention"', "the matmuls behind attention's q, k and v kept as well"),
+        ('op = "cast"\nlayers = ":1"', "it matches nothing"),
+        ('op = "cast"\nlayers = "1:"', ""),
+    ],
+)
+def test_a_rule_that_cannot_work_is_found_where_some_blocks_are_in_float8(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, part: str
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
+    flags = ["--activation_checkpoint.recipe", str(mine), "--float8.recipe", "rowwise"]
+    assert main(["validate", file, *flags, "--float8.filter_fqns", "layers.0."]) == (2 if part else 0)
+    assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rules", "flags"),
+    [
+        (['op = "communication"'], ["--job.strict", "false"]),
+        (['op = "communication"'], ["--parallelism.tensor_parallel_degree", "2"]),
+        (['op = "titanlite.scaled_matmul.default"'], ["--float8.recipe", "rowwise"]),
+        # Which of them runs is for torch to choose; the matmul that q, k and v come from is there.
+        ([f'op = "{op}"' for op in CLASSES["attention"][:3]], []),
+    ],
+)
+def test_a_rule_that_may_match(file: str, tmp_path: Path, rules: list[str], flags: list[str]) -> None:
+    text = ['op = "matmul"\nmodule = ["wqkv"]', *rules]
+    mine = tmp_path / "mine.toml"
+    mine.write_text('help = ""\ndefault = "recompute"\n' + "".join(f'[[rules]]\n{r}\naction = "save"\n' for r in text))
+    assert main(["validate", file, "--activation_checkpoint.recipe", str(mine), *flags]) == 0
+
+
+def test_a_kernel_behind_all_of_them_can_never_match(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, balanced = (
+        tmp_path / "mine.toml",
+        (shipped_folder("recipes") / "activation_checkpoint/balanced.toml").read_text(),
+    )
+    mine.write_text(f'{balanced}\n[[rules]]\nop = "{CLASSES["attention"][0]}"\naction = "save"\n')
+    assert main(["validate", file, "--activation_checkpoint.recipe", str(mine)]) == 2
+    assert f'rules[3].op = "{CLASSES["attention"][0]}"\n      want: ' in capsys.readouterr().err
+
+
+def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
+    assert main(["validate", file, *auto, "8", "--world", "2"]) == 0
+    assert "activation_checkpoint auto within 8 GiB, float8 none" in capsys.readouterr().out
+    assert main(["validate", file, *auto, "0.1", "--world", "2"]) == 2
+    assert "want: at least 0." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["{missing}"], ["no such file or directory", "did you mean"]),
+        (["{bad_toml}"], ["line 2", "valid TOML"]),
+        (["{file}", "--training.stepz", "5"], ["did you mean training.steps?"]),
+        (["{file}", "--training.steps", "many"], ["want: a whole number"]),
+        (
+            ["{file}", "--parallelism.tensor_parallel_degree", "3"],
+            ["a divisor of model.n_heads = 8", "degree 2 (or 1)"],
+        ),
+        (["{file}", "--parallelism.tensor_parallel_degree", "2", "--world", "3"], ["the number of processes, 3"]),
+        (["{file}", "--float8.recipe", "rowwis"], ["command line: 1 problem", 'did you mean "rowwise"?']),
+        (["{file}", "--activation_checkpoint.recipe", "x"], ["one of auto, attention, balanced"]),
+        (["{file}", "--model.flavor", "9B"], ["one of 1B, 3B, 405B, 70B, 8B, debug"]),
+        (["{file}", "--training.global_batch_size", "-1"], ["leave global_batch_size out"]),
+        (["{file}", "--model.vocab_size", "255"], ["model.vocab_size"]),
+        (["{file}", "--data.source", "/no/such/*.txt"], ["/no/such/*.txt"]),
+        (["{file}", "--world", "none"], ["--world = none"]),
+        (["{file}", "--world"], ["--world"]),
+        (["--world", "8"], ["FILE"]),
+        (["{file}", "--config", "{missing}"], ["one config", "titanlite validate {file} --world 2; ", 'extends = ["']),
+        (["{file}", "{missing}"], ["FILE = {file} {missing}", "one config", "titanlite validate {file} --world 2; "]),
+        (["{file}", "--world", "2", "--config={file}"], ["FILE = {file} {file}"]),
+        (["--config"], ["--config", "a value"]),
+        ([], ["FILE"]),
+    ],
+)
+def test_one_message_and_exit_code_2(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
+) -> None:
+    (tmp_path / "bad.toml").write_text("[job]\nname = debug\n")
+    names = {"file": file, "missing": str(tmp_path / "runn.toml"), "bad_toml": str(tmp_path / "bad.toml")}
+    assert main(["validate", *(a.format(**names) for a in argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "1 problem\n" in err
+    assert "Traceback" not in err
+    for part in (*parts, "want: ", "fix:  "):
+        assert part.format(**names) in err
+
+
+@pytest.mark.parametrize("config", [["{file}"], ["--config", "{file}"], ["--config={file}"]])
+def test_the_config_stands_first_or_behind_its_flag(
+    file: str, capsys: pytest.CaptureFixture[str], config: list[str]
+) -> None:
+    """Of every command that takes one."""
+    named = [word.format(file=file) for word in config]
+    assert main(["validate", "--world", "2", *named, "--training.steps", "30"]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: no problems\n")
+    for command in (["plan"], ["prepare"], ["verify-resume"], ["recipes", "float8", "--measure"]):
+        assert main([*command, *named, "--training.stepz", "30"]) == 2
+        assert capsys.readouterr().err.startswith("command line: 1 problem\n  --training.stepz = 30\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (  # of recipes, checks and data
+            '[model]\nflavor = "debug"\n[float8]\nrecipe = "rowise"\n[activation_checkpoint]\nrecipe = "ful"\n'
+            '[training]\nsteps = 0\n[data]\nsource = "/no/such/file.txt"\n[job]\nrecipe_dirs = []\n',
+            ("line 4  float8.recipe", "line 6  activation_checkpoint", "line 8  training.steps = 0", "/no/such"),
+        ),
+        (  # beside an unknown flavor
+            '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = -9\n'
+            '[data]\nsource = "/no/such/file.txt"\n',
+            ('line 2  model.flavor = "9B"', "line 4  optimizer.lr = -1.0", "line 6  lr_scheduler", "/no/such/f"),
+        ),
+    ],
+)
+def test_problems_come_together(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", str(path)])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        ([], "at least 257 tokens: 1 sample of training.seq_len = 256, and 1"),
+        (["--world", "2"], "at least 513 tokens: 2 samples"),
+        (["--world", "4", "--parallelism.tensor_parallel_degree", "2"], "at least 513 tokens: 2 samples"),
+        (["--training.global_batch_size", "8"], "at least 2,049 tokens: 8 samples"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["txt", "bin"])
+def test_a_source_too_short_for_one_step_is_refused(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, flags: list[str], want: str
+) -> None:
+    short = tmp_path / f"short.{kind}"
+    short.write_bytes(b"x" * 255 if kind == "txt" else b"x\0" * 256)  # 256 tokens, with the separator
+    argv = ["validate", file, "--data.source", str(short), "--training.seq_len", "256", *flags]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "1 problem\n" in said
+    assert f"data.source = {str(short)!r}, which has 256 tokens" in said
+    assert want in said
+    if not flags:
+        assert main([*argv, "--training.seq_len", "255"]) == 0
+
+
+def heads(text: str, folder: Path, *flags: str, world: int | None = None) -> list[str]:
+    """What is said to be wrong with a file, without what is wanted."""
+    path = folder / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", str(path), *flags], world_size=world)
+    lines = str(caught.value).replace(str(folder), "").splitlines()
+    return [line.strip().partition(",")[0] for line in lines if not line.startswith("      ")]
+
+
+EVERY_STAGE = """[model]
+flavor = "debug"
+[optimizer]
+lrr = 1
+[training]
+global_batch_size = -1
+[data]
+source = "/no/such"
+[float8]
+recipe = "rowwise"
+filter_fqns = ["wkqv"]
+[activation_checkpoint]
+recipe = "list.toml"
+[parallelism]
+tensor_parallel_degree = 2
+[checkpoint]
+interval = "often"
+[metrics]
+wandb_project = ""
+wandb = "offline"
+"""
+
+
+def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = '[[rules]]\nop = "block"\naction = "save"\nlayers = "5:"\n'
+    (tmp_path / "list.toml").write_text(f'help = ""\ndefault = "recompute"\n{rule}')
+    said = heads(EVERY_STAGE, tmp_path, "--profiling.steps", "few", "--job.name", "a/b", world=3)
+    assert said == [
+        "/run.toml: 7 problems",
+        "line 4  optimizer.lrr = 1",
+        "line 6  training.global_batch_size = -1",
+        "line 8  data.source = '/no/such'",
+        'line 11  float8.filter_fqns = "wkqv"',
+        "line 15  parallelism.tensor_parallel_degree = 2",
+        'line 17  checkpoint.interval = "often"',
+        'line 19  metrics.wandb_project = ""',
+        "command line: 2 problems",
+        "--profiling.steps = few",
+        'job.name = "a/b"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "silent"),
+    [
+        ("[training]\nstep = 5\n[job]\nstop_after = 20000\n", "stop_after"),  # of how many steps
+        ("[training]\nseq = 64\n[parallelism]\ntensor_parallel_degree = 3\n", "degree"),
+        ('[job]\nrecipe_dir = ["a"]\n[float8]\nrecipe = "mine"\n', "float8"),
+        ('[job]\nrecipe_dirs = "a"\n[float8]\nrecipe = "mine"\n', "float8"),
+        ('[float8]\nrecip = "mine"\n[metrics]\nfloat8_numerics_freq = 5\n', "numerics"),
+        ('[model]\nnam = "gpt2"\nflavor = "124M"\n', "flavor"),
+        ('[model]\nn_heads = 0\n[float8]\nrecipe = "rowwise"\nfilter_fqns = ["wkqv"]\n', "filter"),
+        ('[float8]\nrecipe = "rowise"\nfilter_fqns = ["wkqv"]\n', "filter"),
+        ('[model]\nflavor = "debugg"\n[optimizer]\nweight_decay_exclude = ["x"]\n', "exclude"),
+        ('[training]\nseq_len = 0\n[activation_checkpoint]\nrecipe = "list.toml"\n', "rules"),
+    ],
+)
+def test_what_depends_on_a_mistake_waits_until_it_is_mended(
+    text: str, silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rule = '[[rules]]\nop = "communication"\naction = "save"\n'
+    (tmp_path / "list.toml").write_text(f'help = ""\ndefault = "recompute"\n{rule}')
+    said = heads(text, tmp_path)
+    assert said[0] == "/run.toml: 1 problem"
+    assert silent not in said[1]
+
+
+def test_a_missing_recipe_folder_is_told_once(file: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", file, "--job.recipe_dirs", "/no/such/folder", "--float8.recipe", "rowwise"])
+    assert str(caught.value).count("/no/such/folder") == 1
+
+
+@pytest.mark.parametrize("kind", ["txt", "bin"])
+def test_a_limit_of_bad_records_below_0_is_told_once(file: str, tmp_path: Path, kind: str) -> None:
+    source = tmp_path / f"in.{kind}"
+    source.write_bytes(b"a\0" * 10_000 if kind == "bin" else b"a" * 10_000)
+    with pytest.raises(ConfigError) as caught:
+        checked_run(["--config", file, f"--data.source={source}", "--data.max_bad_records=-1"])
+    assert str(caught.value).count("want:") == 1
+    assert "data.max_bad_records = -1" in str(caught.value)
+
+
+def test_a_bad_file_is_refused_in_a_moment_and_without_torch(file: str) -> None:
+    """Two seconds of the processor where half of one is usual; importing torch alone takes more."""
+    code = "import sys; from titanlite.commands import main; x = main(sys.argv[1:]); print(*sys.modules); sys.exit(x)"
+    for flags, expected in ([], 0), (["--parallelism.tensor_parallel_degree", "3", "--float8.recipe", "rowwise"], 2):
+        argv = [sys.executable, "-c", code, "validate", file, *flags]
+        with cpu_of_children(2.0):
+            done = subprocess.run(
+                argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=False
+            )
+        assert done.returncode == expected, done.stderr
+        modules = done.stdout.splitlines()[-1].split()
+        assert "titanlite.config.check" in modules
+        assert not {"torch", "torchao", "wandb", "datasets", "matplotlib"} & set(modules)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [["train.py", "--config"], ["-m", "titanlite", "validate"]],
+    ids=["train", "titanlite"],
+)
+def test_a_working_directory_that_was_deleted(program: list[str], file: str, tmp_path: Path) -> None:
+    repository, gone = shipped_folder("configs").parent, tmp_path / "gone"
+    gone.mkdir()
+    python = [sys.executable, *(str(repository / word) if word == "train.py" else word for word in program), file]
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *python]
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    done = subprocess.run(command, cwd=gone, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "this process: 1 problem\n  working directory = No such file or directory\n"
+        "      want: one that exists\n      fix:  cd to another\n"
+    )
+
+
+def test_help_lists_the_commands_without_importing_them() -> None:
+    code = (
+        "import sys; from titanlite.commands import main; main(['--help']); "
+        "print(*[m for m in sys.modules if m.startswith('titanlite.commands.')])"
+    )
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    *lines, modules = done.stdout.splitlines()
+    assert modules == ""
+    shown = dict(line.split(maxsplit=1) for line in lines[2:])
+    assert list(shown) == ["validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume"]
+    assert all(len(line) <= 120 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("validate", ["--world N"]),
+        (
+            "plan",
+            [
+                "--world N",
+                "--device NAME",
+                "--device-gib GIB",
+                "--why TENSOR",
+                "--json FILE",
+                "--activation-checkpoint",
+                "--diff",
+            ],
+        ),
+        ("prepare", []),
+        ("compare", ["--out FILE"]),
+        ("export", ["--step N", "--out FOLDER", "--dtype DTYPE", "--tokenizer FILE"]),
+        ("verify-resume", ["--world N", "--steps K"]),
+        ("recipes", ["--job.recipe_dirs FOLDER", "--measure FILE"]),
+    ],
+)
+def test_help_of_a_command_says_what_it_does_and_explains_its_flags(command: str, flags: list[str]) -> None:
+    """In two seconds of the processor, where a quarter of one is usual."""
+    argv = [sys.executable, "-m", "titanlite", command, "--help"]
+    with cpu_of_children(2.0):
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    usage, about, _ = done.stdout.split("\n\n", 2)
+    source = importlib.import_module(f"titanlite.commands.{command.replace('-', '_')}").__doc__ or ""
+    assert usage.startswith(f"usage: titanlite {command} ")
+    assert about == source.partition("\n\n")[0].strip()
+    lines = done.stdout.splitlines()
+    for flag in flags:
+        assert f"[{flag}" in usage or flag in usage
+        assert [line for line in lines if line.startswith(f"  {flag}") and len(line.split("  ")[-1]) > 10], flag
+    assert max(map(len, lines[1:])) <= 120
+
+
+def test_versions_without_importing_torch() -> None:
+    code = "import sys; from titanlite.commands import main; main(['--version']); sys.exit('torch' in sys.modules)"
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    assert done.stdout == f"titanlite {titanlite.__version__}, torch {importlib.metadata.version('torch')}\n"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    text = (Path(titanlite.__file__).parents[2] / "pyproject.toml").read_text()
+    assert tomli.loads(text)["project"]["version"] == titanlite.__version__
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["valdate"]) == 2
+    assert "did you mean titanlite validate?" in capsys.readouterr().err
+
+
+def test_a_secret_in_a_message_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    assert main(["hf_abcdefgh"]) == 2
+    assert "command line: 1 problem\n  ***\n" in capsys.readouterr().err
+
+
+def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["validate", str(shipped_folder("configs") / "llama3_8b.toml"), "--world", "6", "--float8.recipe"]
+    assert main([*argv, "rowwise"]) == 2
+    assert "the 6 shards of FSDP; attention.wo has 4096, and so for 3 layers" in capsys.readouterr().err
+    assert main([*argv, "rowwise_with_gw_hp"]) == 0
+    assert main([*argv, "rowwise", "--float8.filter_fqns", "output", "layers.0."]) == 2  # others are gathered
+    assert "attention.wo has 4096" in capsys.readouterr().err
+    argv[3] = "512"  # which divide the rows of blocks
+    assert main([*argv, "rowwise"]) == 0
+    assert main([*argv, "rowwise", "--float8.filter_fqns"]) == 2
+    assert "the 512 shards of FSDP; output has 128256, and so for 1 layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        (["rowwise", "--float8.filter_fqns", "outptu"], 'float8.filter_fqns = "outptu"\n'),
+        (["rowwise", "--float8.filter_fqns", "layers.2."], "linear layer: wqkv, wo, w13, w2, output, …"),
+        (
+            ["blockwise", "--training.seq_len", "100"],
+            "all are skipped, e.g. layers.0.attention.wqkv (sizes (512, 256), ",
+        ),
+        (
+            ["rowwise", "--float8.filter_fqns", "layers,output"],
+            "all are skipped, e.g. layers.0.attention.wqkv (float8.filter_fqns has 'layers')",
+        ),
+        (["blockwise", "--training.seq_len", "100", "--job.strict", "false"], ""),
+        (["rowwise", "--float8.filter_fqns", "layers.1."], ""),
+        (["rowwise", "--float8.filter_fqns", "layers"], ""),  # the head is left
+    ],
+)
+def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixture[str]) -> None:
+    debug = str(shipped_folder("configs") / "debug.toml")
+    assert main(["validate", debug, "--float8.recipe", *flags]) == (2 if want else 0)
+    assert want in capsys.readouterr().err
+
+
+NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_tensor_parallel false;"
+
+
+@pytest.mark.parametrize(
+    ("flags", "want"),
+    [
+        (["blockwise", "--float8.filter_fqns"], NO_COLLECTIVES),
+        (["blockwise"], ""),  # the head is left
+        (["blockwise", "--float8.filter_fqns", "layers.1.attention.wo"], ""),
+        (["blockwise", "--model.vocab_size", "258", "--float8.filter_fqns"], "  float8.filter_fqns = []\n"),  # odd
+        (["blockwise", "--float8.filter_fqns", "--job.strict", "false"], ""),
+        (["rowwise", "--float8.filter_fqns"], ""),
+    ],
+)
+def test_float8_that_leaves_no_collective_to_fuse(
+    flags: list[str], want: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug = str(shipped_folder("configs") / "debug.toml")
+    tp = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.async_tensor_parallel"]
+    assert main(["validate", debug, *tp, "--float8.recipe", *flags]) == (2 if want else 0)
+    assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_float8_numerics_of_outputs_that_are_not_in_float8(
+    strict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "gradients.toml"
+    recipe.write_text('extends = "tensorwise"\nhelp = "x"\nfsdp_all_gather = "high_precision"\n')
+    recipe.write_text(recipe.read_text() + '[input]\noutput = "none"\n[weight]\noutput = "none"\n')
+    debug = str(shipped_folder("configs") / "debug.toml")
+    flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
+    assert main(["validate", debug, *flags]) == (2 if strict == "true" else 0)
+    said = capsys.readouterr().err
+    assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
+
+
+@pytest.mark.parametrize(
+    ("filters", "said"),
+    [
+        ('["wqkvv"]', 'line 9  float8.filter_fqns = "wqkvv"|did you mean "wqkv"?'),
+        (
+            '["layers.1.atention.wo"]',
+            'line 9  float8.filter_fqns = "layers.1.atention.wo"|did you mean "layers.1.attention.wo"?',
+        ),
+        ('["attention.wk"]', 'line 9  float8.filter_fqns = "attention.wk"|did you mean "attention.wqkv"?'),
+        ('["w3"]', 'line 9  float8.filter_fqns = "w3"|did you mean "w13"?'),
+        ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|remove it'),
+        ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: at least one linear layer to convert'),
+    ],
+)
+def test_float8_filters_are_found_by_their_line(
+    file: str, capsys: pytest.CaptureFixture[str], filters: str, said: str
+) -> None:
+    Path(file).write_text(Path(file).read_text() + f'[float8]\nrecipe = "rowwise"\nfilter_fqns = {filters}\n')
+    assert main(["validate", file]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"{file}: 1 problem\n")
+    for part in said.split("|"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fix"),
+    [
+        (["*norms.weight"], 'did you mean "*norm.weight"?'),
+        (["layers.*.atention_norm.weight"], 'did you mean "layers.*.attention_norm.weight"?'),
+        (["tok_embedings.weight"], 'did you mean "tok_embeddings.weight"?'),
+        (["*norm.weight", "*.bias"], "remove it"),
+        (["layers.2.*"], "remove it"),  # of two, they are 0 and 1
+        (["*norm.weight", "output.*", "layers.1.feed_forward.w1?.weight"], None),
+        ([], None),
+    ],
+)
+def test_a_pattern_of_weight_decay_that_matches_nothing(
+    patterns: list[str], fix: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug = str(shipped_folder("configs") / "debug.toml")
+    assert main(["validate", debug, "--optimizer.weight_decay_exclude", *patterns]) == (0 if fix is None else 2)
+    said = capsys.readouterr().err
+    if fix is not None:
+        assert f'optimizer.weight_decay_exclude = "{patterns[-1]}"\n' in said
+        assert "want: a pattern that matches a parameter: tok_embeddings.weight, layers.*.attention_norm.weight" in said
+        assert f"fix:  {fix}" in said
+
+
+def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(file).write_text(Path(file).read_text() + '[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
+    assert main(["validate", file]) == 2
+    assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_are_known_by_the_names_that_the_model_gives_them(name: str, tied: bool) -> None:
+    import torch
+
+    from titanlite.models.find import model_class
+
+    sizes = replace(load("model", f"{name}-debug"), tied_embeddings=tied)
+    with torch.device("meta"):
+        model = model_class(replace(Model(), name=name))(sizes, 16)
+    known = parameter_names(ARCHITECTURES[name].block, sizes)
+    assert sorted(known) == sorted(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_layers_are_known_by_the_names_that_the_model_gives_them(name: str) -> None:
+    import torch
+
+    from titanlite.models.find import model_class
+    from titanlite.models.layers import Linear
+
+    sizes = load("model", f"{name}-debug")
+    with torch.device("meta"):
+        model = model_class(replace(Model(), name=name))(sizes, 16)
+    found = {at: tuple(m.weight.shape) for at, m in model.named_modules() if isinstance(m, Linear)}
+    assert linear_layers(ARCHITECTURES[name].block, sizes) == found

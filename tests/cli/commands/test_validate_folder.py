@@ -1,0 +1,234 @@
+"""`titanlite validate` on a run's folder: what a start would refuse is refused, and nothing is touched."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import titanlite
+import titanlite.commands.validate
+import titanlite.preflight.checked_run
+from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
+from titanlite.checkpoint.resume import identity_of
+from titanlite.commands import main
+from titanlite.config.toml_file import shipped_folder
+from titanlite.config.write import to_toml
+from titanlite.errors import ConfigError
+from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.run_folder import RunFolder
+from titanlite.recipes import load
+
+FLAGS = ["--config", "debug.toml", "--job.dump_folder", "runs"]
+LARGE = 2**21  # bytes: not hashed
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that has saved steps 50 and 100, with 4 sequences a step, as of two ranks."""
+    monkeypatch.chdir(tmp_path)
+    text = (shipped_folder("configs") / "debug.toml").read_text()
+    Path("debug.toml").write_text(text.replace("global_batch_size = 8\n", ""))
+    config = checked_run(FLAGS, 2).config
+    folder = RunFolder.of(config)
+    folder.claim(config)
+    folder.release()
+    folder.record(to_toml(config))
+    (folder.path / "lock").unlink()
+    for step in (50, 100):
+        tmp = begin(folder.checkpoints, step)
+        content = identity_of(config, load("model", "llama3-debug")) | {"sequences_per_step": 4}
+        (tmp / "state.json").write_text(json.dumps({"version": 1, "step": step, "state": content}))
+        (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
+        commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
+    return folder
+
+
+def what_is_there() -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
+
+
+def validate(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    """Exit code, and what it said on the stream that belongs to it; the folder is as it was."""
+    before = what_is_there()
+    code = main(["validate", *FLAGS, *flags])
+    assert what_is_there() == before
+    said = capsys.readouterr()
+    assert (said.out, said.err).count("") == 1
+    return code, said.out + said.err
+
+
+def test_it_says_from_where_the_run_goes_on_and_what_has_changed(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate(capsys)[1].endswith(f"{folder.path}, resumes from step 100\n")
+    code, said = validate(capsys, "--optimizer.lr", "1e-3")
+    assert (code, said.count("  changed since the last start: optimizer.lr: 0.002 → 0.001\n")) == (0, 1)
+    assert "resumes" not in validate(capsys, "--job.name", "new")[1]
+    assert "nothing to do" not in said
+    ended = "  nothing to do: the run ends at step 100 (job.stop_after), and step 100 is already done\n"
+    assert ended in validate(capsys, "--job.stop_after", "100")[1]
+
+
+def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_come(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = folder.checkpoints / "step-00000100" / "state.json"
+    saved = json.loads(state.read_text())
+    saved["state"]["samples"] = 400
+    shutil.rmtree(state.parent)
+    tmp = begin(folder.checkpoints, 100)
+    (tmp / "state.json").write_text(json.dumps(saved))
+    (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
+    commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
+    Path("small.txt").write_text("x" * 256 * 100)
+    config = folder.config.read_text()
+    folder.config.write_text(config.replace('source = "python_stdlib"', 'source = "small.txt"'))
+    flags = ("--data.source=small.txt", "--data.cache_dir=cache", "--training.seq_len=256")
+    for more in (("--training.global_batch_size=8", "--world=2"), ("--training.global_batch_size=8",)):
+        assert " tokens, 12 epochs in 200 steps\n" in validate(capsys, *flags, "--training.steps=200", *more)[1]
+    assert " tokens, 4 epochs in 50 steps\n" in validate(capsys, *flags, "--training.steps=50")[1]
+
+
+REFUSED = {
+    "another model": (["--model.n_layers=3"], "model.n_layers = 3\n    want: 4"),
+    "another order": (["--training.seed=1"], "training.seed = 1"),
+    "never": (["--checkpoint.resume=never"], '"never", and the folder has checkpoints'),
+    "without checkpoints": (["--checkpoint.enable=false"], "checkpoint.enable = false"),
+    "under a file": (["--job.dump_folder=file"], "job.dump_folder = file ([Errno 20] Not a directory"),
+}
+
+
+@pytest.mark.parametrize(("flags", "said"), REFUSED.values(), ids=REFUSED)
+def test_it_says_of_a_folder_what_a_start_says(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+) -> None:
+    Path("file").touch()
+    config = checked_run([*FLAGS, *flags]).config
+    code, message = validate(capsys, *flags)
+    assert code == 2
+    assert said.partition("\n")[0] in message
+    with pytest.raises(ConfigError) as refusal:
+        RunFolder.of(config).claim(config)
+    assert message == f"{refusal.value}\n"
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def state(folder: Path, **changes: object) -> None:
+    """Another state.json, as it might have been saved."""
+    saved = json.loads((folder / "state.json").read_text())
+    saved["state"] |= changes
+    (folder / "state.json").write_text(json.dumps(saved))
+    (folder / "MANIFEST.json").unlink()
+    moved = folder.rename(folder.with_suffix(".tmp"))
+    commit(moved, hash_files(moved, ["state.json", "__0_00.distcp"]))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
+    "truncated": (lambda at: os.truncate(at / "__0_00.distcp", 5), [], f"__0_00.distcp = 5 bytes\n    want: {LARGE}"),
+    "missing": (lambda at: (at / "__0_00.distcp").unlink(), [], "__0_00.distcp = missing"),
+    "a flipped bit": (lambda at: flip(at / "state.json"), [], "state.json = another SHA-256"),
+    "no manifest": (lambda at: (at / "MANIFEST.json").unlink(), [], "step-00000100 = incomplete"),
+    "another recipe": (lambda at: state(at, model={"norm_eps": 1.0}), [], "model.norm_eps = 1e-05\n    want: 1.0"),
+    "another batch": (
+        lambda at: None,
+        ["--world", "4"],
+        "training.global_batch_size = not given: local_batch_size × data-parallel ranks make 8 sequences per step",
+    ),
+    "no such step": (lambda at: None, ["--checkpoint.resume=70"], "checkpoint.resume = 70\n    want: one of 50, 100"),
+    "an older step": (lambda at: None, ["--checkpoint.resume=50"], "checkpoint.resume = 50\n    want: the newest"),
+}
+
+
+@pytest.mark.parametrize(("damage", "flags", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_a_checkpoint_that_cannot_be_resumed_from(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], flags: list[str], said: str
+) -> None:
+    damage(step_folder(folder.checkpoints, 100))
+    code, message = validate(capsys, *flags)
+    assert code == 2
+    assert said.replace("\n", "\n  ") in message
+
+
+def test_a_checkpoint_that_was_copied_alone_is_of_its_run(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder.checkpoints, folder.path.with_name("branch") / "checkpoints")
+    assert "resumes from step 100" in validate(capsys, "--job.name=branch")[1]
+    code, message = validate(capsys, "--job.name=branch", "--training.seq_len=128", "--training.seed=1")
+    assert code == 2
+    assert "step-00000100: 2 problems\n  training.seq_len = 128\n      want: 256, as the checkpoint has it\n" in message
+    fix = "      fix:  the old value; or begin anew from its weights"
+    assert f"training.seed = 1\n      want: 0, as the checkpoint has it\n{fix}" in message
+
+
+def test_it_says_of_prepared_text_that_it_is_another(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, at = f"--data.cache_dir={tmp_path}/cache", step_folder(folder.checkpoints, 100)
+    state(at, corpus="another", tokenizer="bytes")
+    other = "  warning: data.source holds different text than before (fingerprint "
+    assert "different" not in validate(capsys, cache)[1]  # nobody knows yet
+    assert main(["prepare", *FLAGS, cache]) == 0
+    capsys.readouterr()
+    assert validate(capsys, cache)[1].count(other) == 1
+    (shards,) = checked_run([*FLAGS, cache, "--validation.enable=false"]).inputs.shards.values()
+    state(at, corpus=shards.fingerprint)
+    assert "different" not in validate(capsys, cache)[1]
+
+
+def test_another_tokenizer_is_refused_before_its_text_is_prepared(
+    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state(step_folder(folder.checkpoints, 100), corpus="another", tokenizer="another")
+    cache = f"--data.cache_dir={tmp_path}/cache"
+    code, said = validate(capsys, cache)
+    assert code == 2
+    assert (
+        "data.tokenizer = one of fingerprint bytes\n      want: the one that the weights know, of fingerprint anot"
+        in said
+    )
+    assert "  warning: data.tokenizer is another than before" in validate(capsys, cache, "--job.strict=false")[1]
+    # So does a start; the rest of that is what is said here.
+    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[2])}
+    command = [sys.executable, "-m", "titanlite.train", *FLAGS, cache]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr.splitlines()[1:]) == (2, said.splitlines()[1:])
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("strict", ["true", "false"])
+def test_the_tokenizer_is_held_against_the_checkpoint_once(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, strict: str
+) -> None:
+    held, other_text = list[str](), titanlite.commands.validate.other_text
+
+    def look(at: Path, state: dict[str, object], corpus: str, tokenizer: str, strict: bool) -> str | None:
+        held.append(tokenizer)
+        return other_text(at, state, corpus, tokenizer, strict)
+
+    for module in (titanlite.commands.validate, titanlite.preflight.checked_run):
+        monkeypatch.setattr(module, "other_text", look)
+    assert validate(capsys, f"--job.strict={strict}")[0] == 0
+    assert [tokenizer for tokenizer in held if tokenizer] == ["bytes"]
+
+
+def test_torch_is_not_imported(folder: RunFolder) -> None:
+    script = (
+        "import sys; from titanlite.commands import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, "validate", *FLAGS]
+    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "resumes from step 100" in done.stdout

@@ -1,0 +1,365 @@
+"""A run's checkpoints: saved, chosen and loaded by all ranks alike, or failing on all."""
+
+import os
+import random
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+from tests.support.layouts import check, plain, sharded
+from tests.support.ranks import run_ranks
+from titanlite.checkpoint.background import Background
+from titanlite.checkpoint.collective import on_all_ranks
+from titanlite.checkpoint.publish import MANIFEST, complete_steps, remove_stale, step_folder, verify
+from titanlite.checkpoint.rng import restore_rng, rng_state
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.errors import CheckpointError, DataError
+
+NO_GPU = not torch.cuda.is_available()
+STATE = {"data": {"epoch": 1, "sample": 640}, "tokens": 10**12, "note": "ü", "lr": 0.1}
+
+
+def save(root: Path, *steps: int) -> None:
+    for step in steps:
+        Checkpoints(root, keep=0).save(step, {"w": torch.full((4,), float(step))}, {"step": step})
+
+
+def raises_everywhere(action, *parts: str) -> None:
+    """Every rank raises a CheckpointError with the same message."""
+    try:
+        action()
+        text = "nothing was raised"
+    except CheckpointError as e:
+        text = str(e)
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1, texts
+    for part in parts:
+        assert part in text, f"{part!r} is not in: {text}"
+
+
+def test_saved_by_two_ranks_loaded_by_two_one_and_four(tmp_path: Path) -> None:
+    def first() -> None:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        assert checkpoints.choose("auto") is None
+        folder = checkpoints.save(7, sharded(True) | rng_state(), STATE)
+        assert folder == tmp_path / "checkpoints/step-00000007"
+
+    def again() -> None:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        assert checkpoints.choose("auto") == 7
+        target = sharded(False)
+        state, notices = checkpoints.load(7, target | rng_state())
+        check(target)
+        assert state == STATE
+        assert ["random number generators start fresh" in n for n in notices] == [dist.get_world_size() != 2] * len(
+            notices
+        )
+        assert len(notices) == (dist.get_world_size() != 2)
+
+    run_ranks(first, tmp_path)
+    for world in (2, 4):
+        run_ranks(again, tmp_path, world)
+    target = plain(False)  # no process group
+    state, notices = Checkpoints(tmp_path / "checkpoints", keep=2).load(7, target | rng_state())
+    check(target)
+    assert state == STATE
+    assert "saved by 2 ranks, this run has 1" in notices[0]
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(()))]
+
+
+def test_random_state_continues_on_each_rank(tmp_path: Path) -> None:
+    def body() -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(100 + dist.get_rank())
+        draws()  # leaves one of a pair of Gaussians pending in `random` and in numpy
+        checkpoints = Checkpoints(tmp_path / "c", keep=1)
+        checkpoints.save(1, rng_state(), {})
+        expected = draws()
+        draws()
+        tensors = rng_state()
+        assert checkpoints.load(1, tensors)[1] == []
+        restore_rng(tensors)
+        assert draws() == expected
+        both = [[0.0]] * 2
+        dist.all_gather_object(both, expected)
+        assert both[0] != both[1]
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_checkpoint_without_random_state_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    _, (notice,) = Checkpoints(tmp_path, keep=1).load(10, {"w": torch.zeros(4)} | rng_state())
+    lost = "rng/rank00000/numpy, rng/rank00000/python, rng/rank00000/torch"
+    assert f"random number generators start fresh, since it does not have {lost}. This" in notice
+
+
+def test_which_step_is_resumed(tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    run = Checkpoints(root, keep=0)
+    assert run.choose("auto") is None
+    assert run.choose("never") is None
+    with pytest.raises(CheckpointError, match=r"checkpoint\.resume = 50\n.*there is none"):
+        run.choose(50)
+    save(root, 10, 20, 30)
+    (root / "step-00000040.tmp").mkdir()
+    assert run.choose("auto") == 30
+    assert run.choose(30) == 30
+    assert not (root / "step-00000040.tmp").exists()
+    with pytest.raises(CheckpointError, match="never"):
+        run.choose("never")
+    with pytest.raises(CheckpointError, match="want: one of 10, 20, 30"):
+        run.choose(25)
+    with pytest.raises(CheckpointError) as e:
+        run.choose(10)
+    assert "the newest, 30: " in str(e.value)
+    assert "abandoned branch (20, 30)" in str(e.value)
+    assert "move the newer ones away" in str(e.value)
+    assert "another job.name and copy step-00000010" in str(e.value)
+    (root / "step-00000050").mkdir()
+    for resume in ("auto", 30):
+        with pytest.raises(CheckpointError, match="step-00000050 = incomplete"):
+            run.choose(resume)
+
+
+def test_all_ranks_choose_alike(tmp_path: Path) -> None:
+    def body() -> None:
+        # Rank 1 sees another folder, as with a slow network file system: rank 0 decides.
+        root = tmp_path / "c" if dist.get_rank() == 0 else tmp_path / "empty"
+        assert Checkpoints(root, keep=0).choose("auto") == 20
+        raises_everywhere(lambda: Checkpoints(root, keep=0).choose(30), "one of 10, 20")
+
+    save(tmp_path / "c", 10, 20)
+    run_ranks(body, tmp_path)
+
+
+def test_a_rank_that_does_not_see_the_folder_is_named_and_no_checkpoint_blamed(tmp_path: Path) -> None:
+    def body() -> None:
+        root = tmp_path / "c" if dist.get_rank() == 0 else tmp_path / "disk of another host"
+        run = Checkpoints(root, keep=0)
+        raises_everywhere(lambda: run.load(20, {"w": torch.zeros(4)}), "1 problem\n  rank 1 on", "does not see it")
+
+    save(tmp_path / "c", 10, 20)
+    run_ranks(body, tmp_path)
+
+
+def test_retention_spares_the_step_resumed_from(tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    save(root, 1, 2, 3)
+    run = Checkpoints(root, keep=2)
+    target = {"w": torch.zeros(4)}
+    state, notices = run.load(3, target)
+    assert (state, notices, target["w"].tolist()) == ({"step": 3}, [], [3.0] * 4)
+    for step in (4, 5, 6):
+        run.save(step, target, {})
+    assert complete_steps(root) == [3, 5, 6]
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        run.save(6, target, {})
+
+
+DAMAGE = {
+    "truncated": lambda p: os.truncate(p, 100),
+    "flipped": lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+    "missing": lambda p: p.unlink(),
+}
+
+
+# Each of the files is hashed by one of the ranks.
+@pytest.mark.parametrize("file", ["__0_00.distcp", ".metadata", "state.json"])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path, kind: str, file: str) -> None:
+    root = tmp_path / "c"
+    save(root, 10, 20, 30, 40)
+    for step in (30, 40):
+        DAMAGE[kind](step_folder(root, step) / file)
+
+    def body() -> None:
+        run, target = Checkpoints(root, keep=2), {"w": torch.zeros(4)}
+        step = run.choose("auto")
+        assert step == 40
+        raises_everywhere(
+            lambda: run.load(40, target), "step-00000040", f"{file} = ", "step 20 is the newest that is undamaged"
+        )
+        assert not target["w"].any()
+
+    run_ranks(body, tmp_path)
+
+
+def test_no_older_one(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (step_folder(tmp_path, 10) / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="no older one is undamaged"):
+        Checkpoints(tmp_path, keep=1).load(10, {"w": torch.zeros(4)})
+
+
+def test_a_renamed_checkpoint_and_a_newer_format_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    step_folder(tmp_path, 10).rename(step_folder(tmp_path, 11))
+    with pytest.raises(CheckpointError, match=r"state\.json = step 10\n.*want: step 11"):
+        Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
+    monkeypatch.setattr("titanlite.checkpoint.resume.VERSION", 2)
+    with pytest.raises(CheckpointError, match=r"state\.json = version 1\n.*want: version 2"):
+        Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
+
+
+def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    monkeypatch.setattr("titanlite.__version__", "9.9")
+    _, notices = Checkpoints(tmp_path, keep=1).load(10, {"w": torch.zeros(4)})
+    assert notices == ["step-00000010 was saved with titanlite 0.1.0, this is 9.9"]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, bad_rank: int) -> None:
+    root = tmp_path / "c"
+
+    def body() -> None:
+        run = Checkpoints(root, keep=1)
+        state = {f"of{dist.get_rank()}": torch.ones(1000)}
+        run.save(1, state, {})
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if dist.get_rank() == bad_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        try:
+            run.save(2, state, {})
+            text = "nothing was raised"
+        except CheckpointError as e:
+            text = str(e)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert f"rank {bad_rank} = cannot write" in text, text
+        assert "File too large" in text
+        assert str(root) in text
+        assert complete_steps(root) == [1]
+        run.save(2, state, {})  # the leftovers of the failed attempt are no obstacle
+        assert complete_steps(root) == [2]
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("error", [DataError, OSError])
+def test_a_failure_of_one_rank_keeps_its_class_on_all_if_it_is_ours(tmp_path: Path, error: type[Exception]) -> None:
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            raise error("on rank 1")
+
+    def body() -> None:
+        with pytest.raises(DataError if error is DataError else CheckpointError, match="on rank 1"):
+            on_all_ranks(fails)
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_state_that_is_not_json_is_a_bug_with_a_traceback(tmp_path: Path) -> None:
+    def body() -> None:
+        expected = TypeError if dist.get_rank() == 0 else CheckpointError
+        with pytest.raises(expected, match="not JSON serializable"):
+            Checkpoints(tmp_path / "c", keep=1).save(1, {}, {"path": tmp_path})
+        assert not (tmp_path / "c").exists()
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NO_GPU, reason="no CUDA device")
+def test_cuda_tensors_and_random_state(tmp_path: Path) -> None:
+    state = {"w": torch.arange(1000.0, device="cuda"), "b": torch.ones(7, dtype=torch.bfloat16, device="cuda")}
+    run = Checkpoints(tmp_path, keep=1)
+    run.save(1, state | rng_state(), {})
+    expected = torch.rand(3, device="cuda")
+    target = {name: torch.zeros_like(t) for name, t in state.items()} | rng_state()
+    assert run.load(1, target)[1] == []
+    restore_rng(target)
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
+    assert all(torch.equal(target[name], t) for name, t in state.items())
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(NO_GPU, reason="no CUDA device")])],
+)
+def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_path: Path, device: str) -> None:
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoints = Checkpoints(tmp_path, keep=0)
+        mesh = init_device_mesh(device, (1,))
+        plain = torch.arange(1e6, device=device)
+        state = {"plain": plain, "laid out": DTensor.from_local(plain + 0.5, mesh, [Shard(0)])}
+        background = Background(checkpoints, state)
+        for step in (1, 2):  # the second into the memory of the first
+            before = {name: t.clone() for name, t in state.items()}
+            background.save(step, state, {})
+            for t in state.values():
+                t.add_(1)
+            assert background.wait() == step_folder(tmp_path, step)
+            found = {name: torch.zeros_like(t) for name, t in state.items()}
+            checkpoints.load(step, found)
+            assert all(torch.equal(found[name], t) for name, t in before.items())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_kill_of_one_rank_at_a_random_instant(tmp_path: Path, seed: int) -> None:
+    root, victim, reported = tmp_path / "c", seed % 2, tmp_path / "reported"
+
+    def body() -> None:
+        run = Checkpoints(root, keep=2)
+        state = sharded(True)
+        run.save(0, state, {})
+        if dist.get_rank() == victim:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, in the middle of anything
+            signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0.01, 0.2))
+        for step in range(1, 10_000):
+            run.save(step, state, {})
+            if dist.get_rank() == 0:
+                reported.write_text(str(step))
+
+    with pytest.raises(AssertionError, match=f"rank {victim}: exit -14"):
+        run_ranks(body, tmp_path)
+    steps = complete_steps(root)
+    last = int(reported.read_text() or 0) if reported.exists() else 0
+    assert steps
+    assert steps[-1] >= last
+    for step in steps:
+        verify(step_folder(root, step))
+    remove_stale(root)
+    assert len(list(root.iterdir())) == len(steps)
+    target = plain(False)
+    run = Checkpoints(root, keep=2)
+    assert run.choose("auto") == steps[-1]
+    run.load(steps[-1], target)
+    check(target)
+
+
+def test_a_folder_that_was_made_to_be_seen_and_cannot_be_removed_ends_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("busy")
+
+    def body() -> None:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        with monkeypatch.context() as held:
+            held.setattr("shutil.rmtree", fail)
+            held.setattr(Path, "rmdir", fail)
+            checkpoints.check_shared()
+            assert checkpoints.choose("auto") is None
+        dist.barrier()
+        assert len(list(tmp_path.glob("seen-*.tmp"))) == 1
+        dist.barrier()
+        assert checkpoints.choose("auto") is None
+        assert not list(tmp_path.glob("seen-*.tmp"))
+
+    run_ranks(body, tmp_path)

@@ -1,0 +1,242 @@
+"""Batches: the same samples under every layout, exact resume, and a thread that never gets in the way."""
+
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.unit.data.test_shards import make_shards
+from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
+from titanlite.data.order import samples_at
+from titanlite.data.shards import TokenShards
+from titanlite.errors import DataError
+from titanlite.kernels.cross_entropy import IGNORE_INDEX
+
+S, G = 8, 8
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> TokenShards:
+    """25 samples of 8 tokens and a rest of 4; token i is i, so a sample shows where it is from."""
+    return make_shards(tmp_path / "s", np.arange(25 * S + 4), shard_tokens=30)
+
+
+def train(shards: TokenShards, local: int = 2, rank: int = 0, size: int = 1, **more: int) -> TrainBatches:
+    return TrainBatches(
+        shards,
+        seq_len=S,
+        seed=1,
+        global_batch_size=G,
+        local_batch_size=local,
+        dp_rank=rank,
+        dp_size=size,
+        device=CPU,
+        **more,
+    )
+
+
+def samples_of(batch: Batch) -> list[int]:
+    """The samples in a batch; checks that it is packed and that targets are one ahead."""
+    tokens = batch.tokens.reshape(-1, S)
+    assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+    assert torch.equal(batch.targets, batch.tokens + 1)
+    assert torch.equal(tokens, tokens[:, :1] + torch.arange(S))
+    assert not (tokens[:, 0] % S).any()
+    return (tokens[:, 0] // S).tolist()
+
+
+def steps_of(batches: TrainBatches, n: int) -> list[list[list[int]]]:
+    steps = [[samples_of(b) for b in batches.next()] for _ in range(n)]
+    batches.close()
+    return steps
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("local", [1, 2])
+def test_a_step_has_the_same_samples_under_every_layout(shards: TokenShards, size: int, local: int) -> None:
+    ranks = [steps_of(train(shards, local, rank, size), 7) for rank in range(size)]
+    for step in range(7):
+        micro = G // (local * size)
+        seen = [s for m in range(micro) for rank in range(size) for s in ranks[rank][step][m]]
+        assert seen == samples_at(np.arange(step * G, (step + 1) * G), 25, seed=1).tolist()
+
+
+def test_an_epoch_has_every_sample_once(shards: TokenShards) -> None:
+    seen = [s for step in steps_of(train(shards), 7) for micro in step for s in micro]
+    assert sorted(seen[:25]) == sorted(seen[25:50]) == list(range(25))
+    assert seen[:25] != seen[25:50]
+
+
+def test_resuming_gives_the_same_batches(shards: TokenShards) -> None:
+    through = steps_of(train(shards), 9)
+    batches = train(shards)
+    for _ in range(4):
+        batches.next()
+    batches.close()
+    assert batches.position == 4 * G
+    assert steps_of(train(shards, position=batches.position), 5) == through[4:]
+
+
+def test_another_layout_may_resume(shards: TokenShards) -> None:
+    through = steps_of(train(shards, local=8), 6)
+    halves = [steps_of(train(shards, 2, rank, 2, position=3 * G), 3) for rank in range(2)]
+    for step in range(3):
+        assert sorted(s for h in halves for m in h[step] for s in m) == sorted(through[3 + step][0])
+
+
+def test_too_small_a_corpus(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"64 tokens\n.*want: at least 65 tokens: 8 samples"):
+        train(make_shards(tmp_path / "s", np.arange(64)))
+
+
+def test_an_error_of_the_thread_is_raised_by_next(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = TokenShards.read
+
+    def fail(self: TokenShards, start: int, count: int) -> np.ndarray:
+        raise DataError("gone")
+
+    monkeypatch.setattr(TokenShards, "read", fail)
+    batches = train(shards)
+    with pytest.raises(DataError, match="gone"):
+        batches.next()
+    monkeypatch.setattr(TokenShards, "read", read)
+    with pytest.raises(DataError, match="gone"):  # a step is never left out
+        batches.next()
+    batches.close()
+
+
+def test_waiting_is_measured(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, read = [0.0], threading.Event(), TokenShards.read
+
+    def clock() -> float:
+        waits.set()
+        return now[0]
+
+    def wait_and_read(self: TokenShards, start: int, count: int) -> np.ndarray:
+        waits.wait()
+        now[0] = 7.0
+        return read(self, start, count)
+
+    monkeypatch.setattr(TokenShards, "read", wait_and_read)
+    monkeypatch.setattr("titanlite.data.batches.time", SimpleNamespace(monotonic=clock))
+    batches = train(shards)
+    batches.next()
+    assert batches.wait_seconds == 7
+    batches.next()
+    assert batches.wait_seconds == 0
+    batches.close()
+
+
+def test_no_thread_survives_close(shards: TokenShards) -> None:
+    before = threading.active_count()
+    batches = train(shards)
+    assert threading.active_count() == before + 1
+    batches.close()
+    batches.close()
+    assert threading.active_count() == before
+
+
+def test_the_interpreter_ends_with_batches_open(shards: TokenShards) -> None:
+    script = f"""
+import torch
+from pathlib import Path
+from titanlite.data.batches import TrainBatches
+from titanlite.data.shards import TokenShards
+batches = TrainBatches(TokenShards(Path({str(shards.folder)!r})), seq_len=8, seed=1, global_batch_size=8,
+                       local_batch_size=2, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+batches.next()
+raise SystemExit(7)
+"""
+    root = Path(__file__).parents[3]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
+def validate(shards: TokenShards, local: int, rank: int, size: int, steps: int = -1) -> ValidationBatches:
+    return ValidationBatches(
+        shards,
+        seq_len=S,
+        global_batch_size=G,
+        local_batch_size=local,
+        steps=steps,
+        dp_rank=rank,
+        dp_size=size,
+        device=CPU,
+    )
+
+
+@pytest.mark.parametrize("steps", [-1, 2, 100])
+@pytest.mark.parametrize(("local", "size"), [(1, 1), (4, 1), (1, 2), (4, 2), (3, 3), (7, 4), (2, 26), (64, 2)])
+def test_validation_has_every_sample_once(shards: TokenShards, local: int, size: int, steps: int) -> None:
+    seen: list[int] = []
+    ranks = [validate(shards, local, rank, size, steps) for rank in range(size)]
+    assert len({len(r) for r in ranks}) == 1
+    for rank in ranks:
+        batches = list(rank)
+        assert len(batches) == len(rank)
+        for batch in batches:
+            assert batch.tokens.shape == batch.targets.shape == (local * S,)
+            counted = batch.targets != IGNORE_INDEX
+            seen += samples_of(Batch(batch.tokens[counted], batch.targets[counted]))
+            assert not batch.tokens[~counted].any()
+    expected = 16 if steps == 2 else 25
+    assert sorted(seen) == list(range(expected))
+
+
+def test_validation_may_be_repeated_and_needs_one_sample(shards: TokenShards, tmp_path: Path) -> None:
+    batches = validate(shards, 3, 1, 2)
+    first, second = list(batches), list(batches)
+    assert all(torch.equal(a.targets, b.targets) for a, b in zip(first, second, strict=True))
+    with pytest.raises(DataError, match=r"validation.source = .*8 tokens\n.*want: at least 9 tokens"):
+        validate(make_shards(tmp_path / "t", np.arange(8)), 1, 0, 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_add_up_to_the_same_mean(shards: TokenShards, tmp_path: Path, world: int) -> None:
+    def body() -> None:
+        total = torch.zeros(2, dtype=torch.int64)
+        for batch in validate(shards, 4, dist.get_rank(), world):
+            counted = batch.targets != IGNORE_INDEX
+            part = torch.stack([batch.targets[counted].sum(), counted.sum()])
+            dist.all_reduce(part)  # a rank with fewer batches would hang here
+            total += part
+        print(*total.tolist())
+
+    expected = f"{sum(range(1, 25 * S + 1))} {25 * S}\n"
+    assert run_ranks(body, tmp_path, world) == [expected] * world
+
+
+def test_order_of_steps_has_no_overlap_within_an_epoch(shards: TokenShards) -> None:
+    steps = [{s for micro in step for s in micro} for step in steps_of(train(shards), 3)]
+    assert all(not a & b for a, b in pairwise(steps))
+
+
+@pytest.mark.gpu
+def test_batches_reach_the_gpu(shards: TokenShards) -> None:
+    on_gpu = TrainBatches(
+        shards,
+        seq_len=S,
+        seed=1,
+        global_batch_size=G,
+        local_batch_size=2,
+        dp_rank=0,
+        dp_size=1,
+        device=torch.device("cuda"),
+    )
+    on_cpu = train(shards)
+    for _ in range(20):
+        for a, b in zip(on_gpu.next(), on_cpu.next(), strict=True):
+            assert a.tokens.device.type == "cuda"
+            assert torch.equal(a.tokens.cpu(), b.tokens)
+            assert torch.equal(a.targets.cpu(), b.targets)
+    on_gpu.close()
+    on_cpu.close()

@@ -1,0 +1,344 @@
+"""A model file of one's own trains as a shipped one does; a config that cannot be is refused."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.short_run import Trained, checked, train
+from titanlite import recipes
+from titanlite.commands.plan import run as plan
+from titanlite.commands.validate import summary
+from titanlite.config.schema import Model
+from titanlite.errors import ConfigError
+from titanlite.models import gpt2
+from titanlite.models.find import build_model, model_class
+from titanlite.train import main as train_main
+
+BATCH, TP_2 = "--training.local_batch_size", ["--parallelism.tensor_parallel_degree", "2"]
+AUTO = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "0.7"]
+AS_GPT2 = 'gate = "gelu"\nis_rotary = false\nlayer_norms = true\nbiases = true'
+DEBUG = str(Path(__file__).parents[3] / "configs" / "debug.toml")
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> list[str]:
+    """Flags for a copy of GPT-2's file, with a class by another name."""
+    (tmp_path / "mine.py").write_text(inspect.getsource(gpt2).replace("GPT2", "Mine"))
+    (tmp_path / "model").mkdir()
+    recipe = (Path(__file__).parents[3] / "recipes" / "model" / "gpt2-debug.toml").read_text()
+    (tmp_path / "model" / "mine-small.toml").write_text(recipe)
+    return ["--model.file", str(tmp_path / "mine.py"), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
+
+
+def assert_same(got: Trained, truth: Trained, allowed: float) -> None:
+    assert got.gradients.keys() == truth.gradients.keys()
+    assert all(torch.equal(got.weights[name], weight) for name, weight in truth.weights.items())
+    for name, gradient in truth.gradients.items():
+        assert (got.gradients[name] - gradient).abs().max() <= allowed * gradient.abs().max(), name
+    assert ((got.losses - truth.losses) / truth.losses).abs().max() <= allowed
+
+
+def test_a_file_of_ones_own_trains_as_a_shipped_one(mine: list[str], tmp_path: Path) -> None:
+    shipped = train(tmp_path, 1, ["--model.name", "gpt2", BATCH, "4"], steps=2)
+    assert_same(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2), shipped, 0.0)
+    assert_same(train(tmp_path, 2, [*mine, BATCH, "4", *TP_2], steps=2), shipped, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -> None:
+    """The bounds are those of tests/ranks/training/test_layouts.py."""
+    flags = ["--model.name", name, BATCH, "4"]
+    assert_same(train(tmp_path, 2, [*flags, *TP_2], steps=2), train(tmp_path, 1, flags, steps=2), 1e-5)
+
+
+def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = checked(tmp_path, 2, mine)
+    assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2, None)
+    checked(tmp_path, 4, [*mine, "--parallelism.tensor_parallel_degree", "4", "--model.ffn_dim", "264"])  # its affair
+    assert plan([DEBUG, *mine, *TP_2]) == 0
+    assert "positions.weight" in capsys.readouterr().out
+
+
+def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
+    """What registers operators cannot be imported a second time."""
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write('\nOPERATORS = torch.library.Library("of_my_own", "DEF")\n')
+    assert plan([DEBUG, *mine, *TP_2, "--diff", BATCH, "4"]) == 0
+
+
+def test_a_pattern_that_matches_none_of_its_parameters_is_found_by_its_line(
+    mine: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f'extends = ["{DEBUG}"]\n[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
+    flags = [*mine, "--job.dump_folder", str(tmp_path / "runs")]
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", str(config), *flags])
+    for command in (lambda: plan([str(config), *flags, *TP_2]), train_main):
+        with pytest.raises(ConfigError) as refused:
+            command()
+        assert f'{config}: 1 problem\n  line 3  optimizer.weight_decay_exclude = "*nrom.weight"' in str(refused.value)
+    assert not (tmp_path / "runs").exists()  # before a run takes its folder
+
+
+def test_it_is_imported_on_the_gpu_of_its_process(
+    mine: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append(device.index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda settings: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write('\nraise RuntimeError(f"imported on GPU {torch.cuda.current_device()}")\n')
+    monkeypatch.setattr("sys.argv", ["train.py", "--config", DEBUG, *mine, "--job.dump_folder", str(tmp_path / "runs")])
+    with pytest.raises(ConfigError, match="imported on GPU 3"):
+        train_main()
+
+
+def say(tmp_path: Path, block: str) -> None:
+    """Say in the recipe of `mine` what its blocks are made of."""
+    with (tmp_path / "model" / "mine-small.toml").open("a") as recipe:
+        recipe.write(f"\n[block]\n{block}\n")
+
+
+@pytest.mark.parametrize("flags", [[], TP_2, AUTO])
+def test_it_is_predicted_as_a_shipped_one(
+    flags: list[str], mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(tmp_path, AS_GPT2)
+    flags = [DEBUG, "--world", "2", "--training.mixed_precision_param", "bfloat16", "--compile.enable", *flags]
+    said = []
+    for model in (mine, ["--model.name", "gpt2"]):
+        assert plan([*flags, *model]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert "memory of a rank" in said[0]
+    assert "predicted step time" in said[0]
+
+
+def test_it_is_counted_and_priced_as_a_shipped_one(
+    mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(tmp_path, AS_GPT2)
+    counts, prices = [], []
+    for model, name in ((mine, f"{tmp_path}/mine.py small"), (["--model.name", "gpt2"], "gpt2 debug")):
+        (line,) = [x for x in summary(checked(tmp_path, 2, model), "", 2, None).splitlines() if "parameters" in x]
+        counts.append(line.partition(name)[2].removesuffix(" by its recipe"))
+        assert plan([DEBUG, *model, "--activation-checkpoint", "--world", "2"]) == 0
+        prices.append(capsys.readouterr().out.replace(name, "it"))
+    assert counts[0] == counts[1] != ""
+    assert prices[0] == prices[1]
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ('gate = "gelu"', r"\[block\] = 1,\d+,\d+ parameters\n +want: 1,\d+,\d+, as .*mine.py has\n +fix:  qk_norms,"),
+        (
+            "",
+            r"= layers.0.feed_forward.w13 \[\d+, 256\]\n +want: layers.0.feed_forward.w1 \[\d+, 256\], .*\n.*gate,",
+        ),
+        ('gate = "swigly"', 'did you mean "swiglu"'),
+        ("gates = 1", "did you mean block.gate"),
+    ],
+)
+def test_a_recipe_that_says_what_its_model_is_not(block: str, message: str, mine: list[str], tmp_path: Path) -> None:
+    say(tmp_path, block)
+    for flags in ([], TP_2, ["--activation-checkpoint"], ["--diff", BATCH, "4"]):
+        with pytest.raises(ConfigError, match=message):
+            plan([DEBUG, *mine, "--world", "2", *flags])
+
+
+def test_a_run_refuses_it_too(mine: list[str], tmp_path: Path) -> None:
+    say(tmp_path, "biases = true")
+    asked = checked(tmp_path, 2, mine)
+    with pytest.raises(ConfigError, match=r"model recipe mine-small: 1 problem\n  \[block\] = "):
+        build_model(asked.config.model, asked.dimensions, 64)
+
+
+def test_a_part_that_a_run_looks_for_is_missed(mine: list[str], tmp_path: Path) -> None:
+    text = (
+        (tmp_path / "mine.py").read_text().replace("self.norm ", "self.last_norm ").replace("nn.ModuleList(", "list(")
+    )
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"2 problems\n  Mine.layers = list\n +want: an nn.ModuleList\n.*\n  Mine.norm = n"
+    ):
+        plan([DEBUG, *mine, *TP_2])
+
+
+def test_what_no_run_can_train_is_refused(mine: list[str], tmp_path: Path) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    line = next(line for line in text.splitlines() if "self.layers = nn.ModuleList(" in line)
+    indented = line[: len(line) - len(line.lstrip())]
+    more = f"{indented}self.layers[1] = self.layers[0].requires_grad_(False)"
+    (tmp_path / "mine.py").write_text(text.replace(line, f"{line}\n{more}"))
+    with pytest.raises(ConfigError) as refused:
+        plan([DEBUG, *mine, *TP_2])
+    assert "mine.py: 2 problems\n  layers.0 = the same module as layers.1\n" in str(refused.value)
+    assert "\n  layers.0.attention_norm.weight = requires_grad = False\n" in str(refused.value)
+
+
+def test_what_a_shipped_block_has_is_known(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shipped = (Path(__file__).parents[3] / "recipes" / "model" / "llama3-debug.toml").read_text()
+    (tmp_path / "model" / "llama3-mine.toml").write_text(f"{shipped}\n[block]\nqk_norms = true\n")
+    with pytest.raises(
+        ConfigError, match="no such table in the recipe llama3-mine: titanlite knows the blocks of llama3"
+    ):
+        checked(tmp_path, 1, ["--model.flavor", "mine", "--job.recipe_dirs", str(tmp_path)])
+
+
+def test_a_key_of_a_recipe_that_its_architecture_makes_nothing_of(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shipped = (Path(__file__).parents[3] / "recipes" / "model" / "llama3-debug.toml").read_text()
+    (tmp_path / "model" / "llama3-wide.toml").write_text(f"{shipped}\nhead_dim = 64\n")
+    with pytest.raises(ConfigError, match=r"\n  head_dim = 64\n +want: no such key in the recipe llama3-wide: llama3"):
+        checked(tmp_path, 1, ["--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model.file", "nowhere.py"], 'model.file = "nowhere.py"'),
+        (["--model.file", "nowhere"], "want: a Python file"),
+        (["--model.name", "gpt2", "--model.rope_theta", "1e4"], "no such key: gpt2 does not use it"),
+        (
+            ["--model.name", "gpt2", "--training.seq_len", "1024"],
+            "at most 512, the number of position embeddings of the model",
+        ),
+        (["--model.name", "qwen3", "--model.flavor", "70B"], "want: one of 0.6B, 1.7B, 4B, 8B, debug"),
+        (["--model.name", "gemma3", "--model.flavor", "1B", *TP_2], "of model.n_kv_heads = 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        checked(tmp_path, 2, flags)
+    assert message in str(refused.value)
+
+
+def test_a_recipe_lacks_what_its_architecture_needs(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    shipped = (Path(__file__).parents[3] / "recipes" / "model" / "gemma3-debug.toml").read_text()
+    (tmp_path / "model" / "gemma3-less.toml").write_text(shipped.replace("window = 32\n", ""))
+    with pytest.raises(ConfigError, match=r"model\.window\n +want: a value: gemma3 needs it"):
+        checked(tmp_path, 1, ["--model.name", "gemma3", "--model.flavor", "less", "--job.recipe_dirs", str(tmp_path)])
+    assert recipes.load("model", "gemma3-debug").window == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("x = 1", "no such class"),
+        ("from torch import nn\nclass A(nn.Module):\n    def fill_buffers(self): ...\nclass B(A): ...", "A, B"),
+    ],
+)
+def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(text)
+    with pytest.raises(ConfigError, match=f"model.file = {seen}\n +want: one class with a method"):
+        model_class(Model(file=str(tmp_path / "odd.py")))
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        ("return self.w2(", "return self.w2((", r"  .* = SyntaxError: .*\n +want: a Python file that can be imported"),
+        (
+            "INIT_STD = 0.02",
+            "INIT_STD = 1 / 0",
+            r"  in <module>: INIT_STD = 1 / 0 = ZeroDivisionError: division by zero",
+        ),
+        (
+            "self.head_dim, self.queries_per_kv = sizes.head_width,",
+            "self.head_dim, self.queries_per_kv = sizes.width,",
+            r"  in __init__: self.head_dim, .* = AttributeError: 'ModelRecipe' object has no attribute 'width'\n"
+            r" +want: Mine\(sizes, seq_len\) to build the model",
+        ),
+        (
+            "h = x + self.attention",
+            "h = x if x.sum() > 0 else x + self.attention",
+            r"  in forward: h = x if x.sum\(\) > 0 .* = GuardOnDataDependentSymNode: Could not guard on data-dep.*\n"
+            r" +want: a forward that runs, also on tensors without values .*\n +fix:  change that line; if it looks",
+        ),
+        (
+            "h = x + self.attention",
+            "h = x.numpy() + self.attention",
+            r"  in forward: h = x.numpy\(\) .* = RuntimeError",
+        ),
+    ],
+)
+def test_an_exception_in_it_is_one_message_with_its_line(
+    line: str, instead: str, message: str, mine: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    number = text[: text.index(line)].count("\n") + 1
+    (tmp_path / "mine.py").write_text(text.replace(line, instead))
+    with pytest.raises(ConfigError, match=rf"mine.py: 1 problem\n  line {number}{message}"):
+        plan([DEBUG, *mine, *TP_2])
+    assert "".join(capfd.readouterr()) == ""  # torch has nothing to say beside it
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "message"),
+    [
+        (
+            "class Mine(nn.Module):",
+            "class Mine(nn.Module):\n    __new__ = lambda cls: 0\n",
+            r"line \d+  Mine.__init__ = TypeError: ",
+        ),
+        (
+            "h = x + ",
+            "h = x * x.sum().item() + ",
+            r"line \d+  layers.0: h = x .* = aten.item.default\n +want: operators whose results",
+        ),
+        (
+            "h = x + ",
+            "h = x[x > 0].sum() + ",
+            r"line \d+  layers.0: h = x.* = aten.index.Tensor\n +want: operators whose results",
+        ),
+        (
+            "h = x + ",
+            "with torch.no_grad():\n            s = x.abs()\n        h = x * s + ",
+            r"line \d+  layers.0: s = x.abs\(\) = wrap_with_set_grad_enabled\n +want: operators alone.*\n.*x.detach",
+        ),
+        (
+            "h = x + ",
+            "with torch.autocast('cpu', enabled=False):\n            s = x.abs()\n        h = x * s + ",
+            r"line \d+  layers.0: s = x.abs\(\) = wrap_with_autocast\n +want: operators alone.*\n.*x.to\(dtype\) for",
+        ),
+    ],
+)
+def test_what_none_of_its_lines_raises(line: str, instead: str, message: str, mine: list[str], tmp_path: Path) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    assert line in text
+    (tmp_path / "mine.py").write_text(text.replace(line, instead))
+    with pytest.raises(ConfigError, match=message):
+        plan([DEBUG, *mine, *TP_2])
+
+
+@pytest.mark.parametrize(
+    ("returned", "seen"),
+    [
+        ("{}, x", r"tuple of a tensor \[128, 256\], a tensor \[128, 256\]"),
+        ('{{"logits": {}}}', "dict"),
+        ("{}.mean()", r"a tensor \[\]"),
+        ("{}[None]", r"a tensor \[1, 128, 256\]"),
+    ],
+)
+def test_anything_but_logits_is_refused_in_one_message(
+    returned: str, seen: str, mine: list[str], tmp_path: Path
+) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    number = text[: text.rindex("    def forward(")].count("\n") + 1
+    logits = "self.output(self.norm(x))"
+    (tmp_path / "mine.py").write_text(text.replace(f"return {logits}", f"return {returned.format(logits)}"))
+    message = rf"mine.py: 1 problem\n  line {number}  Mine.forward = returned {seen}\n +want: logits, one tensor "
+    flags = [*mine, BATCH, "2"]
+    with pytest.raises(ConfigError, match=message):
+        plan([DEBUG, *flags, *TP_2, "--training.seq_len", "64"])
+    with pytest.raises(AssertionError, match=message):  # what its process printed
+        train(tmp_path, 1, flags, steps=1)

@@ -1,0 +1,320 @@
+"""FSDP by copy engines, over gloo: files that the ranks map stand for symmetric memory, a barrier for a meeting.
+
+Where copies go, in which dtype and when; that they arrive in time is `tests/gpu/collective_gpu.py`'s to show.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, checked, take_steps, whole
+from titanlite.config.check import _MOST_PEERS
+from titanlite.forecast.memory import MemoryModel
+from titanlite.kernels.products import MAX_RANKS
+from titanlite.parallel import fsdp
+from titanlite.receipt import Receipt
+from titanlite.training import build
+from titanlite.training.build import Run
+from titanlite.training.receipt import _add_copy_engines
+
+device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
+
+
+def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """Let exchanges have files, of which nothing old can be read: each buffer is NaN when it is given.
+
+    Returns:
+        The dtypes of gradients that they will have moved.
+    """
+    moved: set[torch.dtype] = set()
+
+    def channel_of(name: str, operator: int, n_slots: int) -> SimpleNamespace:
+        group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+        names = [f"{name}-{operator}-{r}" for r in range(group.size())]
+        channel = SimpleNamespace(rank=group.rank(), ranks=group.size(), n_slots=n_slots, capacity=0, group=group)
+        channel.device = torch.device("cpu")
+        channel.number = channel.operator = operator
+        channel.flags = channel.peer_flags = channel.epoch = channel.deadline = channel.failure = channel
+
+        def make_room(n_bytes: int) -> None:
+            if n_bytes <= channel.capacity:
+                return
+            channel.capacity, size = n_bytes, n_slots * n_bytes
+            mine = folder / f"{names[channel.rank]}-{n_bytes}"
+            mine.write_bytes(b"\xff" * size)
+            dist.barrier(group)
+            paths = [str(folder / f"{name}-{n_bytes}") for name in names]
+            channel.peers = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
+            channel.slots = channel.peers[channel.rank]
+
+        channel.make_room, channel.order = make_room, lambda: None
+        return channel
+
+    def ready(kernel, key, blocks, tensors, arguments, **options):
+        passed = arguments()
+        if kernel is device._meet:
+            return lambda: dist.barrier(passed[0].group)
+
+        def add() -> None:
+            arrived, own, out, size, rank, ranks, _ = passed
+            parts = [own if r == rank else arrived[r * size : (r + 1) * size] for r in range(ranks)]
+            total = parts[0].float()
+            for part in parts[1:]:
+                total = total + part.float()
+            out.copy_(total)
+
+        return add
+
+    buffer = device._Exchange.buffer
+
+    def spoilt(self, size: int, dtype: torch.dtype) -> Tensor:
+        given = buffer(self, size, dtype)
+        given.view(torch.uint8).fill_(0xFF)
+        if isinstance(self, device.ReduceScatter):
+            moved.add(dtype)
+        return given
+
+    monkeypatch.setattr(device, "channel", channel_of)
+    monkeypatch.setattr(device, "ready", ready)
+    monkeypatch.setattr(device._Exchange, "buffer", spoilt)
+    monkeypatch.setattr(build, "no_copy_engines", lambda mesh: None)
+    return moved
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchanges(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sizes that grow and shrink: what is gathered, and the sum in float32 of the ranks in their order."""
+    in_files(tmp_path, monkeypatch)
+
+    def body() -> None:
+        group = dist.distributed_c10d._get_default_group().group_name
+        gather, reduce, me = device.AllGather(group), device.ReduceScatter(group), dist.get_rank()
+        for seed, (size, dtype) in enumerate([(5, torch.bfloat16), (64, torch.float32), (3, torch.bfloat16)]):
+            rng = torch.Generator().manual_seed(seed)
+            every = [torch.randn(world * size, generator=rng).to(dtype) for _ in range(world)]
+            whole = gather.buffer(world * size, dtype)
+            own = whole.chunk(world)[me]
+            own.copy_(every[me][:size])
+            gather(own)
+            assert torch.equal(whole, torch.cat([x[:size] for x in every]))
+            wanted, out = torch.zeros(size), torch.full((size,), torch.nan)
+            for x in every:
+                wanted = wanted + x.chunk(world)[me].float()
+            reduce(every[me], out)
+            assert torch.equal(out, wanted)
+
+    run_ranks(body, tmp_path, world)
+
+
+LAYOUTS = {
+    "FSDP 2": (2, []),
+    "two micro-steps": (2, ["--training.global_batch_size", "4"]),
+    "float32": (2, ["--training.mixed_precision_param", "float32"]),
+    "rowwise": (2, ["--float8.recipe", "rowwise", "--training.seq_len", "128"]),
+    "HSDP": (4, ["--parallelism.data_parallel_replicate_degree", "2"]),
+    "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
+    "never freed": (2, ["--parallelism.fsdp_reshard_after_forward", "never"]),
+    "tied": (2, ["--model.name", "gemma3", "--model.flavor", "debug"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks have one order to add in: every loss, norm and weight of three steps is the same."""
+    world, flags = LAYOUTS[layout]
+    moved = in_files(tmp_path, monkeypatch)
+    flags = ["--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", str(world), *flags]
+    if layout == "FSDP 2 x TP 2":
+        flags += ["--training.global_batch_size", "2"]
+    asked = [checked(tmp_path, world, [*flags, f"--parallelism.fsdp_copy_engines={on}"]) for on in ("never", "always")]
+
+    def body() -> None:
+        found = []
+        for each in asked:
+            run = assemble(each)
+            assert by_copy_engines(run) == (len(list(run.model.layers)) if each is asked[1] else 0)  # type: ignore[arg-type]
+            results = take_steps(run, 3)
+            found.append((results[:, :2], {name: whole(p) for name, p in run.model.named_parameters()}))
+        (theirs, their_weights), (ours, our_weights) = found
+        assert moved == {torch.float32 if layout == "float32" else torch.bfloat16}
+        assert torch.isfinite(ours).all()
+        assert torch.equal(theirs, ours)
+        assert all(torch.equal(their_weights[name], weight) for name, weight in our_weights.items())
+
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.parametrize(
+    ("flags", "obstacle", "pushes"),
+    [
+        ([], None, True),
+        ([], "ranks on several hosts", False),
+        (["--training.mixed_precision_reduce=bfloat16"], None, False),
+        (["--parallelism.fsdp_copy_engines=never"], None, False),
+        (["--parallelism.data_parallel_replicate_degree=2"], None, False),
+    ],
+)
+def test_by_default_copy_engines_are_used_where_they_can(
+    flags: list[str], obstacle: str | None, pushes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And memory is predicted for what is used: of blocks neither the whole in flight nor float32 gradients."""
+    in_files(tmp_path, monkeypatch)
+    monkeypatch.setattr(build, "no_copy_engines", lambda mesh: obstacle)
+    given = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2"]
+    asked = [checked(tmp_path, 2, [*given, f"--parallelism.fsdp_copy_engines={how}"]) for how in ("never", "always")]
+
+    def body() -> None:
+        run = assemble(checked(tmp_path, 2, [*given, *flags]))
+        comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
+        assert [isinstance(comm, fsdp.PushedAllGather) for comm in comms] == [pushes] * len(comms)
+        if not flags:
+            expected = MemoryModel(asked[pushes].config, run.sizes, None, 2).peak_under(asked[0].save_list)  # type: ignore[arg-type]
+            assert run.predicted == expected
+            assert run.memory.copy_engines == pushes
+        receipt = Receipt()
+        _add_copy_engines(run, list(run.model.layers), receipt)  # type: ignore[arg-type]
+        if obstacle or pushes:
+            applied = {"blocks": 0, "by NCCL, because": obstacle} if obstacle else {"blocks": len(comms)}
+            assert receipt.entries[0].applied == applied
+            receipt.enforce(strict=True, warn=pytest.fail)  # nobody has asked for them
+
+    run_ranks(body, tmp_path, 2)
+    by_nccl, pushed = (MemoryModel(a.config, a.dimensions, None, 2).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
+    assert pushed.communication < by_nccl.communication
+
+
+def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1's, which is another than rank 0's."""
+    monkeypatch.setattr(fsdp, "_shard_group", lambda mesh: "shards")
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"))
+
+    def body() -> None:
+        refuses = dist.get_rank() == 1
+
+        def share(group: str) -> None:
+            if refuses:
+                raise error
+
+        monkeypatch.setattr(device, "AllGather", share)
+        monkeypatch.setattr(fsdp, "no_peer_access", lambda group: None)
+        error: Exception = RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
+        assert fsdp.no_copy_engines(mesh) == "symmetric memory: CUDA driver error: operation not permitted"
+        refuses = False
+        assert fsdp.no_copy_engines(mesh) is None
+        refuses = True
+        for error in (torch.OutOfMemoryError("CUDA out of memory"), dist.DistStoreError("wait timeout")):
+            with pytest.raises(type(error)):
+                fsdp.no_copy_engines(mesh)
+        monkeypatch.setattr(fsdp, "no_peer_access", lambda group: "ranks on several hosts" * dist.get_rank() or None)
+        assert fsdp.no_copy_engines(mesh) == "ranks on several hosts"
+
+    run_ranks(body, tmp_path, 2)
+
+
+class Stream:
+    """What FSDP orders on CPUs, too, where nothing comes of it: how many copies out of a gather this one is behind."""
+
+    current: "Stream"
+
+    def __init__(self, priority: int = 0) -> None:
+        self.behind = 0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.behind = max(self.behind, other.behind)
+
+    def wait_event(self, event: "Event") -> None:
+        self.behind = max(self.behind, event.behind)
+
+    def record_event(self) -> "Event":
+        return Event().record()
+
+    @staticmethod
+    @contextmanager
+    def as_current(stream: "Stream") -> Iterator[None]:
+        before, Stream.current = Stream.current, stream
+        yield
+        Stream.current = before
+
+
+class Event:
+    """Of the current stream."""
+
+    def record(self, stream: Stream | None = None) -> "Event":
+        self.behind = (stream or Stream.current).behind
+        return self
+
+
+@pytest.mark.parametrize("flags", [[], ["--training.global_batch_size", "4"], ["--activation_checkpoint.recipe=full"]])
+@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
+    reshard: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP orders its streams, for as many slots as there are; some gathers overlap, or one would do."""
+    in_files(tmp_path, monkeypatch)
+    compute = Stream.current = Stream()
+    for name, mock in (("Stream", Stream), ("Event", Event), ("stream", Stream.as_current)):
+        monkeypatch.setattr(torch.cpu, name, mock)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: Stream.current)
+    in_slots: dict[int, int] = {}  # by address, the last gather
+    copied: dict[int, int] = {}  # by gather, which copy out that was
+    overlaps: list[bool] = []  # of each gather, whether it did not wait for the one before
+    allocate, push = fsdp.PushedAllGather.allocate, fsdp.PushedAllGather.__call__
+    copy_out = _fsdp_param_group.foreach_all_gather_copy_out
+
+    def is_behind(number: int) -> bool:
+        return number < 0 or copied.get(number, 10**9) <= Stream.current.behind
+
+    def note_allocate(self, *args, **options) -> Tensor:
+        number = len(overlaps)
+        assert is_behind(number - self._exchange.channel.n_slots)
+        overlaps.append(not is_behind(number - 1))
+        buffer = allocate(self, *args, **options)
+        in_slots[buffer.data_ptr()] = number
+        return buffer
+
+    def note_push(self, *args, **options) -> None:
+        assert is_behind(len(overlaps) - 1 - self._exchange.channel.n_slots)
+        push(self, *args, **options)
+
+    def note_copy_out(result, *args) -> None:
+        copy_out(result, *args)
+        compute.behind += 1
+        if result.all_gather_output.data_ptr() in in_slots:
+            copied[in_slots[result.all_gather_output.data_ptr()]] = compute.behind
+
+    monkeypatch.setattr(fsdp.PushedAllGather, "allocate", note_allocate)
+    monkeypatch.setattr(fsdp.PushedAllGather, "__call__", note_push)
+    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", note_copy_out)
+    flags = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2", *flags]
+    flags += ["--model.n_layers=5", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
+    asked = checked(tmp_path, 2, [*flags, "--parallelism.fsdp_copy_engines=always"])
+
+    def body() -> None:
+        take_steps(assemble(asked), 2)
+        assert len(overlaps) >= 15
+        assert any(overlaps)
+
+    run_ranks(body, tmp_path, 2)
+
+
+def by_copy_engines(run: Run) -> int:
+    """Units whose gradients are reduced by them; that says float32, too, which the receipt reads."""
+    blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
+    comms = [block._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for block in blocks]  # type: ignore[operator, union-attr]
+    assert {fsdp.dtype_of_reduction(block) for block in blocks} == {"float32"}  # type: ignore[arg-type]
+    return sum(isinstance(comm, fsdp.PushedReduceScatter) for comm in comms)
+
+
+def test_as_many_ranks_as_kernels_take() -> None:
+    assert _MOST_PEERS == MAX_RANKS

@@ -1,0 +1,359 @@
+"""FSDP's units, and which of them are freed after forward."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, checked
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config, Parallelism, Training
+from titanlite.float8.weight import local_data
+from titanlite.models.layers import Embedding
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel import fsdp
+from titanlite.parallel.fsdp import apply_fsdp, settle
+from titanlite.parallel.initialise import initialise
+from titanlite.parallel.mesh import build_mesh
+
+SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+S = 8
+
+
+def sharded(
+    reshard: str,
+    tied: bool,
+    settles: bool = False,
+    param: str = "float32",
+    reduce: str = "float32",
+    change: Callable[[Llama3], object] = lambda _: None,
+    replicas: int = 1,
+    follow: bool = False,
+) -> Llama3:
+    config = Config(
+        training=Training(seq_len=S, mixed_precision_param=param, mixed_precision_reduce=reduce),  # type: ignore[arg-type]
+        parallelism=Parallelism(
+            fsdp_reshard_after_forward=reshard,  # type: ignore[arg-type]
+            data_parallel_replicate_degree=replicas,
+        ),
+    )
+    with torch.device("meta"):
+        model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
+        change(model)
+    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    apply_fsdp(model, config, mesh, follow)
+    model.to_empty(device="cpu")
+    model.fill_buffers()
+    initialise(model, seed=0)
+    if settles:
+        settle(model, config, mesh)
+    return model
+
+
+def units(model: Llama3) -> list[set[str]]:
+    """The parameters of each unit."""
+    names = {id(module): name for name, module in model.named_modules()}
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    groups = [state._fsdp_param_group for state in states if state._fsdp_param_group]
+    infos = [[p._module_info for p in group.fsdp_params] for group in groups]
+    return [{f"{names[id(info.module)]}.{info.param_name}" for info in group} for group in infos]
+
+
+def test_each_parameter_is_in_one_unit(tmp_path):
+    def body() -> None:
+        for tied in (False, True):
+            model = sharded("default", tied)
+            names = [name for name, _ in model.named_parameters()]
+            blocks = [{name for name in names if name.startswith(f"layers.{n}.")} for n in range(2)]
+            ends = [{"tok_embeddings.weight", "norm.weight"}]
+            if not tied:
+                ends = [{"tok_embeddings.weight"}, {"norm.weight", "output.weight"}]
+            assert sorted(map(sorted, units(model))) == sorted(map(sorted, blocks + ends))
+
+    run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "world", "freed", "tied"),
+    [
+        ("default", 2, {"block", "embedding"}, False),
+        ("default", 1, set(), False),  # gathering from one rank is a copy
+        ("always", 2, {"block", "embedding", "head"}, False),
+        ("always", 1, {"block", "embedding", "head"}, False),
+        ("never", 2, set(), False),
+        ("default", 2, {"block"}, True),
+        ("always", 2, {"block", "embedding", "head"}, True),
+    ],
+)
+def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
+    def body() -> None:
+        model = sharded(reshard, tied)
+        units = {"block": model.layers[0].feed_forward.w13, "embedding": model.tok_embeddings, "head": model.output}
+
+        def sharded_units() -> set[str]:
+            return {name for name, module in units.items() if isinstance(module.weight, DTensor)}
+
+        seen = []
+        model.layers[0].attention.register_forward_pre_hook(lambda *_: seen.append(sharded_units()))
+        model(torch.arange(S))
+        # The head is not gathered before its turn, but where it is the embedding.
+        assert [within & {"block", "head"} for within in seen] == [set() if tied else {"head"}]
+        assert sharded_units() == freed
+
+    run_ranks(body, tmp_path, world)
+
+
+def test_an_embedding_that_multiplies_by_its_weight_has_it_in_backward(tmp_path):
+    """By a user's class, a forward of its own, or a hook; a lookup needs none (forecast/test_comm_volume.py)."""
+
+    def scaled(module: nn.Module, tokens: Tensor) -> Tensor:
+        return Embedding.forward(module, tokens) * module.weight.square().mean()  # type: ignore[arg-type, union-attr]
+
+    class Scaled(Embedding):
+        forward = scaled  # type: ignore[assignment]
+
+    def of_a_class(model: Llama3) -> None:
+        model.tok_embeddings = Scaled(SIZES.vocab_size, SIZES.dim, 1.0)
+
+    def by_its_forward(model: Llama3) -> None:
+        model.tok_embeddings.forward = partial(scaled, model.tok_embeddings)  # type: ignore[method-assign]
+
+    def by_a_hook(model: Llama3) -> None:
+        model.tok_embeddings.register_forward_hook(lambda module, _, x: x * module.weight.square().mean())
+
+    def body() -> None:
+        for scale in (of_a_class, by_its_forward, by_a_hook):
+            found = []
+            for reshard in ("default", "never"):
+                model = sharded(reshard, tied=False, change=scale)
+                model(torch.arange(S)).square().sum().backward()
+                found.append(local_data(model.tok_embeddings.weight.grad).clone())
+            assert torch.equal(*found)
+            assert found[0].count_nonzero() > S * SIZES.dim  # of tokens that did not occur, too
+
+    run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize("tied", [[], ["--model.name", "gemma3", "--model.flavor", "debug"]], ids=["", "tied"])
+@pytest.mark.parametrize("float8", [[], ["--float8.recipe", "tensorwise"]], ids=["", "tensorwise"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_gathered_weights_are_plain(world: int, float8: list[str], tied: list[str], tmp_path):
+    flags = ["--training.mixed_precision_param", "bfloat16", "--training.seq_len", "128", *float8, *tied]
+    asked = checked(tmp_path, world, ["--parallelism.tensor_parallel_degree", "2", *flags])
+
+    def body() -> None:
+        model, seen = assemble(asked).model, 0
+        for _ in range(2):  # gathered for the first time, and again
+            for unit in model.modules():
+                group = unit._get_fsdp_state()._fsdp_param_group if isinstance(unit, FSDPModule) else None
+                if group is not None:
+                    unit.unshard()  # type: ignore[operator]
+                    for param in group.fsdp_params:
+                        weight, at, seen = param.unsharded_param, param._module_info, seen + 1
+                        assert not isinstance(weight, DTensor)
+                        assert isinstance(param.sharded_param, DTensor)
+                        assert len(weight._post_accumulate_grad_hooks or ()) == (world == 2)
+                        for module in (at.module, *at.shared_modules):
+                            assert getattr(module, at.param_name) is weight
+                    unit.reshard()  # type: ignore[operator]
+        assert seen >= 2 * len(list(model.parameters()))
+
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
+    def body() -> None:
+        model, calls, ours = sharded("default", tied=False), [], []
+        kernel = fsdp.chunk_cat
+        monkeypatch.setattr(fsdp, "chunk_cat", lambda *args: (ours.append(args[1]), kernel(*args)))
+
+        def count_and_compare(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+            want = torch.empty_like(out)
+            torch._chunk_cat(tensors, dim, num_chunks, out=want)
+            fsdp._chunk_cat(tensors, dim, num_chunks, out.fill_(torch.nan))
+            assert torch.equal(out, want)
+            calls.append((dim, num_chunks))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is another already
+            operators = torch.library.Library("fsdp", "IMPL")
+            operators.impl("chunk_cat", count_and_compare, "CPU", allow_override=True)
+        model(torch.arange(S)).sum().backward()
+        assert calls == [(0, world)] * len(units(model))
+        assert ours == [world] * len(calls)
+
+    run_ranks(body, tmp_path, world)
+    on_gpus = next(x for x in torch._C._dispatch_dump("fsdp::chunk_cat").splitlines() if x.startswith("CUDA:"))
+    assert "titanlite/parallel/fsdp.py" in on_gpus
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    ("param", "reduce"),
+    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+)
+def test_a_single_rank_has_the_gradients_that_fsdp_would_make(param, reduce, tied, tmp_path, monkeypatch):
+    """Of two micro-steps, and then of another step, bit for bit; and FSDP reduces none itself."""
+
+    def body() -> None:
+        found: list[list[dict[str, Tensor]]] = []
+        for settles in (False, True):
+            model, steps = sharded("default", tied, settles, param, reduce), []
+            if settles:
+                monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", None)
+            for micro_steps in (2, 1):
+                model.zero_grad(set_to_none=True)
+                for n in range(micro_steps):
+                    model(torch.arange(S) + n).float().square().sum().backward()
+                steps.append(
+                    {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+                )
+                for p in model.parameters():
+                    assert isinstance(p.grad, DTensor)
+                    assert p.grad.placements == p.placements
+            found.append(steps)
+        for reduced, handed_over in zip(*found, strict=True):
+            assert reduced.keys() == handed_over.keys() == dict(model.named_parameters()).keys()
+            for name, gradient in reduced.items():
+                assert gradient.dtype == torch.float32
+                assert gradient.abs().sum() > 0
+                assert torch.equal(handed_over[name], gradient), name
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_a_gradient_comes_when_it_is_whole_and_what_autograd_made_of_it_goes(tmp_path):
+    """Not with the others of its block: those of the feed-forward are there before attention's, none in bfloat16."""
+
+    def body() -> None:
+        model = sharded("default", tied=False, settles=True, param="bfloat16")
+        masters, seen = dict(model.named_parameters()), []
+
+        def look(_module: object, _inputs: object, _outputs: object) -> None:
+            seen.append({name for name, p in masters.items() if p.grad is not None})
+            kept.update(p for p in weights if p.grad is not None)
+
+        weights: list[torch.nn.Parameter] = []
+        kept: set[torch.nn.Parameter] = set()
+        layer = model.layers[0]
+        layer.register_forward_hook(lambda *_: weights.extend(layer.parameters()))  # those that are gathered
+        layer.attention.register_full_backward_hook(look)
+        model(torch.arange(S)).float().square().sum().backward()
+        late = {f"layers.0.{name}.weight" for name in ("attention.wqkv", "attention_norm")} | {"tok_embeddings.weight"}
+        assert late & seen[0] <= {"layers.0.attention.wqkv.weight"}
+        assert {f"layers.0.feed_forward.{name}.weight" for name in ("w13", "w2")} <= seen[0]
+        assert len(weights) == 6
+        assert not kept
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_a_gradient_is_cast_by_our_kernel_from_what_autograd_made(tmp_path, monkeypatch):
+    def body() -> None:
+        model, cast = sharded("default", tied=False, settles=True, param="bfloat16"), []
+        kernel = fsdp.chunk_cat
+        monkeypatch.setattr(fsdp, "chunk_cat", lambda *args: (cast.append(args[0][0].dtype), kernel(*args)))
+        model(torch.arange(S)).float().square().sum().backward()
+        assert cast == [torch.bfloat16] * len(list(model.parameters()))
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_two_weights_whose_gradients_autograd_keeps_in_one_memory_have_their_own(tmp_path):
+    def add_another(model: Llama3) -> None:
+        layer = model.layers[0].feed_forward
+        layer.also = copy.deepcopy(layer.w2)
+        shape = layer.w2.weight.shape
+
+        def forward(x: Tensor) -> Tensor:
+            both = layer.w2.weight.view(4, -1) + layer.also.weight.view(4, -1)
+            return F.linear(torch.cat((x, x), -1), both.view(shape))
+
+        layer.forward = forward
+
+    def body() -> None:
+        found = []
+        for settles in (False, True):
+            model = sharded("default", tied=False, settles=settles, change=add_another)
+            for n in range(2):
+                model(torch.arange(S) + n).square().sum().backward()
+            found.append([local_data(getattr(model.layers[0].feed_forward, n).weight.grad) for n in ("w2", "also")])
+        reduced, handed_over = found
+        assert all(torch.equal(*pair) for pair in zip(reduced, handed_over, strict=True))
+        assert torch.equal(*handed_over)
+        assert handed_over[0].data_ptr() != handed_over[1].data_ptr()
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_many_ranks_leave_gradients_to_fsdp(tmp_path):
+    def body() -> None:
+        model = sharded("never", tied=False, settles=True)
+        model(torch.arange(S))
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+    run_ranks(body, tmp_path, 2)
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2), (2, 2)], ids=str)
+def test_gradients_that_follow_activations_are_those_of_fsdp(world, replicas, tmp_path, monkeypatch):
+    """Bit for bit, in two steps; each unit's input and sum are allocated by our reduce-scatter."""
+    allocated: list[int] = []
+    allocate = fsdp._ReduceScatter.allocate
+
+    def count(self, size, **options):
+        allocated.append(*size)
+        return allocate(self, size, **options)
+
+    def body() -> None:
+        monkeypatch.setattr(fsdp._ReduceScatter, "allocate", count)
+        found = []
+        for follow in (False, True):
+            model = sharded("default", False, param="bfloat16", replicas=replicas, follow=follow)
+            for _ in range(2):
+                allocated.clear()
+                model.zero_grad(set_to_none=True)
+                model(torch.arange(S) + dist.get_rank()).float().square().sum().backward()
+            found.append(
+                {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            )
+            assert len(allocated) == (2 * len(units(model)) if follow else 0)
+        theirs, ours = found
+        assert theirs.keys() == ours.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+        assert sum(float(gradient.abs().sum()) for gradient in ours.values()) > 0
+
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any kernels", "deterministic"])
+def test_a_sum_takes_what_the_compute_stream_has_freed_and_nothing_else_is_written_into_it(deterministic):
+    """The compute stream is busy when it is allocated; under deterministic kernels torch fills what it allocates."""
+    side, size = torch.cuda.Stream(), (1 << 24,)
+    torch.cuda.empty_cache()
+    freed = torch.zeros(size, device="cuda").data_ptr()
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        torch.cuda._sleep(200_000_000)
+        with torch.cuda.stream(side):
+            made = fsdp._ReduceScatter().allocate(size, dtype=torch.float32, device=torch.device("cuda", 0))
+            made.fill_(1)
+        torch.cuda.synchronize()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert (made.data_ptr(), made.shape, made.dtype) == (freed, size, torch.float32)
+    assert bool((made == 1).all())

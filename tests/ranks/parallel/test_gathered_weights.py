@@ -1,0 +1,77 @@
+"""Weights that FSDP gathers in float8: blocks keep nothing of them, and a save-list changes no gradient."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.support.held_for_backward import Compiled, stream
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from titanlite import recipes
+from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
+from titanlite.config.architectures import Block
+from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.float8.convert import apply_float8, precompute_scales
+from titanlite.forecast.activation_bytes import Layout
+from titanlite.forecast.block_price import held_without_checkpointing
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.initialise import initialise
+from titanlite.parallel.mesh import build_mesh
+
+D, H, K, F, S = 64, 4, 2, 512, 48
+LAYERS = Block().layers
+SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+CPU = torch.device("cpu")
+
+
+def trained(name: str, float8: Float8Recipe) -> tuple[list[Tensor], list[Tensor]]:
+    """What forward hands to backward that is no weight, and gradients: by the real partitioner, under real FSDP."""
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = Llama3(SIZES, S)
+    apply_float8(model, replace(float8, min_compute_capability=0), ("output",), CPU, S, shards=1)
+    apply_activation_checkpoint(model, recipes.load("activation_checkpoint", name))
+    block = model.layers[0]
+    graphs = Compiled(block)
+    apply_fsdp(model, Config(), build_mesh(Config().parallelism, CPU))
+    model.to_empty(device=CPU)
+    model.fill_buffers()
+    initialise(model, seed=0)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
+    precompute_scales(list(model.parameters()), build_mesh(Config().parallelism, CPU).fsdp)
+    x = stream(S, D, torch.bfloat16)
+    block(x, model.cos, model.sin).float().square().sum().backward()
+    assert graphs.forward is not None
+    _, *held = next(node for node in graphs.forward.graph.nodes if node.op == "output").args[0]
+    made = [node.meta["val"] for node in held if node.op != "placeholder" and isinstance(node.meta["val"], Tensor)]
+    gradients = [p.grad for p in (x, *block.parameters()) if p.grad is not None]
+    assert len(gradients) == 1 + len(list(block.parameters()))
+    gradients = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    return [value for value in made if value.dtype != torch.uint8], gradients  # of which is a CPU's random state
+
+
+@pytest.mark.parametrize("name", ["rowwise", *slow("tensorwise")])
+def test_blocks_keep_activations_alone_and_lists_change_no_gradient(name: str, tmp_path) -> None:
+    float8 = recipes.load("float8", name)
+    layout = Layout(SIZES, S, S, float8=float8, converted=LAYERS)
+
+    def body() -> None:
+        held, gradients = trained("none", float8)
+        assert sum(v.untyped_storage().nbytes() for v in held) == held_without_checkpointing(layout) - 2 * S * D
+        for listed in ("balanced", "full"):
+            held, again = trained(listed, float8)
+            assert not [v for v in held if v.dtype == torch.float8_e4m3fn], listed
+            for got, truth in zip(again, gradients, strict=True):
+                assert torch.equal(got, truth), listed
+            assert all(gradient.abs().max() > 0 for gradient in again), listed
+
+    run_ranks(body, tmp_path, world=1)

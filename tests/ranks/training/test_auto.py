@@ -1,0 +1,276 @@
+"""`recipe = "auto"` in whole runs: what it chooses, writes and reports, and how runs end that find no room."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titanlite.training.build as build
+import titanlite.training.loop as loop
+import titanlite.training.receipt as training_receipt
+import titanlite.training.train as train
+from tests.support.launched import Desk
+from titanlite import recipes
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import OutOfMemoryError
+from titanlite.forecast.block_price import block_prices
+from titanlite.forecast.choose_save_list import Times
+from titanlite.forecast.memory import GIB, MemoryModel, usable
+from titanlite.forecast.suggest_flags import LEAST
+from titanlite.preflight.checked_run import checked_run
+from titanlite.training import out_of_memory
+from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure
+
+AUTO = "--activation_checkpoint.recipe=auto"
+TWO_STEPS = ("--job.stop_after=2",)
+FULL = "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 139.80 GiB of which …"
+
+
+def budget(gib: float) -> str:
+    return f"--activation_checkpoint.budget_gib={gib}"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_choice_is_written_reported_and_can_be_named(world: int, desk: Desk, tmp_path: Path) -> None:
+    """A budget for all: blocks are whole, and a run with the written list does the same."""
+    run = desk.run(f"auto {world}", world, AUTO, budget(8), *TWO_STEPS)
+    written = run.folder / "activation_checkpoint.toml"
+    chosen = recipes.load("activation_checkpoint", str(written))
+    assert [rule.op for rule in chosen.rules] == ["block"]
+    assert "for 8 GiB" in chosen.help
+    entry = run.receipt["activation_checkpoint"]
+    assert entry["requested"] == "auto"
+    assert entry["applied"].pop("prepared_s") > 0
+    assert entry["applied"].pop("predicted_mib_per_layer")["save block"] > 0
+    assert entry["applied"] == {"keeps": "block", "recomputes_ms": 0.0, "blocks": 0, "matches": {"save block": 2}}
+    memory = run.receipt["memory"]
+    assert memory["requested"] == 8
+    assert memory["skipped"] == []
+    assert 0.4 < memory["applied"]["predicted_gib"] < 0.5  # nothing but slack, for a model so small
+    assert memory["applied"]["reserved_gib"] == pytest.approx(run.steps[0]["memory_gib"], abs=0.05)
+    named = desk.run(f"named {world}", world, f"--activation_checkpoint.recipe={written}", *TWO_STEPS)
+    assert named.trained() == run.trained()
+    assert not (named.folder / "activation_checkpoint.toml").exists()
+
+
+def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
+    """Each rank would choose another list, and prints the one that it was given; collectives of both match."""
+
+    def plant() -> None:
+        choose, time_block = build.choose, build.time_block
+
+        def time_differently(block, layout, device):
+            times = time_block(block, layout, device)
+            rank = torch.distributed.get_rank()
+            slow = {part: 1.0 if "w13" in part.layer and rank else 1e-9 for part in times.activations}
+            return Times(slow, 1e-9)
+
+        build.time_block = time_differently
+        build.choose = lambda memory, times, _: choose(memory, times, least(memory))
+
+        apply = build.apply_activation_checkpoint
+
+        def say(model, save_list):
+            print(f"given {save_list.rules}")
+            return apply(model, save_list)
+
+        build.apply_activation_checkpoint = say
+
+    run = desk.run("agree", 2, AUTO, budget(8), "--parallelism.tensor_parallel_degree=2", *TWO_STEPS, plant=plant)
+    first, second = (part.partition("given ")[2].splitlines()[0] for part in run.output.split("--- rank ")[1:])
+    assert first == second
+    assert first != "()"
+
+
+def least(memory) -> float:
+    """A little more than what the run holds if it keeps nothing, so that only a part can be kept."""
+    some = memory.peak(block_prices(memory.layout, LEAST)).total
+    whole = memory.peak(block_prices(memory.layout, recipes.load("activation_checkpoint", "none"))).total
+    return (some + (whole - some) * 0.5) / usable(1)
+
+
+def over_budget() -> None:
+    training_receipt.memory_gib = lambda device: (9.5, 9.25)
+
+
+def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
+    run = desk.run("over", 2, AUTO, budget(8), plant=over_budget, ends=2)
+    assert "activation_checkpoint.budget_gib = 8\n" in run.output
+    assert "want: a peak of at most that; 9.5 GiB are reserved; predicted: 0." in run.output
+    assert "fix:  budget_gib = 6.50; job.strict = false trains on" in run.output
+    assert len(run.steps) == 1
+    assert run.status["error"]["type"] == "StrictError"
+    (skipped,) = run.receipt["memory"]["skipped"]
+    assert skipped["what"] == "peak"
+
+
+def test_it_is_a_warning_where_runs_are_not_strict(desk: Desk) -> None:
+    run = desk.run("lenient", 1, AUTO, budget(8), "--job.strict=false", *TWO_STEPS, plant=over_budget)
+    assert len(run.steps) == 2
+    assert "warning: the run exceeds its memory budget" in run.output
+    assert run.receipt["memory"]["skipped"]
+
+
+def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> None:
+    job = desk.start("nothing", 1, AUTO, budget(0.1))
+    assert job.wait() == [2]
+    assert "activation_checkpoint.budget_gib = 0.1" in job.output()
+    assert "want: at least 0.5: 0.4 are predicted" in job.output()
+    assert not (desk.folder / "runs" / "nothing").exists()
+
+
+def full_in_a_step() -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    loop.train_step = fail
+
+
+def full_in_building() -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+    build.initialise = fail
+
+
+@pytest.mark.parametrize("plant", [full_in_a_step, full_in_building])
+@pytest.mark.parametrize("flags", [("--activation_checkpoint.recipe=balanced",), (AUTO, budget(8))], ids=str)
+def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -> None:
+    run = desk.run(f"{plant.__name__} {flags[0][-4:]}", 2, *flags, plant=plant, ends=2)
+    said = run.output.partition("--- rank 1")[0]
+    assert "rank 0: CUDA out of memory. Tried to allocate 3.91 GiB\n" in said
+    assert "which would fit: the prediction is too low, or other processes use memory of this device" in said
+    assert "activations" in said
+    assert "Traceback" not in run.output
+    assert run.status["error"]["type"] == "OutOfMemoryError"
+    assert run.steps == []
+
+
+def explained(flags: tuple[str, ...], room_gib: float, name: str = "none") -> str:
+    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    run = checked_run(["--config", config, *flags], world_size=4)
+    chosen = recipes.load("activation_checkpoint", name)
+    measured = Measured(78.0, 75.0, 79.0, 77.0, room_gib)
+    return explanation(MemoryModel(run.config, run.dimensions, run.float8, 4), chosen, measured)
+
+
+def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
+    said = explained(("--activation_checkpoint.recipe", "none"), 100).splitlines()
+    assert said[0] == (
+        "    saw:  78.0 GiB are reserved (peak 79.0), 75.0 of them by tensors (peak 77.0); 100.0 are available"
+    )
+    assert said[1] == "    want: 103.4 GiB, as predicted; of these"
+    assert said[2].split() == ["73.1", "activations"]
+    assert said[-4] == "    fix:  one of these"
+    auto = "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 100.0"
+    assert said[-3].strip() == f"{auto}  frees 3.4 GiB, peak 100.0 GiB"
+    assert [line.split()[0] for line in said[-2:]] == [
+        "--parallelism.tensor_parallel_degree",
+        "--training.local_batch_size",
+    ]
+
+
+def said_before(room_gib: float, *flags: str) -> str | None:
+    config = str(shipped_folder("configs") / "llama3_8b.toml")
+    run = checked_run(["--config", config, *flags], world_size=4)
+    empty = Measured(0.0, 0.0, 0.0, 0.0, room_gib)
+    return foreseen(MemoryModel(run.config, run.dimensions, run.float8, 4), run.save_list, empty)
+
+
+def test_what_is_predicted_not_to_fit_is_said_before_the_first_step() -> None:
+    none = ("--activation_checkpoint.recipe", "none")  # 103.4 GiB
+    said = said_before(103, *none)
+    assert said is not None
+    assert said.startswith("this run is predicted to run out of memory\n    saw:  0.0 GiB are reserved")
+    assert "want: 103.4 GiB, as predicted" in said
+    assert "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 103.0" in said
+    assert said_before(104, *none) is None
+
+
+def test_a_budget_beyond_the_device_is_said_before_the_first_step() -> None:
+    auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
+    said = said_before(79.4, *auto)
+    assert said is not None
+    assert "activation_checkpoint.budget_gib = 90\n      want: at most 79.4, which this device has free\n" in said
+    assert said.endswith("fix:  --activation_checkpoint.budget_gib 79")
+    assert said_before(91, *auto) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "is_of_this_device"),
+    [
+        ("CUDA driver error: out of memory", True),
+        ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in …", True),
+        ("DataLoader worker (pid 7) is killed by signal: out of memory", False),
+        ("NCCL error: rank 3 said: CUDA error: out of memory", False),
+    ],
+)
+def test_memory_that_is_not_of_the_allocator_is_explained_too(
+    text: str, is_of_this_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml")], world_size=4)
+    model = MemoryModel(run.config, run.dimensions, run.float8, 4)
+    assert run.save_list is not None
+    with (
+        pytest.raises(OutOfMemoryError if is_of_this_device else RuntimeError) as caught,
+        out_of_memory.explained(model, run.save_list, torch.device("cpu")),
+    ):
+        raise RuntimeError(text)
+    if is_of_this_device:
+        assert str(caught.value).startswith(f"rank 0: {text.partition(chr(10))[0]}\n    saw: ")
+    else:
+        assert str(caught.value) == text
+
+
+def test_a_prediction_that_would_fit_is_not_trusted() -> None:
+    """What is proposed is held against less than what has just failed."""
+    said = explained(("--activation_checkpoint.recipe", "matmuls"), 139, "matmuls")
+    assert "which would fit" in said
+    peaks = [float(line.split("peak ")[1].split()[0]) for line in said.splitlines() if "frees" in line]
+    assert len(peaks) == 3
+    assert max(peaks) <= 0.95 * 84.7
+
+
+def test_a_list_without_a_price_has_no_prediction(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(
+        'help = "mine"\ndefault = "save"\n[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "recompute"\n'
+    )
+    said = explained(("--activation_checkpoint.recipe", str(mine)), 100, str(mine))
+    assert "there is no prediction" in said
+    assert "fix:  a save-list that names what it keeps" in said
+
+
+def test_a_device_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = measure(torch.device("cpu"))
+    assert 0 < seen.allocated <= seen.peak_reserved < seen.could_be_reserved
+    monkeypatch.setattr(out_of_memory, "_available", lambda: 8 * GIB)
+    for ranks in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        seen = measure(torch.device("cpu"))
+        assert seen.could_be_reserved == pytest.approx(seen.allocated + 8 / ranks)
+
+
+@pytest.mark.parametrize(
+    ("table", "is_known"), [("MemTotal: 9 kB\nMemAvailable:     5 kB\n", True), ("MemTotal: 9 kB\n", False)]
+)
+def test_what_is_available_is_what_linux_says_or_all_that_there_is(
+    table: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: table)
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert out_of_memory._available() == (5 * 1024 if is_known else everything)
+
+
+def test_a_cpu_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(desk: Desk) -> None:
+    def plant() -> None:
+        train.measure = lambda device: Measured(0.0, 0.0, 0.0, 0.0, 0.1)
+
+    run = desk.run("large", 1, "--job.stop_after=1", plant=plant)
+    before, warned, after = run.output.partition("warning: this run is predicted to run out of memory\n")
+    assert warned
+    assert "step  1" not in before
+    assert "0.1 are available" in after

@@ -1,0 +1,110 @@
+"""What only torchrun can show: two agents as on two hosts, a killed worker, a log that ends with the culprit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import REPOSITORY, Desk, Ended, free_port, torchrun
+from tests.support.needs import slow
+
+TRAIN = str(REPOSITORY / "train.py")
+DEBUG = REPOSITORY / "configs" / "debug.toml"
+
+# A run in which rank 1 alone fails in step 3, or is killed in its 13th, as the first argument says.
+BROKEN = """
+import os
+import signal
+import sys
+
+import train
+from titanlite.errors import DataError
+from titanlite.exit_code import exit_code, leave
+from titanlite.training import loop
+
+kind = sys.argv.pop(1)
+take, now = loop.train_step, [0]
+
+def broken(*args):
+    now[0] += 1
+    if os.environ["RANK"] == "1":
+        if kind == "killed" and now[0] == 13:  # later than all steps of who resumes from step 10
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind != "killed" and now[0] == 3:
+            raise {"bug": ZeroDivisionError, "input": DataError}[kind]("planted on rank 1")
+    return take(*args)
+
+loop.train_step = broken
+leave(exit_code(train.main))
+"""
+
+
+def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
+    script, logs = tmp_path / "broken.py", [tmp_path / "first", tmp_path / "second"]
+    script.write_text(BROKEN)
+    small = {"steps": 20, "seq_len": 64, "global_batch_size": 4}
+    here = {"job.dump_folder": desk.folder / "runs", "data.source": desk.folder / "train.txt"}
+    here |= {"data.cache_dir": desk.folder / "cache", "checkpoint.interval": 5, "validation.enable": "false"}
+    flags = [*(f"--training.{key}={value}" for key, value in small.items()), *(f"--{k}={v}" for k, v in here.items())]
+    hosts = ["killed", "--config", str(DEBUG), *flags, "--job.name=hosts"]
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts"]
+    launcher = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meet]
+    agents = [torchrun(launcher, str(script), hosts, log) for log in logs]
+    try:
+        desk.rerun(DEBUG, *flags, "--job.name=no hosts", world=2)
+        codes = [agent.wait(300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    said = [log.read_text() for log in logs]
+    assert codes == [0, 0], "\n".join(said)
+    run = Ended(desk.folder / "runs" / "hosts", "\n".join(said))
+    undisturbed = Ended(desk.folder / "runs" / "no hosts", "")
+    assert run.status["state"] == "finished"
+    assert run.trained() == undisturbed.trained()  # every step once
+    assert run.content(20) == undisturbed.content(20)
+    # Each host says what concerns it; steps are said once.
+    lines = run.output.splitlines()
+    resumed = [line for line in lines if "resumed from step" in line]
+    assert len(resumed) == 2, run.output
+    assert len([line for line in resumed if line.startswith("[rank 1] ")]) == 1
+    assert {int(line.split()[-1]) for line in resumed} == {10}
+    assert sum(line.startswith("step 20/20") for line in lines) == 1
+
+
+@pytest.mark.parametrize("kind", ["input", *slow("bug")])
+def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path, kind: str) -> None:
+    script, log = tmp_path / "broken.py", tmp_path / "log"
+    script.write_text(BROKEN)
+    run = torchrun(["--standalone", "--nproc-per-node=2"], str(script), [kind, *desk.flags(kind)], log)
+    try:
+        assert run.wait(300) == 1
+    finally:
+        run.kill()
+    said = log.read_text()
+    _, _, cause = said.rpartition("Root Cause")
+    assert "rank      : 1" in cause, said
+    assert f"exitcode  : {2 if kind == 'input' else 1}" in cause
+    assert "planted on rank 1" in cause
+    status = Ended(desk.folder / "runs" / kind, said).status
+    assert (status["state"], status["error"]["rank"]) == ("failed", 1)
+    assert status["step"] == 1  # of two that were made: a step is reported while the next one runs
+    assert status["error"]["message"] == "planted on rank 1"
+    if kind == "input":
+        assert said.count("\n[rank 1] planted on rank 1") == 1
+
+
+@pytest.mark.slow  # tests/cli/test_messages.py has a mistake that is found earlier, and one of rank 0 alone
+def test_a_mistake_is_said_once_whatever_the_number_of_ranks(desk: Desk, tmp_path: Path) -> None:
+    recipe, log = tmp_path / "unmatched.toml", tmp_path / "log"
+    recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.tril.default"\naction = "save"\n')
+    flags = desk.flags("mistake", f"--activation_checkpoint.recipe={recipe}")
+    run = torchrun(["--standalone", "--nproc-per-node=2"], TRAIN, flags, log)
+    try:
+        assert run.wait(300) == 1
+    finally:
+        run.kill()
+    said = log.read_text()
+    assert said.count("matched no operation") == 1, said
+    ours, _, _ = said.partition("closing signal")  # from here on torchrun speaks
+    assert "Traceback" not in ours
+    assert "rank      : 0" in said.rpartition("Root Cause")[2]

@@ -1,0 +1,291 @@
+"""AdamW and clipping against torch's; decay exclusions, bfloat16 moments, steps left out, the norm under any mesh."""
+
+import copy
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, batches_of, checked, take_steps, whole
+from titanlite.config.schema import Optimizer, Parallelism
+from titanlite.errors import ConfigError, StepError
+from titanlite.models.llama3 import Llama3
+from titanlite.parallel.initialise import initialise
+from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.tensor import is_replicated
+from titanlite.training.optimizer import AdamW
+from titanlite.training.schedule import learning_rate
+from titanlite.training.step import train_step
+
+EPS = torch.finfo(torch.float32).eps
+LR = 1e-2
+SHAPES = {"a.weight": (33, 7), "b.weight": (5,), "norm.weight": (16,)}
+ZERO, ONE = torch.zeros(()), torch.ones(())
+
+
+def normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(normal(shape, i)) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    return {name: normal(shape, 100 * step + i) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def alone(test: Callable[[Callable[..., AdamW]], None], folder: Path) -> None:
+    """Run a test body on one rank; it gets a maker of optimizers."""
+
+    def body() -> None:
+        mesh = build_mesh(Parallelism(), torch.device("cpu"))
+        test(lambda **options: AdamW(parameters(), Optimizer(**options), mesh))
+
+    run_ranks(body, folder, 1)
+
+
+def test_equals_torchs_adamw_and_clipping(tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        ours, reference = make(), parameters()
+        norms = [reference.pop("norm.weight")]
+        groups = [{"params": list(reference.values())}, {"params": norms, "weight_decay": 0.0}]
+        options = ours.config
+        theirs = torch.optim.AdamW(
+            groups,
+            lr=LR,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            foreach=False,
+        )
+        reference |= {"norm.weight": norms[0]}
+        for step in range(1, 11):
+            grads = gradients(step)
+            for name, parameter in reference.items():
+                parameter.grad = grads[name].clone()
+            truth = nn.utils.clip_grad_norm_(reference.values(), max_norm=2.0)
+            theirs.step()
+            norm = ours.norm(grads)
+            assert abs(norm - truth) <= 4 * EPS * truth
+            ours.step(grads, LR, (norm / 2.0).clamp(min=1.0), ZERO)
+        for name, parameter in reference.items():
+            # Each step rounds the parameter once, and its update of at most about 2 lr a dozen times; torch's clipping
+            # adds 1e-6 to a norm of 17.
+            bound = 10 * (EPS * parameter.abs() + 2 * LR * (12 * EPS + 1e-6 / 17))
+            assert ((ours.parameters[name] - parameter).abs() <= bound).all(), name
+            assert (parameter - parameters()[name]).abs().min() > 1e-4  # it moved
+
+    alone(body, tmp_path)
+
+
+def test_excluded_parameters_do_not_decay(tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        ours = make(weight_decay=0.5, weight_decay_exclude=("*norm.weight", "b.*"))
+        ours.step(zeros, LR, ONE, ZERO)
+        for name, before in parameters().items():
+            kept = 1 - LR * 0.5 if name == "a.weight" else 1
+            torch.testing.assert_close(ours.parameters[name], before * kept, rtol=2 * EPS, atol=0)
+
+        with pytest.raises(ConfigError, match="2 problems") as error:
+            make(weight_decay_exclude=("*norm.weight", "*.bias", "c.*"))
+        assert 'optimizer.weight_decay_exclude = "*.bias"' in str(error.value)
+
+    alone(body, tmp_path)
+
+
+def test_moments_in_bfloat16_are_rounded_after_each_update(tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        narrow, wide = make(state_dtype="bfloat16"), make()
+        for step in range(1, 4):
+            for optimizer in (narrow, wide):
+                optimizer.step(gradients(step), LR, ONE, ZERO)
+            for name, parameter in wide.parameters.items():
+                assert torch.equal(narrow.parameters[name], parameter)
+            for theirs, ours in ((wide.exp_avg, narrow.exp_avg), (wide.exp_avg_sq, narrow.exp_avg_sq)):
+                for name, moment in theirs.items():
+                    assert ours[name].dtype == torch.bfloat16
+                    assert torch.equal(ours[name], moment.bfloat16())
+                    moment.copy_(moment.bfloat16())  # the next step starts from the rounded one
+
+    alone(body, tmp_path)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_a_step_left_out_leaves_every_bit(state_dtype, tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        ours, undisturbed = make(state_dtype=state_dtype), make(state_dtype=state_dtype)
+        for step in (1, 2):
+            for optimizer in (ours, undisturbed):
+                optimizer.step(gradients(step), LR, ONE, ZERO)
+            before = {**copy.deepcopy(ours.state()), **{n: p.detach().clone() for n, p in ours.parameters.items()}}
+            nan = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
+            ours.step(nan, LR, torch.tensor(float("nan")), ONE)
+            for name, tensor in {**ours.state(), **ours.parameters}.items():
+                assert torch.equal(tensor, before[name]), name
+        for name, parameter in undisturbed.parameters.items():
+            assert torch.equal(ours.parameters[name], parameter)
+
+    alone(body, tmp_path)
+
+
+def test_state_is_loaded_into_its_own_tensors(tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        ours, restored = make(), make()
+        ours.step(gradients(1), LR, ONE, ZERO)
+        for name, tensor in restored.state().items():
+            tensor.copy_(ours.state()[name])
+        for name, parameter in restored.parameters.items():
+            parameter.data.copy_(ours.parameters[name])
+        for optimizer in (ours, restored):
+            optimizer.step(gradients(2), LR, ONE, ZERO)
+        for name, parameter in ours.parameters.items():
+            assert torch.equal(restored.parameters[name], parameter)
+
+    alone(body, tmp_path)
+
+
+@pytest.mark.parametrize(("replicas", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
+def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
+    # Rows that no number of ranks divides; with 4 shards some ranks hold nothing of the last.
+    full = {"sharded": normal((12, 8), 0), "norm.weight": normal((10,), 1), "short": normal((2, 4), 2)}
+    truth = torch.cat([g.double().flatten() for g in full.values()]).norm()
+
+    def body() -> None:
+        degrees = Parallelism(data_parallel_replicate_degree=replicas, tensor_parallel_degree=tp)
+        mesh = build_mesh(degrees, torch.device("cpu"))
+        over_tp = {"sharded": Shard(1), "norm.weight": Replicate(), "short": Shard(1)}
+        laid_out = {
+            name: distribute_tensor(tensor, mesh.all, [Replicate(), Shard(0), over_tp[name]])
+            for name, tensor in full.items()
+        }
+        ours = AdamW({name: nn.Parameter(tensor) for name, tensor in laid_out.items()}, Optimizer(), mesh)
+        norm = ours.norm({name: tensor.to_local() for name, tensor in laid_out.items()})
+        assert abs(norm.double() - truth) <= 4 * EPS * truth
+        ours.step({name: tensor.to_local() for name, tensor in laid_out.items()}, LR, ONE, ZERO)
+        everyone = [torch.empty_like(norm) for _ in range(4)]
+        dist.all_gather(everyone, norm)
+        assert all(torch.equal(norm, other) for other in everyone)
+
+    run_ranks(body, tmp_path, 4)
+
+
+def test_a_missing_gradient_is_an_error(tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        with pytest.raises(
+            StepError, match=r"model: 3 problems\n  a\.weight = no gradient after backward\n +want: a gradient for"
+        ):
+            make().gradients()
+
+    alone(body, tmp_path)
+
+
+def test_a_step_without_a_gradient_changes_nothing(tmp_path):
+    asked = checked(tmp_path, 2, ["--parallelism.tensor_parallel_degree", "2"])
+
+    def body() -> None:
+        run = assemble(asked)
+        whole = [p for p in run.parameters if is_replicated(p)]
+        before = [p.detach().clone() for p in run.optimizer.locals.values()]
+        assert whole
+        for parameter in whole:  # as if a backward of the model's own had returned None for all of them
+            parameter.requires_grad_(False)
+        with pytest.raises(StepError, match=rf"model: {len(whole)} problems\n.*norm\.weight = no gradient"):
+            take_steps(run, 1)
+        assert all(map(torch.equal, before, run.optimizer.locals.values()))
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
+    flags = ["--training.local_batch_size", "4", "--training.max_norm", str(max_norm), "--optimizer.lr", "3e-4"]
+    asked = checked(tmp_path, 1, flags)
+
+    def body() -> None:
+        run = assemble(asked)
+        model = Llama3(run.sizes, run.config.training.seq_len)
+        model.fill_buffers()
+        initialise(model, run.config.training.seed)
+        norms = [p for n, p in model.named_parameters() if "norm" in n]
+        others = [p for n, p in model.named_parameters() if "norm" not in n]
+        groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+        adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        clipped = 0
+        with closing(batches_of(run)) as batches:
+            for step in range(1, 11):
+                (batch,) = batches.next()
+                lr = learning_rate(step, run.config)
+                loss, norm, skipped, _ = train_step(run, [batch], lr, False)
+                truth = F.cross_entropy(model(batch.tokens), batch.targets)
+                truth.backward()
+                true_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
+                for group in adamw.param_groups:
+                    group["lr"] = lr
+                adamw.step()
+                adamw.zero_grad()
+                assert skipped == 0
+                assert abs(loss - truth) <= 1e-6 * truth
+                # A norm is as exact as gradients are: 1e-5 of the largest entry.
+                assert abs(norm - true_norm) <= 1e-5 * true_norm
+                clipped += bool(norm > max_norm)
+        assert clipped == (0 if max_norm == 1e6 else 10)
+
+    run_ranks(body, tmp_path, 1)
+
+
+def test_with_torchtitans_keys_twenty_steps_are_its_optimizer_and_schedule(tmp_path):
+    """In plain torch: one AdamW over all parameters, its factor of the learning rate as a LambdaLR, clipped at 1."""
+    of_its_debug_model = {"lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.8}
+    left_out = {
+        "optimizer.lr": 8e-4,
+        "optimizer.weight_decay_exclude": "[]",
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+    }
+    asked = checked(tmp_path, 1, [f"--{key}={value}" for key, value in (of_its_debug_model | left_out).items()])
+
+    def factor(done: int) -> float:
+        warmup, decay, last = 2, 16, 20
+        return min((done + 1) / warmup, (last - done) / decay, 1.0)
+
+    def body() -> None:
+        run = assemble(asked)
+        model = Llama3(run.sizes, run.config.training.seq_len)
+        model.fill_buffers()
+        initialise(model, run.config.training.seed)
+        adamw = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(adamw, factor)
+        with closing(batches_of(run)) as batches:
+            for step in range(1, 21):
+                micro_batches = batches.next()
+                rate = learning_rate(step, run.config)
+                assert abs(rate - schedule.get_last_lr()[0]) <= 1e-15
+                loss, _, skipped, _ = train_step(run, micro_batches, rate, False)
+                n_tokens = sum(batch.targets.numel() for batch in micro_batches)
+                truth = 0.0
+                for batch in micro_batches:
+                    part = F.cross_entropy(model(batch.tokens), batch.targets, reduction="sum") / n_tokens
+                    part.backward()
+                    truth += part.item()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                adamw.step()
+                schedule.step()
+                adamw.zero_grad()
+                assert skipped == 0
+                assert abs(loss - truth) <= 1e-6 * truth
+        weights = dict(model.named_parameters())
+        difference = sum(
+            (whole(p).double() - weights[n].double()).square().sum() for n, p in run.model.named_parameters()
+        )
+        assert difference.sqrt() <= 1e-6 * sum(p.double().square().sum() for p in weights.values()).sqrt()
+
+    run_ranks(body, tmp_path, 1)

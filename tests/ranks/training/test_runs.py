@@ -1,0 +1,1000 @@
+"""Runs that end and go on: the same samples, losses and weights as without the interruption, or a clear refusal."""
+
+import errno
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.support.launched import REPOSITORY, SMALL, Desk, Ended, rows, wait_for_step
+from tests.support.needs import slow
+from tests.unit.data.test_tokenizer import make_tokenizer
+from titanlite.checkpoint import hugging_face, store
+from titanlite.checkpoint.background import Background
+from titanlite.checkpoint.resume import check_state
+from titanlite.commands.export import run as export
+from titanlite.config.schema import Config
+from titanlite.data.tokenizer import FileTokenizer
+from titanlite.errors import ConfigError
+from titanlite.observe import console, metrics, status, watchdog
+from titanlite.observe.metrics import MetricsFile, StepRow, read_metrics
+from titanlite.observe.profiler import Profiler
+from titanlite.recipes import load
+from titanlite.training import loop, train
+from titanlite.training.report import Outcome, Report
+
+LAYOUTS = {
+    "1": (1, ()),
+    "FSDP 2": (2, ()),
+    "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    # FSDP gathers float8, by scales that follow from the weights that were loaded.
+    "float8": (2, ("--float8.recipe=tensorwise", "--training.mixed_precision_param=bfloat16")),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def undisturbed(request: pytest.FixtureRequest, desk: Desk) -> tuple[str, Ended]:
+    world, flags = LAYOUTS[request.param]
+    return request.param, desk.run(f"undisturbed {request.param}", world, *flags)
+
+
+def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbed: tuple[str, Ended]) -> None:
+    layout, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    half = desk.run(f"stopped {layout}", world, *flags, "--job.stop_after=10")
+    assert half.status["state"] == "stopped"
+    assert half.status["by"] == "job.stop_after"
+    assert half.status["step"] == 10
+    assert half.trained() == whole.trained()[:10]
+    rest = desk.run(f"stopped {layout}", world, *flags)
+    assert rest.status["state"] == "finished"
+    assert rest.trained() == whole.trained()
+    assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
+    assert rest.content(20) == whole.content(20)
+    assert "resumed from step 10" in rest.output
+
+
+@pytest.mark.parametrize("undisturbed", ["FSDP 2", "float8", *slow("1", "TP 2")], indirect=True)
+def test_checkpoints_written_in_the_background_are_those_that_training_waits_for(
+    desk: Desk, undisturbed: tuple[str, Ended]
+) -> None:
+    layout, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    beside = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=2"
+    half = desk.run(f"beside {layout}", world, *flags, *beside, "--job.stop_after=10")
+    assert half.checkpoints() == [8, 10]
+    assert [line.split("step-")[1] for line in half.output.splitlines() if "saved " in line] == [
+        f"{step:08d}" for step in (4, 8, 10)
+    ]
+    rest = desk.run(f"beside {layout}", world, *flags, *beside)
+    assert rest.trained() == whole.trained()
+    assert rest.content(20) == whole.content(20)
+
+
+def before_writing(at_step: int, does: Callable[[Path], object]) -> Callable[[], None]:
+    """A plant: what rank 0 does before it writes the checkpoint of a step."""
+
+    def plant() -> None:
+        write = store.write
+
+        def later(folder: Path, *args: object) -> object:
+            if folder.name == f"step-{at_step:08d}.tmp" and os.environ["RANK"] == "0":
+                does(folder)
+            return write(folder, *args)  # type: ignore[arg-type]
+
+        store.write = later  # type: ignore[assignment]
+
+    return plant
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(desk: Desk) -> None:
+    folder = desk.folder / "runs" / "goes on"
+    plant = before_writing(4, lambda _: wait_for_step(folder, 8))
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"
+    ended = desk.run("goes on", 2, *flags, plant=plant)
+    assert ended.checkpoints() == [4, 8, 12, 16, 20]
+    assert ended.status["state"] == "finished"
+    assert ended.content(4) == desk.run("stops", 2, "--job.stop_after=4").content(4)  # though four steps followed
+
+
+def saves_before_the_next_step() -> None:
+    """A plant: what is written in the background is written, or has failed, when training goes on."""
+    save = Background.save
+
+    def waits(self: Background, *args: Any) -> None:
+        save(self, *args)
+        assert self._writing is not None
+        futures.wait([self._writing])
+
+    Background.save = waits  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("last", [2000, 8])
+def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_every_rank(desk: Desk, last: int) -> None:
+    """Within two steps, not at the next checkpoint; and also if no step follows."""
+
+    def plant() -> None:
+        before_writing(8, shutil.rmtree)()
+        saves_before_the_next_step()
+
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=8", f"--training.steps={last}"
+    ended = desk.run(f"failing beside {last}", 2, *flags, plant=plant, ends=2)
+    assert "does not see it" in ended.output
+    assert ended.output.count("a second attempt is made") == 1  # by the first rank of the host
+    assert ended.checkpoints() == []
+    assert ended.status["state"] == "failed"
+    assert 8 <= ended.steps[-1]["step"] <= 10
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+def test_a_write_that_fails_once_is_told_and_made_again(desk: Desk, mode: str) -> None:
+    def plant() -> None:
+        hash_files, failures = store.hash_files, [OSError(errno.EIO, "Input/output error", "of a disk")]
+
+        def fails_once(*args: Any) -> object:
+            if os.environ["RANK"] == "1" and failures:
+                raise failures.pop()
+            return hash_files(*args)
+
+        store.hash_files = fails_once
+
+    flags = f"--checkpoint.async_mode={mode}", "--checkpoint.interval=4", "--training.steps=6"
+    ended = desk.run(f"once {mode}", 2, *flags, plant=plant)
+    assert ended.status["state"] == "finished"
+    assert ended.checkpoints() == [4, 6]
+    said = "warning: step-00000004 could not be written, and a second attempt is made: rank 1: OSError: "
+    for rank in (0, 1):
+        assert (ended.folder / "logs" / f"rank{rank}.log").read_text().count(said) == 1
+    assert ended.content(4) == desk.run(f"at once {mode}", 2, *flags, "--job.stop_after=4").content(4)
+
+
+def test_a_signal_waits_for_what_is_being_written(desk: Desk) -> None:
+    def interrupt(_: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+
+    flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--training.steps=2000"
+    ended = desk.run("signal beside", 2, *flags, plant=before_writing(4, interrupt))
+    assert ended.status["state"] == "stopped"
+    last = ended.status["step"]
+    assert ended.checkpoints()[:1] == [4]
+    assert ended.checkpoints()[-1] == last
+
+
+def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: Path) -> None:
+    layout, whole = undisturbed
+    assert export([str(whole.folder), "--out", str(tmp_path / "out")]) == 0
+    weights = load_file(tmp_path / "out/model.safetensors")
+    assert len(weights) == 3 + 9 * SMALL["model.n_layers"]
+    assert weights["model.embed_tokens.weight"].dtype == (torch.bfloat16 if layout == "float8" else torch.float32)
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
+
+
+@pytest.mark.parametrize("undisturbed", ["TP 2", "float8", *slow("1", "FSDP 2")], indirect=True)
+def test_a_run_starts_from_weights_in_hugging_faces_layout(
+    desk: Desk, undisturbed: tuple[str, Ended], tmp_path: Path
+) -> None:
+    layout, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    export([str(whole.folder), "--out", str(tmp_path / "out"), "--dtype", "float32"])
+    # A step of so small a rate changes no weight by a bit.
+    still = "--optimizer.lr=1e-30", f"--checkpoint.initial_load_path={tmp_path / 'out'}"
+    began = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=1")
+    weights = {name: digest for name, digest in whole.content(20).items() if name.startswith("model/")}
+    assert {name: began.content(1)[name] for name in weights} == weights
+    assert "starts from the 21 weights of" in began.output
+    assert began.receipt["initial_weights"]["applied"] == {"weights": 21}
+    (tmp_path / "out").rename(tmp_path / "moved")  # what goes on does not need it
+    went_on = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=2")
+    assert went_on.receipt["initial_weights"]["applied"] == "not looked at: resumed from step 1"
+
+
+def test_a_run_with_the_dimensions_of_a_folder_goes_on_without_it(desk: Desk, tmp_path: Path) -> None:
+    whole = desk.run("dimensions", 1, "--job.stop_after=1")
+    export([str(whole.folder), "--out", str(tmp_path / "out"), "--dtype", "float32"])
+    own = "--model.flavor=from_checkpoint", f"--checkpoint.initial_load_path={tmp_path / 'out'}"
+    dimensions = [key for key in SMALL if key.startswith("model.") and key != "model.name"]
+    with pytest.MonkeyPatch.context() as patch:
+        for key in dimensions:
+            patch.delitem(SMALL, key)
+        undisturbed = desk.run("all of the folder", 1, *own, "--job.stop_after=4")
+        began = desk.run("of the folder", 1, *own, "--job.stop_after=2")
+        assert "starts from the" in began.output
+        (tmp_path / "out").rename(tmp_path / "moved")
+        rest = desk.run("of the folder", 1, *own, "--job.stop_after=4")
+        assert "not looked at: resumed from step 2" in str(rest.receipt["initial_weights"])
+        assert rest.content(4) == undisturbed.content(4)
+        assert tomli.loads((rest.folder / "config.toml").read_text())["model"]["flavor"] == "from_checkpoint"
+        other = desk.run("of the folder", 1, *own, "--model.n_layers=1", ends=2)
+        assert "model.n_layers = 1" in other.output
+        assert "output folder of a different run" in other.output
+        fresh = desk.run("a new one", 1, *own, ends=2)
+        assert f'checkpoint.initial_load_path = "{tmp_path / "out"}"' in fresh.output
+    assert export([str(rest.folder), "--out", str(tmp_path / "again")]) == 0
+    said = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("moved", "again")]
+    assert said[0] | {"torch_dtype": ""} == said[1] | {"torch_dtype": ""}
+
+
+def test_other_weights_on_another_rank_end_every_rank(desk: Desk, tmp_path: Path) -> None:
+    run = desk.run("of weights", 1, "--job.stop_after=1")
+    export([str(run.folder), "--out", str(tmp_path / "out")])
+
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            read = hugging_face.our_weight
+            other = lambda *of: read(*of) * (2 if "wo" in of[2] else 1)  # noqa: E731
+            hugging_face.our_weight = other  # type: ignore[assignment]
+
+    load = f"--checkpoint.initial_load_path={tmp_path / 'out'}"
+    ended = desk.run("other weights", 2, load, plant=plant, ends=2)
+    assert ended.output.count("on rank 1 the weights that rank 0 has read") >= 1
+
+
+def test_every_generator_follows_from_the_seed_and_goes_on_where_it_was(desk: Desk) -> None:
+    def plant() -> None:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):  # as whatever started the rank left them
+            seed(time.monotonic_ns() % 2**32)
+        take = loop.train_step
+
+        def draws(*args: object) -> torch.Tensor:
+            print("drew", random.random(), np.random.rand(), torch.rand(()).item())
+            return take(*args)
+
+        loop.train_step = draws
+
+    def drawn(run: Ended) -> list[list[str]]:
+        ranks = run.output.split("--- rank ")[1:]
+        return [[line for line in of.splitlines() if line.startswith("drew")] for of in ranks]
+
+    half = desk.run("random", 2, "--job.stop_after=2", plant=plant)
+    rest = desk.run("random", 2, "--job.stop_after=4", plant=plant)
+    whole = desk.run("random whole", 2, "--job.stop_after=4", plant=plant)
+    assert [a + b for a, b in zip(drawn(half), drawn(rest), strict=True)] == drawn(whole)
+    assert rest.content(4, rng=True) == whole.content(4, rng=True)
+    assert len(rest.content(4, rng=True)) == 2 * 3
+    tensor_parallel = "--parallelism.tensor_parallel_degree=2", "--job.stop_after=2"
+    ranks = [*drawn(half), *drawn(desk.run("random TP", 2, *tensor_parallel, plant=plant))]
+    other = desk.run("random other", 1, "--training.seed=7", "--job.stop_after=2", plant=plant)
+    assert ranks[2] == ranks[3] == ranks[0]  # of one tensor-parallel group, and the first of them
+    numbers = [draw.split()[1:] for of in (*ranks[:2], *drawn(other)) for draw in of]
+    assert all(len(set(of_one)) == 3 * 2 for of_one in zip(*numbers, strict=True))
+
+
+@pytest.mark.parametrize("undisturbed", ["FSDP 2"], indirect=True)
+@pytest.mark.parametrize("layout", ["1", "TP 2"])
+def test_a_run_goes_on_under_another_layout(desk: Desk, undisturbed: tuple[str, Ended], layout: str) -> None:
+    _, whole = undisturbed
+    world, flags = LAYOUTS[layout]
+    name = f"from FSDP 2 to {layout}"
+    desk.run(name, 2, "--job.stop_after=10")
+    rest = desk.run(name, world, *flags)
+    assert [row["tokens"] for row in rest.steps] == [row["tokens"] for row in whole.steps]  # the same samples,
+    assert rest.losses() == pytest.approx(whole.losses(), rel=1e-6)  # or the losses would differ in the first digit
+
+
+def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(SMALL, "training.global_batch_size")
+    assert desk.run("batch", 1, "--job.stop_after=2").steps[-1]["tokens"] == 2 * 2 * 64
+    refused = desk.run("batch", 2, ends=2)
+    assert refused.output.count("local_batch_size × data-parallel ranks make 4 sequences per step") == 2
+    assert "want: 2 sequences per step, with which the checkpoint was trained" in refused.output
+    assert "fix:  --training.global_batch_size 2" in refused.output
+    assert refused.status["error"]["type"] == "ConfigError"
+    asked = desk.run("batch", 2, "--training.global_batch_size=8", "--job.stop_after=3")
+    assert "training.global_batch_size: not given → 8" in asked.output
+    assert asked.steps[-1]["tokens"] == (2 * 2 + 8) * 64
+    state = asked.folder / "checkpoints" / "step-00000003" / "state.json"
+    assert json.loads(state.read_text())["state"]["sequences_per_step"] == 8
+
+
+def test_a_checkpoint_in_the_folder_of_another_job_is_still_of_its_run(desk: Desk) -> None:
+    run = desk.run("origin", 1, "--job.stop_after=2")
+    shutil.copytree(run.folder / "checkpoints", desk.folder / "runs" / "branch" / "checkpoints")
+    refused = desk.run("branch", 1, "--training.seed=7", "--training.seq_len=32", ends=2)
+    assert "training.seq_len = 32\n      want: 64, as the checkpoint has it\n" in refused.output
+    assert "training.seed = 7\n" in refused.output
+    assert not (refused.folder / "config.toml").exists()
+    branch = desk.run("branch", 1, "--job.stop_after=4")
+    assert branch.trained() == desk.run("origin", 1, "--job.stop_after=4").trained()[2:]
+
+
+def test_a_checkpoint_that_does_not_say_its_batch_or_order_is_taken_up() -> None:
+    folder, sizes = Path("step-00000002"), load("model", "llama3-8B")
+    check_state(folder, {}, Config(), sizes, 4)
+    with pytest.raises(ConfigError, match=r"step-00000002: 1 problem\n  training\.global_batch_size = not given"):
+        check_state(folder, {"sequences_per_step": 2}, Config(), sizes, 4)
+
+
+def test_the_written_config_gives_the_same_run(desk: Desk) -> None:
+    first = desk.run("written", 1, "--job.stop_after=5", "--optimizer.weight_decay_exclude=*norm.weight")
+    desk.rerun(first.folder / "config.toml", "--job.name", "read back")
+    again = Ended(desk.folder / "runs" / "read back", "")
+    assert again.trained() == first.trained()
+    assert again.content(5) == first.content(5)
+
+
+def test_the_last_step_is_logged_though_nothing_waits_for_it(desk: Desk) -> None:
+    run = desk.run("bare", 1, "--training.steps=6", "--checkpoint.enable=false")
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    assert (run.status["state"], run.status["step"]) == ("finished", 6)
+    assert run.checkpoints() == []
+
+
+@pytest.mark.parametrize("flag", ["--training.steps=3", "--job.stop_after=3"])
+def test_a_look_at_three_steps_takes_one_flag_with_checkpoints_or_without(desk: Desk, flag: str) -> None:
+    run = desk.run(f"look {flag[2:5]}", 1, "--checkpoint.enable=false", flag)
+    assert [row["step"] for row in run.rows] == [1, 2, 3]
+    assert run.checkpoints() == []
+    assert run.status["step"] == 3
+    assert ("is less than lr_scheduler.warmup_steps = 5" in run.output) == (flag == "--training.steps=3")
+
+
+def test_a_disk_without_room_for_checkpoints_is_told_before_the_first_step(desk: Desk) -> None:
+    def plant() -> None:
+        usage = shutil.disk_usage("/")
+        shutil.disk_usage = lambda path: usage._replace(free=2**20)
+
+    output = desk.run("no room", 1, "--job.stop_after=1", plant=plant, ends=2).output
+    before, _, after = output.partition("step  1/20")
+    assert "the disk has no room for the checkpoints: 1 more of " in before
+    assert "free space = 1.0 MiB free" in after
+
+
+def test_a_rank_that_does_not_share_the_folder_is_named_before_the_first_step(desk: Desk) -> None:
+    def plant() -> None:
+        (there := desk.folder / f"host of {os.environ['RANK']}").mkdir()
+        os.chdir(there)
+
+    output = desk.run("apart", 2, "--job.dump_folder=runs", plant=plant, ends=2).output
+    assert re.search(r"rank 1 on .* = does not see it\n +want: one folder for all ranks", output)
+    assert "step  1/" not in output
+    assert list((desk.folder / "host of 0" / "runs" / "apart").glob("**/seen-*")) == []
+
+
+def test_a_corpus_may_have_more_files_than_a_process_descriptors(desk: Desk) -> None:
+    (files := desk.folder / "many").mkdir()
+    for n in range(400):
+        np.full(100, n % 256, "<u2").tofile(files / f"{n:03}.bin")
+
+    def plant() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+
+    given = f"--data.source={files}/*.bin", "--training.steps=60", "--training.global_batch_size=8"
+    run = desk.run("many files", 2, *given, plant=plant)  # of 625 samples, 480, each of one file or two
+    assert run.status["state"] == "finished"
+
+
+def test_one_job_in_a_folder(desk: Desk) -> None:
+    job = desk.start("shared", 1, "--training.steps=100000")
+    try:
+        wait_for_step(desk.folder / "runs" / "shared", 1)
+        second = desk.run("shared", 1, ends=2)
+    finally:
+        os.kill(job.pids[0], signal.SIGTERM)
+    assert "in use" in second.output
+    assert f'"pid": {job.pids[0]}' in second.output
+    assert job.wait() == [0], job.output()  # and was not disturbed
+
+
+def test_resume_says_what_there_is(desk: Desk) -> None:
+    flags = ("--checkpoint.interval=2", "--job.stop_after=5")
+    run = desk.run("asked", 1, *flags)
+    assert run.checkpoints() == [2, 4, 5]
+    missing = desk.run("asked", 1, *flags, "--checkpoint.resume=3", ends=2)
+    assert "checkpoint.resume = 3\n    want: one of 2, 4, 5" in missing.output.replace("\n  ", "\n")
+    behind = desk.run("asked", 1, *flags, "--checkpoint.resume=4", ends=2)
+    assert "would take up the abandoned branch (5) again" in behind.output
+    never = desk.run("asked", 1, *flags, "--checkpoint.resume=never", ends=2)
+    assert "the folder has checkpoints and metrics.jsonl" in never.output
+    for refused in (missing, behind, never):
+        assert "Traceback" not in refused.output
+    assert run.checkpoints() == [2, 4, 5]
+    config, receipt = (run.folder / "config.toml").read_text(), run.receipt
+    assert 'resume = "auto"' in config  # those that were refused left no trace
+    status = json.loads((run.folder / "status.json").read_text()) | {"by": "SIGINT"}
+    (run.folder / "status.json").write_text(as_it_was := json.dumps(status, indent=2) + "\n")
+    nothing = desk.run("asked", 1, *flags, "--optimizer.lr=7e-4")
+    assert "stopped by" not in nothing.output
+    assert (run.folder / "status.json").read_text() == as_it_was
+    (run.folder / "status.json").write_text(as_it_was.replace('"stopped"', '"running"'))  # it was killed at its end
+    assert desk.run("asked", 1, *flags).status["by"] == "job.stop_after"
+    assert "nothing to do: the run ends at step 5 (job.stop_after), and step 5 is already done" in nothing.output
+    assert "optimizer.lr: 0.002 → 0.0007" in nothing.output
+    assert (run.folder / "config.toml").read_text() == config
+    desk.run("asked", 1, "--job.stop_after=6", "--optimizer.lr=7e-4")
+    assert "lr = 0.0007" in (run.folder / "config.toml").read_text()
+    assert (run.folder / "config.earlier-1.toml").read_text() == config
+    kept = json.loads((run.folder / "receipt.earlier-1.json").read_text())
+    assert {entry["feature"]: entry for entry in kept} == receipt
+    assert run.receipt.keys() == receipt.keys()
+    (run.folder / "checkpoints").rename(run.folder / "elsewhere")
+    (run.folder / "checkpoints").touch()
+    unreadable = desk.run("asked", 1, *flags, ends=2)
+    assert f"{run.folder}/checkpoints = Not a directory" in unreadable.output
+    assert "Traceback" not in unreadable.output
+    assert len(run.steps) == 6
+
+
+def test_a_start_anew_keeps_the_metrics_that_are_there_and_says_so(desk: Desk) -> None:
+    run = desk.run("anew", 2, "--job.stop_after=3")
+    before = (run.folder / "metrics.jsonl").read_text()
+    shutil.rmtree(run.folder / "checkpoints")
+
+    def plant() -> None:
+        loop.Loop._save = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = desk.start("anew", 1, plant=plant)
+    assert killed.wait() == [-signal.SIGKILL]
+    second, third = killed.output(), desk.run("anew", 2, "--job.stop_after=3")
+    for number, said in ((1, second), (2, third.output)):
+        earlier = run.folder / f"metrics.earlier-{number}.jsonl"
+        assert said.count(f"starting at step 0; the metrics of the earlier start are kept in {earlier}\n") == 1
+    assert (run.folder / "metrics.earlier-1.jsonl").read_text() == before
+    assert [row["step"] for row in third.rows] == [1, 2, 3]
+    rest = desk.run("anew", 2, "--job.stop_after=5")
+    assert "starting at step 0" not in rest.output
+    assert [row["step"] for row in rest.rows] == [1, 2, 3, 4, 5]
+
+
+def test_a_missing_step_is_refused_before_torch_is_imported(desk: Desk) -> None:
+    code = (
+        "import sys, train; from titanlite.exit_code import exit_code; "
+        "code = exit_code(train.main); print(*sys.modules); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *desk.flags("not there", "--checkpoint.resume=7")]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2, ended.stderr
+    assert "checkpoint.resume = 7\n    want: a complete checkpoint in" in ended.stderr.replace("\n  ", "\n")
+    assert "torch" not in ended.stdout.split()
+
+
+def test_a_start_that_fails_says_so_in_status_and_log(desk: Desk) -> None:
+    run = desk.run("fails", 2, "--job.stop_after=2")
+    config = (run.folder / "config.toml").read_text()
+    for shard in (run.folder / "checkpoints" / "step-00000002").glob("*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    again = desk.run("fails", 2, "--optimizer.lr=7e-4", ends=2)
+    assert (again.status["state"], again.status["step"]) == ("failed", 2)
+    assert again.status["error"]["type"] == "CheckpointError"
+    assert "no older one is undamaged" in again.status["error"]["message"]
+    for rank in (0, 1):
+        log = (run.folder / "logs" / f"rank{rank}.log").read_text()
+        assert "failed: " in log
+        assert "no older one is undamaged" in log
+        assert "Traceback" not in log
+    assert (run.folder / "config.toml").read_text() == config
+
+
+def test_the_log_of_a_rank_ends_with_the_bug_that_ended_it(desk: Desk) -> None:
+    def plant() -> None:
+        loop.learning_rate = lambda step, config: 1 / (2 - step)
+
+    job = desk.start("bug", 1, plant=plant)
+    assert job.wait() == [1]
+    last = (desk.folder / "runs" / "bug" / "logs" / "rank0.log").read_text().splitlines()[-1]
+    assert last == "ZeroDivisionError: division by zero"
+
+
+def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
+    corpus = desk.folder / "grows.txt"
+    corpus.write_text((desk.folder / "train.txt").read_text())
+    flags = (f"--data.source={corpus}", "--job.stop_after=2")
+    assert "different text" not in desk.run("grows", 1, *flags).output
+    corpus.write_text(corpus.read_text() + "more")
+    assert (
+        "warning: data.source holds different text than before"
+        in desk.run("grows", 1, flags[0], "--job.stop_after=3").output
+    )
+
+
+def test_a_run_says_its_epochs(desk: Desk) -> None:
+    """All those of the run, also where it goes on with another batch; the rows of its metrics say how far it is."""
+    (desk.folder / "epochs.txt").write_text("x" * 10_000)
+    flags = (f"--data.source={desk.folder}/epochs.txt", "--training.seq_len=100", "--training.steps=5")
+    flags += ("--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--training.local_batch_size=1")
+    first = desk.run("epochs", 1, *flags, "--training.global_batch_size=50", "--job.stop_after=3")
+    assert "\ndata.source: 1 file taken\n" in first.output
+    assert "\ndata.source: 10,001 tokens, 2.5 epochs in 5 steps\n" in first.output
+    second = desk.run("epochs", 1, *flags, "--training.global_batch_size=25")
+    assert "\ndata.source: 10,001 tokens, 2 epochs in 5 steps\n" in second.output
+    assert [row["epoch"] for row in second.rows if "epoch" in row] == [0.5, 1.0, 1.5, 1.75, 2.0]
+
+
+def test_another_tokenizer_in_the_same_file_is_not_taken_for_another_text(desk: Desk) -> None:
+    tokenizer = make_tokenizer(desk.folder / "tokenizer.json")
+    flags = (f"--data.tokenizer={tokenizer}", "--model.vocab_size=512")
+    desk.run("retrained", 1, *flags, "--job.stop_after=1")
+    assert "than before" not in desk.run("retrained", 1, *flags, "--job.stop_after=2").output
+    make_tokenizer(tokenizer, special=("<other>", "<|endoftext|>"))
+    again = (*flags, "--job.stop_after=3")
+    assert "1 problem\n  data.tokenizer = one of fingerprint" in desk.run("retrained", 1, *again, ends=2).output
+    said = desk.run("retrained", 1, *again, "--job.strict=false").output
+    assert "warning: data.tokenizer is another than before" in said
+    assert "different text" not in said
+
+
+def test_two_ids_that_were_swapped_since_are_noticed_though_the_text_has_neither(desk: Desk) -> None:
+    file = make_tokenizer(desk.folder / "swapped.json")
+    flags = (f"--data.tokenizer={file}", "--model.vocab_size=512")
+    desk.run("swapped", 1, *flags, "--job.stop_after=1")
+    before, content = FileTokenizer("", file).fingerprint, json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    words["÷"], words["×"] = words["×"], words["÷"]  # of bytes that no text has
+    file.write_text(json.dumps(content))
+    after, again = FileTokenizer("", file).fingerprint, (*flags, "--job.stop_after=2")
+    said = desk.run("swapped", 1, *again, ends=2).output
+    assert f"data.tokenizer = one of fingerprint {after}" in said
+    assert f"want: the one that the weights know, of fingerprint {before}" in said
+    said = desk.run("swapped", 1, *again, "--job.strict=false").output
+    assert f"data.tokenizer is another than before (fingerprint {after}, before {before})" in said
+    assert "another than before" not in desk.run("swapped", 1, *again[:-1], "--job.stop_after=3").output
+
+
+@pytest.mark.parametrize("key", ["data.source", "validation.source"])
+def test_other_text_on_another_rank_ends_every_rank(desk: Desk, key: str) -> None:
+    other = desk.folder / "other.txt"
+    other.write_text("another text " * 500)
+
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            prepare = train.prepare
+            named = str(desk.folder / ("train.txt" if key == "data.source" else "held_out.txt"))
+            train.prepare = lambda source, *args, **kw: prepare(str(other) if source == named else source, *args, **kw)
+
+    run = desk.run(f"other {key}", 2, "--validation.enable=true", plant=plant, ends=2)
+    assert run.output.count(f"{key} = different tokens on rank 1 than on rank 0") == 2
+
+
+def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path: Path) -> None:
+    recipe = tmp_path / "model" / "llama3-mine.toml"
+    recipe.parent.mkdir()
+    recipe.write_text('help = "mine"\nextends = ["llama3-debug"]\n')
+    flags = (f"--job.recipe_dirs={tmp_path}", "--model.flavor=mine")
+    desk.run("recipe", 2, *flags, "--job.stop_after=2")
+    recipe.write_text(
+        'help = "still mine"\nextends = ["llama3-debug"]\nrope_theta = 500000.0\ntied_embeddings = true\n'
+    )
+    run = desk.run("recipe", 2, *flags, ends=2)
+    assert run.output.count("model.rope_theta = 500000.0") == 2
+    assert "want: 10000.0" in run.output
+    # And not the tensors that are not there.
+    assert "model.tied_embeddings = true\n      want: false, as the checkpoint has it\n" in run.output
+    assert "2 problems\n" in run.output
+    recipe.write_text('help = "mine again"\nextends = ["llama3-debug"]\n')
+    assert desk.run("recipe", 2, *flags, "--job.stop_after=3").status["step"] == 3
+
+
+def test_damaged_metrics_end_every_rank(desk: Desk) -> None:
+    run = desk.run("damaged", 2, "--job.stop_after=2")
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    (run.folder / "metrics.jsonl").write_text("\n".join(["\0" * 20, *lines]) + "\n")
+    again = desk.run("damaged", 2, "--job.stop_after=4", ends=2)
+    for said in again.output.split("--- rank ")[1:]:
+        assert "delete this line" in said
+        assert "Traceback" not in said
+    assert again.status["error"]["type"] == "RunError"
+
+
+def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
+    def plant() -> None:
+        if os.environ["RANK"] == "0":
+            write = MetricsFile.write
+
+            def limited(self: MetricsFile, row: StepRow) -> None:
+                if row.step == 3:  # as if the file could grow no further
+                    size = os.fstat(self._file.fileno()).st_size
+                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
+                try:
+                    write(self, row)
+                finally:  # or this rank's output would be cut off as well
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+            MetricsFile.write = limited
+
+    job = desk.start("full", 2, plant=plant)
+    codes = job.wait()
+    assert codes == [2, 1], job.output()  # 1 of rank 1: its connection to rank 0 is gone
+    said = job.output().partition("--- rank 1")[0]
+    assert "a file = [Errno 27] File too large; " in said
+    assert "Traceback" not in said
+    ended = Ended(desk.folder / "runs" / "full", "")
+    assert ended.status["state"] == "failed"
+    assert ended.status["error"]["type"] == "ConfigError"
+
+
+@pytest.mark.parametrize("what", ["logs", "logs/rank0.log", "status.json", "receipt.json"])
+def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
+    name = f"no {Path(what).name}"
+    place = desk.folder / "runs" / name / what
+    place.parent.mkdir(parents=True)
+    if what == "logs":
+        place.touch()
+    elif what != "logs/rank0.log":
+        place.mkdir()
+
+    def plant() -> None:
+        if what == "logs/rank0.log":
+            console.append_plain = lambda _: open("/dev/full", "a", buffering=1)  # noqa: SIM115
+
+    run = desk.run(name, 1, "--job.stop_after=1", plant=plant, ends=2)
+    reason = {"logs": "File exists", "logs/rank0.log": "No space left on device"}.get(what, "Is a directory")
+    assert reason in run.output
+    assert "want: a folder that takes the run's log" in run.output
+    assert "Traceback" not in run.output
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        *((name, 2) for name in ("metrics.jsonl.tmp", "profile/rank0.json.gz", "profile/kernels.txt.tmp")),
+        *((name, 0) for name in ("status.json", "receipt.json", "profile/kernels.txt")),  # replaced, not followed
+        ("checkpoints/step-00000002.tmp", 0),  # removed, as what a killed save left
+        ("checkpoints/step-00000001/MANIFEST.json", 2),
+        ("checkpoints/step-00000001/state.json", 2),
+    ],
+)
+def test_a_link_that_a_later_start_finds_is_not_followed(desk: Desk, name: str, ends: int, tmp_path: Path) -> None:
+    flags = "--profiling.enable=true", "--profiling.start_step=2", "--profiling.steps=1"
+    run = f"linked {name.replace('/', ' ')}"
+    began = desk.run(run, 1, *flags, "--job.stop_after=1")
+    place, other = began.folder / name, tmp_path / "of somebody"
+    if place.exists():
+        place.rename(other)  # so that whoever followed the link would go on
+    elif name.startswith("checkpoints"):
+        other.mkdir()
+    else:
+        other.write_text("something else")
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(other)
+    before = None if other.is_dir() else other.read_bytes()
+    ended = desk.run(run, 1, *flags, "--job.stop_after=2", ends=ends)
+    if ends:
+        assert f"a link in place of a file: '{place}'" in ended.output or f"{place.name} = a link" in ended.output
+        assert "Traceback" not in ended.output
+    else:
+        assert ended.status["state"] == "stopped"
+    assert (other.read_bytes() if before is not None else list(other.iterdir())) == (before or [])
+
+
+@pytest.mark.parametrize("folder", [".", "checkpoints", "logs"])
+def test_a_folder_of_a_run_may_be_on_another_disk(desk: Desk, folder: str, tmp_path: Path) -> None:
+    run = f"elsewhere {folder}"
+    place = desk.folder / "runs" / run / folder
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(tmp_path)
+    desk.run(run, 1, "--job.stop_after=2")
+    ended = desk.run(run, 1, "--job.stop_after=4")
+    assert [row["step"] for row in ended.rows] == [1, 2, 3, 4]
+    assert ended.checkpoints() == [2, 4]
+    assert list(tmp_path.iterdir())
+
+
+def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk) -> None:
+    def plant() -> None:
+        def full(self: MetricsFile) -> None:
+            raise OSError("no space left")
+
+        MetricsFile.sync = full
+
+    run = desk.run("not durable", 2, "--job.stop_after=1", plant=plant, ends=2)
+    assert run.output.count("rank 0: OSError: no space left") == 2
+    assert run.checkpoints() == []
+
+
+def test_metrics_that_find_no_room_in_a_save_say_how_to_go_on(desk: Desk) -> None:
+    def plant() -> None:
+        def full(self: MetricsFile) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        MetricsFile.sync = full
+
+    run = desk.run("no room for rows", 2, "--job.stop_after=1", plant=plant, ends=2)
+    assert run.output.count("want: a folder that takes the run's log, metrics and status") == 2
+
+
+NAMES = ["lock", "config.toml", "config.toml.tmp", "status.json.0.tmp", "metrics.jsonl", "receipt.json.tmp"]
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+@pytest.mark.parametrize("name", [*NAMES, "logs/rank0.log"])
+def test_what_is_in_the_place_of_a_file_of_the_run_is_refused(desk: Desk, name: str, kind: str) -> None:
+    run = f"{kind} {name.replace('/', ' ')}"
+    path, outside = desk.folder / "runs" / run / name, desk.folder / f"outside {run}"
+    path.parent.mkdir(parents=True)
+    outside.write_text("untouched")
+    path.symlink_to(outside) if kind == "a link" else os.mkfifo(path)
+    said = desk.run(run, 1, "--job.stop_after=1", ends=2).output
+    assert f"{kind} in place of a file: '{path}'" in said
+    assert "file's place" in said
+    assert outside.read_text() == "untouched"
+
+
+def slow_steps() -> None:
+    metrics.LOOK_S = loop.LOOK_S = 0.0
+    take = loop.train_step
+    loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+
+
+@pytest.mark.parametrize("checkpoints", ["true", "false"])
+def test_a_job_whose_folder_another_has_taken_stops_and_loses_no_row(desk: Desk, checkpoints: str) -> None:
+    flags = ("--checkpoint.interval=4", "--training.steps=300", f"--checkpoint.enable={checkpoints}")
+    name = f"taken {checkpoints}"
+    job, folder = desk.start(name, 2, *flags, plant=slow_steps), desk.folder / "runs" / name
+    wait_for_step(folder, 6)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGSTOP)
+    before = len(rows(folder))
+    (folder / "lock").unlink()
+    steps = "--job.stop_after=12" if checkpoints == "true" else "--training.steps=12"
+    second = desk.run(name, 2, *flags, steps)
+    for pid in job.pids:
+        os.kill(pid, signal.SIGCONT)
+    assert job.wait() == [2, 2], job.output()
+    assert job.output().count("lock = not this job's any more\n      want: the file that this job has locked") == 2
+    after = Ended(folder, "")
+    assert (after.rows, after.status, after.checkpoints()) == (second.rows, second.status, second.checkpoints())
+    *_, aside = sorted(folder.glob("metrics.earlier-*.jsonl"))
+    kept = [row["step"] for row in read_metrics(aside)]
+    assert kept == list(range(1, len(kept) + 1))
+    assert before <= len(kept) <= before + 4
+    assert f"the rows of this one are kept in {aside}" in job.output()
+
+
+def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
+    flags = ("--checkpoint.interval=4", "--training.steps=60")
+    job, folder = desk.start("unlocked", 1, *flags, plant=slow_steps), desk.folder / "runs" / "unlocked"
+    wait_for_step(folder, 3)
+    (folder / "lock").unlink()
+    wait_for_step(folder, rows(folder)[-1]["step"] + 3)
+    refused = desk.run("unlocked", 1, *flags, ends=2)
+    assert f'{{"host": "{socket.gethostname()}", "pid": {job.pids[0]}, ' in refused.output
+    assert job.wait() == [0]
+    assert job.output().count(f"warning: {folder / 'lock'} was removed, and with it the guard") == 1
+    assert [row["step"] for row in rows(folder)] == list(range(1, 61))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_metrics_that_somebody_removes_or_replaces_lose_no_row(desk: Desk, replaced: bool) -> None:
+    name = f"rows replaced {replaced}"
+    job, folder = desk.start(name, 1, "--training.steps=40", plant=slow_steps), desk.folder / "runs" / name
+    wait_for_step(folder, 3)
+    path = folder / "metrics.jsonl"
+    if replaced:  # as an editor saves a file
+        (folder / "edited").write_text("mine\n")
+        (folder / "edited").replace(path)
+    else:
+        path.unlink()
+    assert job.wait() == [0]
+    assert [row["step"] for row in rows(folder)] == list(range(1, 41))
+    assert job.output().count(f"warning: {path} was {'replaced' if replaced else 'removed'}") == 1
+    assert [aside.read_text() for aside in folder.glob("metrics.earlier-1.jsonl")] == ["mine\n"] * replaced
+
+
+@pytest.mark.parametrize("gone", [Path.rename, lambda folder, _: shutil.rmtree(folder)])
+def test_a_folder_that_is_moved_away_or_deleted_ends_its_run_in_words(
+    desk: Desk, gone: Callable[[Path, Path], object], tmp_path: Path
+) -> None:
+    def plant() -> None:
+        take = loop.train_step
+
+        def then_gone(run: Any, batches: Any, lr: float, asks: bool) -> torch.Tensor:
+            if os.environ["RANK"] == "0" and folder.exists() and len(rows(folder)) == 4:
+                gone(folder, tmp_path / "moved")
+            return take(run, batches, lr, asks)
+
+        loop.train_step = then_gone
+
+    name = f"gone {gone is Path.rename}"
+    folder = desk.folder / "runs" / name
+    run = desk.run(name, 2, plant=plant, ends=2)
+    assert run.output.count("lock = not this job's any more") == 2
+    assert "Traceback" not in run.output
+    assert not folder.exists()
+    if gone is Path.rename:
+        assert [row["step"] for row in rows(tmp_path / "moved")][:4] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"state": "failed", "updated": "9"}'])
+def test_a_status_that_somebody_changes_in_mid_run_ends_nothing(desk: Desk, text: str) -> None:
+    def plant() -> None:
+        status._RENEW_S = 0.0
+        take = loop.train_step
+
+        def changed(*args: object) -> torch.Tensor:
+            (desk.folder / "runs" / name / "status.json").write_text(text)
+            return take(*args)
+
+        loop.train_step = changed
+
+    name = f"status {text[:2]}{len(text)}"
+    run = desk.run(name, 2, "--training.steps=6", plant=plant)
+    assert (run.status["state"], run.status["step"]) == ("finished", 6)
+    assert run.output.count("status.json is not as this run left it (no JSON object with a state)") == 1
+
+
+def test_a_config_that_somebody_breaks_while_the_run_makes_ready_is_kept(desk: Desk) -> None:
+    def plant() -> None:
+        build = train.build
+        path = desk.folder / "runs" / "config broken" / "config.toml"
+        train.build = lambda *args: (path.write_text("[broken"), build(*args))[1]
+
+    desk.run("config broken", 1, "--job.stop_after=1")
+    run = desk.run("config broken", 1, "--job.stop_after=2", plant=plant)
+    aside = run.folder / "config.earlier-1.toml"
+    assert aside.read_text() == "[broken"
+    assert f"the config that was in the folder is kept in {aside}" in run.output
+    assert (run.folder / "config.toml").read_text().startswith("[job]")
+
+
+def test_lost_metrics_are_told(desk: Desk) -> None:
+    def lost(*flags: str) -> str:
+        return desk.run("lost rows", 1, *flags).output
+
+    freq = "--metrics.log_freq=2"
+    assert "no rows" not in lost(freq, "--job.stop_after=3") + lost(freq, "--job.stop_after=4")
+    path = desk.folder / "runs" / "lost rows" / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+    assert f"{path} has no rows of the steps from 3 to 4" in lost(freq, "--job.stop_after=5")
+    path.unlink()
+    assert f"{path} has no rows of the steps from 1 to 5" in lost(freq, "--job.stop_after=6")
+
+
+def test_metrics_that_cannot_be_gone_on_with_are_said(desk: Desk) -> None:
+    desk.run("rows are a folder", 1, "--job.stop_after=1")
+    path = desk.folder / "runs" / "rows are a folder" / "metrics.jsonl"
+    path.unlink()
+    path.mkdir()
+    run = desk.run("rows are a folder", 1, "--job.stop_after=2", ends=2)
+    assert f"Is a directory: '{path}'" in run.output
+    assert "want: a folder that takes the run's log" in run.output
+
+
+def test_no_group_has_a_clock_of_its_own_that_a_suspended_job_would_run_out_of(desk: Desk) -> None:
+    def plant() -> None:
+        take = loop.train_step
+
+        def said(*args: object) -> torch.Tensor:
+            groups = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+            print("limits", {group.options._timeout.days for group in groups}, len(groups))
+            return take(*args)
+
+        loop.train_step = said
+
+    flags = ("--checkpoint.async_mode=async", "--job.stop_after=2")
+    run = desk.run("limits", 2, *flags, "--parallelism.tensor_parallel_degree=2", plant=plant)
+    found = [line.split() for line in run.output.splitlines() if line.startswith("limits")]
+    assert len(found) == 4
+    assert all(limits == "{365}" and int(groups) > 2 for _, limits, groups in found)
+
+
+@pytest.mark.parametrize("kept_awake", [(), (1,)])
+def test_a_job_that_is_suspended_beyond_its_limits_goes_on(desk: Desk, kept_awake: tuple[int, ...]) -> None:
+    """As a whole. Where one rank runs on, it is that one's clock that counts."""
+
+    def plant() -> None:
+        watchdog._LAST_WORDS_S = 0.5
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+
+    name, limit_s = f"suspended {len(kept_awake)}", 3 if kept_awake else 8  # no step takes as long
+    job = desk.start(name, 2, f"--comm.train_timeout_seconds={limit_s}", "--training.steps=60", plant=plant)
+    folder = desk.folder / "runs" / name
+    wait_for_step(folder, 5)
+    stopped = [pid for rank, pid in enumerate(job.pids) if rank not in kept_awake]
+    for number, then_s in ((signal.SIGSTOP, 3 * limit_s), (signal.SIGCONT, 0)):
+        for pid in stopped:
+            os.kill(pid, number)
+        time.sleep(then_s)
+    codes, state = job.wait(), Ended(folder, "").status["state"]
+    if kept_awake:
+        assert 1 in codes
+        assert state == "failed"
+        return
+    assert codes == [0, 0], job.output()
+    assert state == "finished"
+    assert [row["step"] for row in rows(folder)] == list(range(1, 61))
+    assert "watchdog" not in job.output()
+
+
+PLACES = r"step.py:\d+ in train_step", r"loop.py:\d+ in train"
+
+
+def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk: Desk) -> None:
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            write = Report.step
+
+            def late(self: Report, outcome: Outcome) -> None:
+                time.sleep(600 if outcome.step == 5 else 0)
+                write(self, outcome)
+
+            Report.step = late
+
+    job = desk.start("hangs", 2, "--comm.train_timeout_seconds=6", plant=plant)
+    assert job.wait() == [1, 1], job.output()
+    of_rank_0 = job.output().partition("--- rank 1")[0]
+    waits, late = (
+        rf"step \d+, in step, titanlite/training/{file}: rank {n} \(host .*, process \d+\)"
+        for n, file in enumerate(PLACES)
+    )
+    where = rf"made no progress for \d+ s at step \d+; where each rank is:\n    {waits}\n    {late}"
+    assert re.search(f"watchdog: rank 0 {where}", of_rank_0)
+    assert re.search(rf"TimeoutError: rank 0 {where}$|rank 0 made no progress for \d+ s", of_rank_0.rstrip())
+    assert "where each rank is" not in job.output().partition("--- rank 1")[2]
+    status = Ended(desk.folder / "runs" / "hangs", "").status
+    assert (status["state"], status["error"]["type"]) == ("failed", "TimeoutError")
+    assert re.search(where, status["stalled"])
+
+
+def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -> None:
+    def plant() -> None:
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+
+    job = desk.start("stopped host", 3, "--training.global_batch_size=6", "--comm.train_timeout_seconds=6", plant=plant)
+    folder = desk.folder / "runs" / "stopped host"
+    wait_for_step(folder, 3)
+    os.kill(job.pids[0], signal.SIGSTOP)
+    deadline = time.monotonic() + 300
+    while (said := Ended(folder, "").status)["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(job.pids[0], signal.SIGKILL)
+    assert job.wait() == [-signal.SIGKILL, 1, 1]
+    silent = "the job's store does not answer, so what hosts it is stopped, gone or cut off: rank 0, on 127.0.0.1"
+    places = rf"rank 1 made no progress for \d+ s at step \d+; where each rank is:\n.*: rank 1\n    {silent}"
+    assert re.fullmatch(places, said["stalled"])
+    assert f"    {silent}\n" in job.output()
+
+
+def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk: Desk) -> None:
+    slow_s = 4.0  # no step takes as long, on a busy machine either
+
+    def plant() -> None:
+        write, validate = Profiler._write, loop.Loop.validate
+
+        def late(self: Profiler, trace: object) -> None:
+            time.sleep(slow_s)
+            write(self, trace)
+
+        def slow(self: loop.Loop, step: int) -> None:
+            time.sleep(slow_s if step == 4 else 0)
+            validate(self, step)
+
+        Profiler._write, loop.Loop.validate = late, slow
+
+    window = ("--profiling.enable=true", "--profiling.start_step=5", "--profiling.steps=3")
+    validate = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=1")
+    run = desk.run("traced", 2, *window, *validate, "--job.stop_after=12", plant=plant)
+    assert max(row["seconds"] for row in run.steps) < slow_s
+    head = (run.folder / "profile" / "kernels.txt").read_text().splitlines()[0]
+    assert head.startswith("3 steps, wall time per step ")
+    assert float(head.split()[-2]) < 1e3 * slow_s / 3  # without the validation after step 4
+
+
+def test_wandb_offline(desk: Desk) -> None:
+    run = desk.run("wandb", 2, "--metrics.wandb=offline", "--job.stop_after=3")
+    assert "wandb: cannot" not in run.output
+    assert (run.folder / "wandb" / "run_id").is_file()
+    (offline,) = (run.folder / "wandb").glob("offline-run-*")
+    assert list(offline.glob("*.wandb"))
+    assert run.status["state"] == "stopped"

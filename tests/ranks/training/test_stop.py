@@ -1,0 +1,368 @@
+"""Signals: all ranks save and leave after the same step, and the same command goes on as if nothing had happened."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
+from tests.support.needs import slow
+from titanlite.training import loop, stop, train
+
+VALIDATE = ("--validation.enable=true", "--validation.freq=4", "--validation.steps=2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(desk: Desk) -> Ended:
+    """Two ranks, with validation."""
+    return desk.run("undisturbed", 2, *VALIDATE, "--job.stop_after=10")
+
+
+def at_step(step: int, act: Callable[[], object], rank: int = 0) -> Callable[[], None]:
+    """Do something on one rank within a step, after what the step says about signals has been asked."""
+
+    def plant() -> None:
+        take, now = loop.train_step, [0]
+
+        def counted(*args: object) -> torch.Tensor:
+            now[0] += 1
+            if now[0] == step and os.environ.get("RANK", "0") == str(rank):
+                act()
+            return take(*args)
+
+        loop.train_step = counted
+
+    return plant
+
+
+def kill(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+# All ranks are told in the next step, whose results are read one step later, or at once if it validates.
+@pytest.mark.parametrize(("signalled", "stopped"), [(3, 4), (5, 7)])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    desk: Desk, undisturbed: Ended, signalled: int, stopped: int
+) -> None:
+    name = f"one rank {signalled}"
+    run = desk.run(name, 2, *VALIDATE, plant=at_step(signalled, kill(signal.SIGTERM), rank=1))
+    assert run.status["state"] == "stopped"
+    assert run.status["step"] == stopped
+    assert run.status["by"] == "a signal to another rank"
+    assert "SIGTERM" not in run.output  # the first rank of a host speaks, or each would
+    assert run.checkpoints() == [stopped]
+    # Stopped at step 4, where validation is due: saving comes first, and validation when the run goes on.
+    assert [row["step"] for row in run.rows if "validation_loss" in row] == ([4] if stopped > 4 else [])
+    rest = desk.run(name, 2, *VALIDATE, "--job.stop_after=10")
+    timeless = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
+    kept = [[{k: row[k] for k in timeless if k in row} for row in run.rows] for run in (rest, undisturbed)]
+    assert kept[0] == kept[1]
+    assert rest.content(10) == undisturbed.content(10)
+
+
+def test_who_is_left_says_that_another_rank_has_ended_and_the_status_which(desk: Desk) -> None:
+    job = desk.start("left", 2, plant=at_step(3, kill(signal.SIGKILL), rank=1))
+    assert job.wait() == [1, -signal.SIGKILL]
+    said = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
+    assert f"ConnectionError: {said}\n" in job.output()
+    ended, deadline = Ended(desk.folder / "runs" / "left", ""), time.monotonic() + 300
+    while ended.status["error"]["rank"] == 0:  # a process beside rank 1 says so, after that one's end
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert ended.status["error"]["message"].startswith(f"rank 1 (process {job.pids[1]}) ended without a word")
+
+
+def test_a_validation_that_was_due_is_logged_once_however_often_the_run_goes_on(desk: Desk) -> None:
+    desk.run("due", 1, *VALIDATE, plant=at_step(3, kill(signal.SIGTERM)))
+    for _ in range(2):  # neither gets as far as a checkpoint of its own
+        job = desk.start("due", 1, *VALIDATE, plant=at_step(1, kill(signal.SIGKILL)))
+        assert job.wait() == [-signal.SIGKILL]
+    run = desk.run("due", 1, *VALIDATE, "--job.stop_after=5")
+    assert [row["step"] for row in run.rows if "validation_loss" in row] == [4]
+
+
+def test_a_signal_in_the_last_steps_does_not_skip_the_last_validation(desk: Desk) -> None:
+    steps = ("--training.steps=6", "--checkpoint.enable=false")
+    run = desk.run("last", 1, *VALIDATE, *steps, plant=at_step(5, kill(signal.SIGTERM)))
+    assert run.status["state"] == "finished"
+    assert [row["step"] for row in run.rows if "validation_loss" in row] == [4, 6]
+    said = "SIGTERM: will stop without saving (checkpoint.enable = false) at most two steps after the one at hand"
+    assert said in run.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
+    run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))
+    assert run.status["state"] == "stopped"
+    assert run.status["by"] == number.name
+    assert f"stopped by {number.name} after step 4" in run.output
+    again = "a second signal, a second or more later, ends the run at once, without saving"
+    assert f"{number.name}: will save and stop at most two steps after the one at hand; {again}" in run.output
+    assert run.checkpoints() == [4]
+
+
+@pytest.mark.parametrize(("handler", "state"), [(signal.SIG_DFL, "stopped"), (signal.SIG_IGN, "finished")])
+def test_a_terminal_that_is_gone_stops_a_run_but_not_one_under_nohup(desk: Desk, handler: Any, state: str) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        run = desk.run(f"left {state}", 1, "--training.steps=6", plant=at_step(2, kill(signal.SIGHUP)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.status["state"] == state
+
+
+def test_a_run_whose_terminal_hangs_up_saves_and_says_the_rest_in_its_log(desk: Desk) -> None:
+    def plant() -> None:
+        ours, theirs = os.openpty()
+        for fd in (1, 2):
+            os.dup2(theirs, fd)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+
+        def hang_up() -> None:
+            os.close(ours)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        at_step(2, hang_up)()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        run = desk.run("hung up", 1, plant=plant)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (run.status["state"], run.checkpoints()) == ("stopped", [4])
+    log = (run.folder / "logs" / "rank0.log").read_text()
+    assert log.count("the terminal is lost (Input/output error)") == 1
+    assert "stopped by SIGHUP after step 4" in log
+
+
+def test_what_signals_did_before_they_do_afterwards() -> None:
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        with stop.StopSignals(saves=True, last_words=pytest.fail):
+            noted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        assert noted == numbers[:-1]  # a shell's background job ignores SIGINT, and is to stop; nohup is meant
+        assert all(signal.getsignal(number) == signal.SIG_IGN for number in numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:
+    def twice() -> None:
+        stop._ONE_REQUEST_S = 600
+        kill(signal.SIGTERM)()
+        kill(signal.SIGTERM)()
+
+    assert desk.run("twice", 1, plant=at_step(2, twice)).checkpoints() == [4]
+
+
+def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
+    def later() -> None:
+        kill(signal.SIGTERM)()
+        time.sleep(1.1)
+        kill(signal.SIGINT)()
+
+    run = desk.run("second", 1, plant=at_step(2, later), ends=128 + signal.SIGINT)
+    assert run.checkpoints() == []
+    status = run.status
+    assert (status["state"], status["by"], status["step"]) == ("stopped", "a second signal, SIGINT", 1)
+    assert "stopped at once by a second signal, SIGINT, after step 1; there is no checkpoint\n" in run.output
+
+
+@pytest.mark.parametrize(
+    ("window", "number"),
+    [
+        ("prepare", signal.SIGTERM),
+        ("build", signal.SIGINT),
+        ("Watchdog", signal.SIGTERM),
+        *slow(("prepare", signal.SIGINT), ("build", signal.SIGTERM), ("Watchdog", signal.SIGUSR1)),
+    ],
+)
+def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, window: str, number: signal.Signals) -> None:
+    def plant() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest's worker does with it
+        setattr(train, window, lambda *_, **__: signal.raise_signal(number))  # of this thread: it goes no further
+
+    run = desk.run(f"early {window} {number}", 1, plant=plant, ends=128 + number)
+    assert "Traceback" not in run.output
+    assert run.output.count(f"stopped by {number.name} before step 1\n") == 1
+    assert f"stopped by {number.name} before step 1\n" in (run.folder / "logs" / "rank0.log").read_text()
+    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
+    assert "torchrun" not in run.output
+
+
+def test_one_of_many_says_that_torchrun_ends_it_for_others_too(desk: Desk) -> None:
+    def plant() -> None:
+        train.build = lambda *_: signal.raise_signal(signal.SIGTERM)
+
+    run = desk.run("early of two", 2, plant=plant, ends=128 + signal.SIGTERM)
+    assert run.output.count("before step 1\ntorchrun sends it, too, when another process has ended") == 1
+
+
+def test_a_run_that_is_stopped_before_its_next_step_is_at_its_last_one(desk: Desk) -> None:
+    def plant() -> None:
+        train.restore = lambda *_: signal.raise_signal(signal.SIGTERM)
+
+    before = desk.run("early again", 1, "--job.stop_after=2")
+    run = desk.run("early again", 1, "--job.stop_after=4", plant=plant, ends=128 + signal.SIGTERM)
+    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", "SIGTERM", 2)
+    assert "stopped by SIGTERM before step 3\n" in run.output
+    assert run.rows == before.rows
+    assert desk.run("early again", 1, "--job.stop_after=4").status["step"] == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM)])
+def test_a_process_that_waits_in_native_code_ends_too(desk: Desk, number: signal.Signals) -> None:
+    def plant() -> None:
+        stop._TAKEN_UP_S = 0.2
+
+        def waits(*_: object) -> None:
+            threading.Timer(0.1, kill(number)).start()
+            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
+
+        train.build = waits
+
+    run = desk.run(f"native {number}", 1, plant=plant, ends=128 + number)
+    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
+    assert f"stopped by {number.name} before step 1\n" in run.output
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_a_signal_to_a_forked_process_is_its_own(in_steps: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A pool of a model file, say, ends its workers by SIGTERM: neither they nor this process take it for a stop."""
+    said: list[str] = []
+    with stop.StopSignals(True, last_words=lambda: said.append("stopped")) as signals:
+        stop._TAKEN_UP_S, before = 0.2, stop._TAKEN_UP_S
+        if in_steps:
+            signals.begin_steps()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+        child.terminate()
+        child.join(300)
+        time.sleep(0.5)  # the watcher would have ended this process
+        stop._TAKEN_UP_S = before
+    assert child.exitcode == -signal.SIGTERM
+    assert signals.received is None
+    assert not said
+    assert "saving and stopping" not in capfd.readouterr().err
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk: Desk) -> None:
+    def plant() -> None:
+        stop._ONE_REQUEST_S = 0.2
+
+        def twice() -> None:
+            for _ in range(2):
+                time.sleep(1)
+                kill(signal.SIGTERM)()
+
+        def waits(*_: object, **__: object) -> None:
+            threading.Thread(target=twice).start()
+            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
+
+        loop.Loop.train = waits  # type: ignore[method-assign]
+
+    before = desk.run("native twice", 1, "--job.stop_after=2")
+    run = desk.run("native twice", 1, plant=plant, ends=128 + signal.SIGTERM)
+    assert (run.status["state"], run.status["by"]) == ("stopped", "a second signal, SIGTERM")
+    assert run.status["step"] == before.checkpoints()[-1] == 2
+    assert "after step 2; the newest checkpoint is of step 2\n" in run.output
+
+
+def test_a_signal_to_rank_0_before_training_is_what_ended_the_run(desk: Desk) -> None:
+    def plant() -> None:
+        build = train.build
+
+        def stopped(*args: Any) -> object:
+            if os.environ["RANK"] == "0":
+                signal.raise_signal(signal.SIGTERM)
+            return build(*args)
+
+        train.build = stopped
+
+    job = desk.start("early alone", 2, plant=plant)
+    assert job.wait() == [128 + signal.SIGTERM, 1], job.output()
+    status = Ended(desk.folder / "runs" / "early alone", "").status
+    assert (status["state"], status["by"]) == ("stopped", "SIGTERM")
+
+
+def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
+    flags = ("--training.steps=5000",)
+    argv, folder = desk.flags("agent", *flags), desk.folder / "runs" / "agent"
+    launcher = torchrun(["--standalone", "--nproc-per-node=2"], str(REPOSITORY / "train.py"), argv, tmp_path / "log")
+    try:
+        wait_for_step(folder, 5)
+        launcher.terminate()
+        launcher.wait(300)
+    finally:
+        launcher.kill()
+    ended = Ended(folder, (tmp_path / "log").read_text())
+    last = ended.status["step"]
+    assert ended.status["state"] == "stopped", ended.output
+    assert ended.status["by"] == "SIGTERM"
+    assert ended.checkpoints() == [last]
+    assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
+
+
+@pytest.mark.parametrize("between", [(), ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)])
+def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path, between: tuple[str, ...]) -> None:
+    """Also with a shell between, which nobody kills."""
+    name = f"killed agent {len(between)}"
+    argv, folder = desk.flags(name, "--training.steps=100000"), desk.folder / "runs" / name
+    launcher = torchrun(
+        ["--standalone", "--nproc-per-node=2", *between], str(REPOSITORY / "train.py"), argv, tmp_path / "log"
+    )
+    try:
+        wait_for_step(folder, 3)
+    finally:
+        launcher.kill()
+        launcher.wait(300)
+    ended, deadline = Ended(folder, ""), time.monotonic() + 300
+    while ended.status["state"] == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    last, by = ended.status["step"], "the end of its launcher (job.stop_with_launcher)"
+    assert (ended.status["state"], ended.status["by"]) == ("stopped", by)
+    assert ended.checkpoints() == [last]
+    assert [row["step"] for row in ended.rows] == list(range(1, last + 1))
+    assert f"stopped by {by} after step {last}" in (folder / "logs" / "rank0.log").read_text()
+
+
+def test_a_rank_that_another_stops_for_their_launcher_says_why(desk: Desk) -> None:
+    """It has not looked itself yet."""
+
+    def plant() -> None:
+        stop._LOOK_S = 0.01 if os.environ["RANK"] == "1" else 1000
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=0)()
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=1)()
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
+
+    run = desk.run("launcher of both", 2, plant=plant)
+    assert (run.status["state"], run.status["by"]) == ("stopped", stop._LAUNCHER_GONE)
+
+
+@pytest.mark.parametrize(("key", "world", "by"), [("true", 2, "launcher"), ("false", 2, None), ("true", 1, None)])
+def test_a_process_without_a_rank_or_told_to_outlives_who_started_it(
+    desk: Desk, key: str, world: int, by: str | None
+) -> None:
+    def plant() -> None:
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1))()
+        stop._LOOK_S = 0.01
+        take = loop.train_step
+        loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
+
+    flags = (f"--job.stop_with_launcher={key}", f"--training.steps={100_000 if by else 8}")
+    run = desk.run(f"left behind {key} {world}", world, *flags, plant=plant)
+    assert run.status["state"] == ("stopped" if by else "finished")
+    assert (by or "") in run.status.get("by", "")

@@ -1,0 +1,99 @@
+"""Validation: the same number under any layout, when it is due, and never a hang."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.launched import Desk, Ended
+from tests.support.needs import slow
+from titanlite.data.batches import Batch
+from titanlite.observe.watchdog import Watchdog
+from titanlite.training import loop
+from titanlite.training.build import Run
+
+# 37 samples: one rank has a batch that others fill with padding.
+LAYOUTS = {
+    "1": (1, ()),
+    "FSDP 2": (2, ()),
+    "FSDP 3": (3, ("--training.global_batch_size=3",)),
+    "TP 2": (2, ("--parallelism.tensor_parallel_degree=2",)),
+    "local batch 2": (2, ("--training.local_batch_size=2",)),
+}
+FLAGS = ("--training.local_batch_size=1", "--validation.enable=true", "--validation.freq=4", "--job.stop_after=4")
+
+
+@pytest.fixture(scope="module")
+def single(desk: Desk) -> Ended:
+    return desk.run("single", 1, *FLAGS)
+
+
+def validations(run: Ended) -> dict[int, float]:
+    return {row["step"]: row["validation_loss"] for row in run.rows if "validation_loss" in row}
+
+
+@pytest.mark.parametrize("layout", ["FSDP 3", "TP 2", *slow("FSDP 2", "local batch 2")])
+def test_every_layout_sees_the_same_loss(desk: Desk, single: Ended, layout: str) -> None:
+    world, flags = LAYOUTS[layout]
+    reference = single
+    if layout == "FSDP 3":  # which cannot divide the global batch of the others
+        reference = desk.run("single 3", 1, *FLAGS, *flags)
+    run = desk.run(layout, world, *FLAGS, *flags)
+    # Four steps and one mean in float32, whose sums are ordered otherwise.
+    assert validations(run) == {4: pytest.approx(validations(reference)[4], rel=1e-6)}
+    assert validations(run)[4] == pytest.approx(5.0, abs=0.7)  # below log 256 = 5.55, as four steps make it
+
+
+def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
+    def plant() -> None:
+        take, validate = loop.train_step, loop.validation_loss
+
+        def in_training(run: Run, *args: Any) -> Tensor:
+            assert run.model.training
+            return take(run, *args)
+
+        def in_evaluation(run: Run, *args: Any) -> Tensor:
+            assert not run.model.training
+            return validate(run, *args)
+
+        loop.train_step, loop.validation_loss = in_training, in_evaluation
+
+    run = desk.run("due", 1, *FLAGS, "--training.steps=10", "--job.stop_after=0", plant=plant)
+    assert list(validations(run)) == [4, 8, 10]
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
+
+
+@pytest.mark.parametrize("world", [2, *slow(1)])
+def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -> None:
+    """FSDP leaves what validation gathered, in bfloat16, where the model's float32 parameters were."""
+    given = (*FLAGS, "--validation.steps=1", "--training.steps=6", "--training.mixed_precision_param=bfloat16")
+    whole = desk.run(f"whole {world}", world, *given, "--job.stop_after=0")
+    desk.run(f"resumed {world}", world, *given)
+    resumed = desk.run(f"resumed {world}", world, *given, "--job.stop_after=0")
+    assert resumed.content(6) == whole.content(6)
+    assert resumed.trained() == whole.trained()
+
+
+def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
+    def plant() -> None:
+        read, progress, seen = loop.ValidationBatches.__iter__, Watchdog.progress, [0]
+
+        def counted(self: Watchdog, step: int, phase: str) -> None:
+            seen[0] += 1
+            progress(self, step, phase)
+
+        def asked(self: loop.ValidationBatches) -> Iterator[Batch]:
+            for n, batch in enumerate(read(self)):
+                print(f"{n} batches, {seen[0]} reports")
+                yield batch
+
+        Watchdog.progress, loop.ValidationBatches.__iter__ = counted, asked
+
+    run = desk.run("watched", 1, *FLAGS, "--job.stop_after=4", plant=plant)
+    assert list(validations(run)) == [4]
+    reports = [int(n) for n in re.findall(r"\d+ batches, (\d+) reports", run.output)]
+    assert len(reports) == 37
+    assert all(after > before for before, after in pairwise(reports))

@@ -1,0 +1,128 @@
+"""A few real training steps of `configs/debug.toml`'s model under any layout, and everything that they did."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import tests.support.plans  # noqa: F401
+from tests.support.ranks import run_ranks
+from titanlite.data.batches import TrainBatches
+from titanlite.data.prepare import prepare
+from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.schedule import learning_rate
+from titanlite.training.step import train_step
+
+DEBUG = Path(__file__).parents[2] / "configs" / "debug.toml"
+STEPS = 20
+
+
+@dataclass
+class Trained:
+    """What a run did. Tensors are whole, gathered from all ranks."""
+
+    weights: dict[str, Tensor]  # before the first step
+    gradients: dict[str, Tensor]  # of the first step, reduced, not clipped
+    losses: Tensor  # [steps]
+    norms: Tensor  # [steps]
+
+
+def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
+    """`configs/debug.toml` and flags, on a little real text and in batches that one CPU core is quick with."""
+    text = folder / "corpus.txt"
+    text.write_text(Path(argparse.__file__).read_text())
+    small = {
+        "data.source": str(text),
+        "data.cache_dir": str(folder / "cache"),
+        "training.steps": STEPS,
+        "training.seq_len": 64,
+        "training.local_batch_size": 1,
+        "training.global_batch_size": 4,
+        "validation.enable": "false",
+    }
+    given = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    return checked_run(["--config", str(DEBUG), *given, *flags], world_size=world)
+
+
+def assemble(asked: CheckedRun) -> Run:
+    """The run, on this rank."""
+    return build(asked.config, asked.dimensions, asked.save_list, asked.float8, torch.device("cpu"))
+
+
+def batches_of(run: Run) -> TrainBatches:
+    """This rank's batches; close them."""
+    config, mesh = run.config, run.mesh
+    shards = prepare(config.data.source, config.data, run.sizes.vocab_size, progress=False)
+    return TrainBatches(
+        shards,
+        seq_len=config.training.seq_len,
+        seed=config.training.seed,
+        global_batch_size=config.training.global_batch_size or config.training.local_batch_size * mesh.dp_size,
+        local_batch_size=config.training.local_batch_size,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        device=mesh.device,
+    )
+
+
+def take_steps(run: Run, steps: int = STEPS) -> Tensor:
+    """Train; returns [steps, 4], the results of each step."""
+    with closing(batches_of(run)) as batches, fastest_attention():
+        rates = [learning_rate(step, run.config) for step in range(1, steps + 1)]
+        return torch.stack([train_step(run, batches.next(), lr, False) for lr in rates])
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A copy of a parameter or gradient, gathered from all ranks."""
+    laid_out = as_laid_out(local_data(parameter), parameter)  # type: ignore[arg-type]
+    return laid_out.full_tensor().clone() if isinstance(laid_out, DTensor) else laid_out.clone()
+
+
+def train(
+    folder: Path,
+    world: int,
+    flags: Sequence[str] = (),
+    *,
+    steps: int = STEPS,
+    change: Callable[[Run], object] = lambda run: None,
+    timeout_s: float = 60,
+) -> Trained:
+    """Train on `world` ranks and return what they did.
+
+    Args:
+        folder: for the corpus, its shards and the ranks' logs.
+        world: number of ranks.
+        flags: of the command line.
+        steps: to take.
+        change: called with the assembled run before its first step, to break or to observe it.
+        timeout_s: for all of it.
+    """
+    asked = checked(folder, world, flags)
+
+    def body() -> None:
+        run = assemble(asked)
+        named = dict(run.model.named_parameters())
+        weights = {name: whole(p) for name, p in named.items()}
+        change(run)
+        gradients, update = {}, run.optimizer.step
+
+        def record_then_update(*args: object) -> None:
+            if not gradients:
+                gradients.update({name: whole(p.grad) for name, p in named.items()})
+            update(*args)
+
+        run.optimizer.step = record_then_update
+        results = take_steps(run, steps)
+        if dist.get_rank() == 0:
+            torch.save(Trained(weights, gradients, results[:, 0], results[:, 1]), folder / "trained.pt")
+
+    run_ranks(body, folder, world, timeout_s)
+    return torch.load(folder / "trained.pt", weights_only=False)

@@ -1,0 +1,353 @@
+"""Every combination that cannot run is refused, and the fix in the message is one that can."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.config.test_command_line import parse
+from titanlite.config.check import check, last_step, sequences_per_step
+from titanlite.config.problems import Origin, Place
+from titanlite.config.ranges import RANGES
+from titanlite.config.read import schema_keys
+from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.schema import Config
+from titanlite.config.toml_file import shipped_folder
+from titanlite.errors import ConfigError
+from titanlite.recipes import load
+
+LLAMA_8B = load("model", "llama3-8B")
+
+
+def changed(config: Config, **values: object) -> Config:
+    """Return `config` with `section__key=value` set."""
+    for path, value in values.items():
+        section, _, key = path.partition("__")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def message(config: Config, model: ModelRecipe = LLAMA_8B, world: int | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config, model, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [None, 1, 2, 3, 8, 1000])
+def test_the_defaults_run_on_any_number_of_processes(world: int | None) -> None:
+    check(Config(), LLAMA_8B, world)
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    numeric = {key for key, hint in schema_keys().items() if re.search(r"\b(int|float)\b", str(hint))}
+    assert set(RANGES) == numeric
+
+
+IN_WORDS = {
+    "[0, inf)": "at least 0",
+    "[1, inf)": "at least 1",
+    "[-1, inf)": "at least -1",
+    "(0, inf)": "above 0",
+    "[0, 1]": "at least 0 and at most 1",
+    "[0, 1)": "at least 0 and below 1",
+    "(0, 1]": "above 0 and at most 1",
+    "[0, 4294967295]": "at least 0 and at most 4294967295",
+    "[1, 1048576]": "at least 1 and at most 1048576",
+    "[1, 10000]": "at least 1 and at most 10000",
+    "[1, 31536000]": "at least 1 and at most 31536000",
+}
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_numbers_out_of_range(key: str) -> None:
+    """Just outside each bound is refused, and NaN and infinity wherever a float may stand."""
+    path, span = key.replace(".", "__"), RANGES[key]
+    low, high = (float(b) for b in span[1:-1].split(","))
+    step = 0.001 if "float" in str(schema_keys()[key]) else 1
+    bad = [low - step if span[0] == "[" else low]
+    if high != float("inf"):
+        bad.append(high + step if span[-1] == "]" else high)
+    if step != 1:
+        bad += [float("nan"), float("inf")]
+    for value in bad:
+        name = key.partition(".")[2]
+        typed = value if step != 1 else int(value)
+        said = message(changed(Config(), **{path: typed}))
+        assert f"{key} = " in said
+        assert f"number, {IN_WORDS[span]}\n" in said
+        assert name in said.partition("fix:")[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "parts"),
+    [
+        (
+            {"parallelism__tensor_parallel_degree": 3},
+            None,
+            [
+                "want: a divisor of model.n_heads = 32, of model.n_kv_heads = 8, of model.ffn_dim / 128 = 112",
+                "fix:  tensor_parallel_degree = 2 (or 4)",
+            ],
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 16},
+            16,
+            ["want: a divisor of model.n_kv_heads = 8\n", "fix:  tensor_parallel_degree = 8 (or 4)"],
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 4},
+            6,
+            ["a divisor of the number of processes, 6", "tensor_parallel_degree = 2 (or 1), or start 4 processes"],
+        ),
+        (
+            {"parallelism__tensor_parallel_degree": 4, "parallelism__data_parallel_replicate_degree": 4},
+            8,
+            ["a divisor of processes / replicas = 2", "tensor_parallel_degree = 2 (or 1), or start 16 processes"],
+        ),
+        (
+            {"parallelism__data_parallel_replicate_degree": 3},
+            8,
+            ["parallelism.data_parallel_replicate_degree = 3", "data_parallel_replicate_degree = 2 (or 4)"],
+        ),
+        (
+            {"parallelism__data_parallel_shard_degree": 4, "parallelism__tensor_parallel_degree": 4},
+            8,
+            [
+                "replicate × shard × tensor = 1 × 4 × 4 to be the number of processes, 8",
+                "data_parallel_shard_degree = 2 (or -1: all remaining ranks), or start 16 processes",
+            ],
+        ),
+        ({"parallelism__data_parallel_shard_degree": 0}, None, ["-1 (all) or at least 1"]),
+        (
+            {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63},
+            2,
+            ["a divisor of seq_len × local_batch_size = 63"],
+        ),
+        (
+            {"training__global_batch_size": 20, "training__local_batch_size": 2},
+            8,
+            ["local_batch_size × data-parallel ranks = 2 × 8 = 16", "global_batch_size = 16 (or 32)"],
+        ),
+        (
+            {"training__global_batch_size": 3, "training__local_batch_size": 2},
+            None,
+            ["2 × 1 = 2", "global_batch_size = 2 (or 4)"],
+        ),
+        (
+            {"training__global_batch_size": 4, "parallelism__data_parallel_shard_degree": 8},
+            None,
+            ["1 × 8 = 8", "global_batch_size = 8"],
+        ),
+        ({"lr_scheduler__decay_ratio": 0.0}, None, ["decay_ratio = 0.0", "fix:  use lr_scheduler.min_lr_factor = 1.0"]),
+        ({"training__steps": -5}, None, ["training.steps = -5", "steps = 10000"]),
+        ({"job__stop_after": 10_001}, None, ["at most training.steps = 10000", "stop_after = 0"]),
+        (
+            {"profiling__enable": True, "profiling__start_step": 9_999},
+            None,
+            ["step 10001 is after training.steps = 10000", "fix:  start_step = 9998"],
+        ),
+        (
+            {"parallelism__fsdp_copy_engines": "always"},
+            16,
+            [
+                'fsdp_copy_engines = "always"',
+                "2 to 8 ranks shard each parameter; here 16",
+                'fsdp_copy_engines = "default"',
+            ],
+        ),
+        (
+            {"parallelism__fsdp_copy_engines": "always", "parallelism__data_parallel_shard_degree": 1},
+            None,
+            ["2 to 8 ranks shard each parameter; here 1"],
+        ),
+        (
+            {"parallelism__fsdp_copy_engines": "always", "training__mixed_precision_reduce": "bfloat16"},
+            8,
+            ['mixed_precision_reduce = "bfloat16"', '"float32", in which fsdp_copy_engines adds gradients'],
+        ),
+        ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
+        ({"activation_checkpoint__recipe": "auto"}, None, ["budget_gib as well", "budget_gib = 60.0"]),
+        (
+            {
+                "activation_checkpoint__recipe": "auto",
+                "activation_checkpoint__budget_gib": 60.0,
+                "model__file": __file__,
+            },
+            None,
+            ["model.file = ", "what its blocks are made of", "[block] in its recipe", 'recipe = "attention"'],
+        ),
+        ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
+        ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
+        ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),
+        ({"metrics__float8_numerics_freq": 5}, None, ["nothing to measure", "float8_numerics_freq = 0"]),
+        ({"model__file": "nowhere.py"}, None, ['model.file = "nowhere.py"', "a file that exists"]),
+        ({"model__file": "model.txt"}, None, ['model.file = "model.txt"', "a Python file"]),
+        ({"job__name": "a/b"}, None, ["the name of a folder"]),
+        ({"job__name": ".."}, None, ["the name of a folder"]),
+        ({"job__name": "ü" * 128}, None, ["the name of a folder, of at most 255 bytes"]),
+        (
+            {"optimizer__eps": 1e-39},
+            None,
+            ["optimizer.eps = 1e-39", "a number, above 0, that float32 can hold: 1.18e-38 to"],
+        ),
+        ({"optimizer__lr": 1e39}, None, ["optimizer.lr = 1e+39", "3.4e+38", "lr = 0.0003 (the default)"]),
+        ({"validation__steps": 0}, None, ["-1 (all) or at least 1"]),
+    ],
+)
+def test_impossible_combinations(values: dict[str, object], world: int | None, parts: list[str]) -> None:
+    said = message(changed(Config(), **values), world=world)
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr_scheduler__decay_ratio": 1.0, "lr_scheduler__warmup_steps": 0},
+        {"lr_scheduler__decay_ratio": 0.98},
+        {"training__steps": 1},
+        {"lr_scheduler__decay_ratio": 0.99},
+        {"lr_scheduler__decay_ratio": 4e-5},
+        {"checkpoint__enable": False, "job__stop_after": 5},
+        {"job__stop_after": 10_000},
+        {"profiling__enable": True, "profiling__start_step": 9_998},
+        {"profiling__start_step": 99_999},
+        {"checkpoint__enable": False, "checkpoint__resume": "never"},
+        {"metrics__wandb_project": ""},
+        {"job__name": "ü" * 127},
+        {"optimizer__eps": 1.2e-38, "optimizer__lr": 3.4e38, "training__max_norm": 0.0},
+        {"metrics__wandb": "offline"},
+        {"metrics__float8_numerics_freq": 1, "float8__recipe": "rowwise"},
+        {"training__global_batch_size": 16, "parallelism__tensor_parallel_degree": 4},
+        {"parallelism__tensor_parallel_degree": 8, "parallelism__data_parallel_shard_degree": 1},
+        {"parallelism__data_parallel_replicate_degree": 2, "parallelism__tensor_parallel_degree": 2},
+    ],
+)
+def test_the_edges_of_what_is_legal(values: dict[str, object]) -> None:
+    check(changed(Config(), **values), LLAMA_8B, world_size=8)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"n_heads": 48}, ["model.n_heads = 48", "a divisor of model.dim = 4096", "n_heads = 32 (or 64)"]),
+        ({"n_heads": 9, "n_kv_heads": 4}, ["1 problem\n", "n_heads = 8 (or 4)"]),
+        ({"n_kv_heads": 5}, ["model.n_kv_heads = 5", "a divisor of model.n_heads = 32", "n_kv_heads = 4 (or 2)"]),
+        ({"dim": 96}, ["model.n_heads = 32", "heads of even width", "96 / 32 = 3", "n_heads = 24 (or 16)"]),
+        ({"dim": 33, "n_heads": 11, "n_kv_heads": 1}, ["model.dim = 33", "33 / 11 = 3", "fix:  dim = 44"]),
+        ({"ffn_dim": 700}, ["model.ffn_dim = 700", "a multiple of 128", "ffn_dim = 768"]),
+        ({"ffn_dim": 700, "n_kv_heads": 1}, ["1 problem\n", "model.ffn_dim = 700"]),
+    ],
+)
+def test_impossible_dimensions(values: dict[str, int], parts: list[str]) -> None:
+    said = message(Config(), replace(LLAMA_8B, **values))
+    for part in parts:
+        assert part in said
+
+
+def test_a_head_may_have_a_width_of_its_own() -> None:
+    check(Config(), replace(LLAMA_8B, dim=96, head_dim=66), None)
+
+
+def test_a_sequence_has_no_more_tokens_than_the_model_has_positions() -> None:
+    check(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len), None)
+    said = message(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len - 1))
+    assert "training.seq_len = 2048\n      want: at most 2047" in said
+    assert "fix:  seq_len = 2047" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "sequences"),
+    [
+        ({}, None, 3),
+        ({}, 8, 24),
+        ({"parallelism__tensor_parallel_degree": 2}, 8, 12),
+        ({"parallelism__tensor_parallel_degree": 8}, 4, 3),  # impossible, and reported elsewhere
+        ({"parallelism__data_parallel_replicate_degree": 2}, None, 6),
+        ({"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 4}, None, 24),
+        ({"training__global_batch_size": 48}, 8, 48),
+        ({"training__local_batch_size": 0}, 8, None),
+        ({"parallelism__data_parallel_shard_degree": 0}, 8, None),
+    ],
+)
+def test_sequences_per_step(values: dict[str, object], world: int | None, sequences: int | None) -> None:
+    config = changed(changed(Config(), training__local_batch_size=3), **values)
+    assert sequences_per_step(config, world) == sequences
+
+
+def test_the_suggested_degree_is_legal() -> None:
+    for world in (1, 2, 6, 8, 12, 64):
+        for asked in (3, 5, 7, 16):
+            said = message(changed(Config(), parallelism__tensor_parallel_degree=asked), world=world)
+            for degree in re.findall(
+                r"tensor_parallel_degree = (\d+) \(or (\d+)\)|tensor_parallel_degree = (\d+)$", said
+            ):
+                for text in filter(None, degree):
+                    check(changed(Config(), parallelism__tensor_parallel_degree=int(text)), LLAMA_8B, world)
+
+
+def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[training]\nsteps = 10\nlocal_batch_size = 2\nmax_norm = -1.0\n"
+        "[lr_scheduler]\nmin_lr_factor = 20\n[parallelism]\ntensor_parallel_degree = 3\n"
+    )
+    config, origin = parse(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
+    with pytest.raises(ConfigError) as caught:
+        check(config, LLAMA_8B, 8, origin)
+    heads = [line for line in str(caught.value).splitlines() if not line.startswith("      ")]
+    assert heads == [
+        f"{path}: 3 problems",
+        "  line 4  training.max_norm = -1.0",
+        "  line 6  lr_scheduler.min_lr_factor = 20.0",
+        "  line 8  parallelism.tensor_parallel_degree = 3",
+        "command line: 1 problem",
+        "  optimizer.lr = -1.0",
+    ]
+
+
+def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[job]\nstop_after = 30\n[profiling]\nenable = true\nstart_step = 10\nsteps = 9\n")
+    flags = ["--config", str(path), "--training.steps", "6"]
+    config, origin = parse(flags, "train.py")
+    with pytest.raises(ConfigError) as caught:
+        check(config, LLAMA_8B, None, origin)
+    said = str(caught.value)
+    assert "line 2  job.stop_after = 30\n      want: at most training.steps = 6\n" in said
+    fixes = [f.split(" (")[0].split() for f in re.findall(r"fix:  (--.*)", said)]
+    assert len(fixes) == 3
+    pasted = [word for fix in fixes for word in fix]
+    check(*parse([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
+
+
+@pytest.mark.parametrize("flags", [("--training.steps", "3"), ("--job.stop_after", "3")])
+@pytest.mark.parametrize("checkpoints", ["true", "false"])
+def test_a_look_at_three_steps_of_a_long_run_takes_one_flag(flags: tuple[str, str], checkpoints: str) -> None:
+    config = shipped_folder("configs") / "llama3_8b.toml"
+    asked, origin = parse([str(config), "--checkpoint.enable", checkpoints, *flags], "train.py")
+    check(asked, LLAMA_8B, None, origin)
+    assert last_step(asked) == 3
+
+
+def test_without_a_model_the_rest_is_checked() -> None:
+    values = {"training__steps": 0, "parallelism__tensor_parallel_degree": 3, "training__global_batch_size": 7}
+    with pytest.raises(ConfigError) as caught:
+        check(changed(Config(), **values), None, 6)
+    said = str(caught.value)
+    assert "training.steps = 0" in said
+    assert "a divisor of seq_len × local_batch_size = 2048" in said
+    assert "model." not in said
+    assert "training.global_batch_size" not in said  # its ranks follow from the degrees
+    with pytest.raises(ConfigError, match=r"global_batch_size = 7\n +want: a multiple of .* = 1 × 6 = 6\n"):
+        check(changed(Config(), training__global_batch_size=7), None, 6)
+    auto = {"activation_checkpoint__recipe": "auto", "activation_checkpoint__budget_gib": 60.0}
+    check(changed(Config(), **auto), None, 6)
+
+
+def test_a_value_of_a_base_file_is_reported_there() -> None:
+    origin = Origin("run.toml", {"training.seed": Place("base.toml", 3)})
+    with pytest.raises(ConfigError, match=r"base\.toml: 1 problem\n  line 3  training\.seed = -1"):
+        check(changed(Config(), training__seed=-1), LLAMA_8B, None, origin)

@@ -1,0 +1,86 @@
+"""AdamW's update against the textbook's in float64; and the kernel's code for sm_90, compiled without a GPU."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.compile_only import compiling
+from titanlite.kernels.adamw import AdamWState, adamw
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EPS = torch.finfo(torch.float32).eps
+LR, BETA1, BETA2, TINY = 1e-2, 0.9, 0.999, 1e-8
+# Less than a block, whole blocks, a piece more; and sizes that are no multiple of 16 bytes.
+SIZES = {"aligned": (4, 4096, 8192, 12292), "odd": (1, 5, 4097, 9999)}
+
+
+def normal(n: int, seed: int, device: str) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def state(sizes: tuple[int, ...], moment: torch.dtype, device: str) -> AdamWState:
+    return AdamWState(
+        parameters=[normal(n, i, device) for i, n in enumerate(sizes)],
+        exp_avg=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
+        exp_avg_sq=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
+        weight_decays=[0.1, 0.0, 0.1, 0.5],
+        updates=torch.zeros((), device=device),
+        beta1=BETA1,
+        beta2=BETA2,
+        eps=TINY,
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_update(sizes, moment, device):
+    """Moments are rounded to their dtype after each step; all else a few times to float32."""
+    got = state(SIZES[sizes], moment, device)
+    update, one, half = adamw(got), torch.ones((), device=device), torch.tensor(0.5, device=device)
+    for t in range(1, 5):
+        before = [[x.double() for x in xs] for xs in (got.parameters, got.exp_avg, got.exp_avg_sq)]
+        gradients = [normal(n, 100 * t + i, device) for i, n in enumerate(SIZES[sizes])]
+        given = [g.double() / 0.5 for g in gradients]
+        got.updates.add_(1)
+        update(gradients, LR, half, one * 0)
+        for i, (p, m, v) in enumerate(zip(*before, strict=True)):
+            m = BETA1 * m + (1 - BETA1) * given[i]
+            v = BETA2 * v + (1 - BETA2) * given[i] ** 2
+            change = LR * (m / (1 - BETA1**t)) / ((v / (1 - BETA2**t)).sqrt() + TINY)
+            p = p * (1 - LR * got.weight_decays[i]) - change
+            rounded = torch.finfo(moment).eps / 2
+            most = given[i].abs().max()  # m is a sum that may cancel
+            assert ((got.exp_avg[i] - m).abs() <= rounded * m.abs() + 4 * EPS * most).all()
+            assert ((got.exp_avg_sq[i] - v).abs() <= (rounded + 6 * EPS) * v).all()
+            error = 12 * EPS * change.abs() + 4 * EPS * LR * most / ((v / (1 - BETA2**t)).sqrt() * (1 - BETA1**t))
+            assert ((got.parameters[i] - p).abs() <= 2 * EPS * p.abs() + error).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("moment", [torch.float32, torch.bfloat16])
+def test_a_step_left_out_leaves_every_bit(moment, device):
+    got = state(SIZES["odd"], moment, device)
+    update, one = adamw(got), torch.ones((), device=device)
+    got.updates.add_(1)
+    update([normal(n, 7, device) for n in SIZES["odd"]], LR, one, one * 0)
+    tensors = [*got.parameters, *got.exp_avg, *got.exp_avg_sq]
+    before = [t.clone() for t in tensors]
+    update([torch.full_like(p, torch.nan) for p in got.parameters], LR, one * torch.nan, one)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize(("sizes", "at_once"), [("aligned", 4), ("odd", 1)])
+def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(sizes, at_once):
+    device = pytest.importorskip("titanlite.kernels.device.adamw")
+    got, one = state(SIZES[sizes], torch.float32, "cpu"), torch.ones(())
+    gradients = [normal(n, 7, "cpu") for n in SIZES[sizes]]
+    with compiling() as compiled:
+        device.Update(got).step(gradients, LR, one, one * 0)
+    ptx = compiled["_adamw"].asm["ptx"]
+    moved = [(way, int(n or 1)) for way, n in re.findall(r"\b(ld|st)\.global(?:\.v([24]))?\.b32 ", ptx)]
+    times = device.BLOCK // (32 * device.WARPS) // at_once  # by each thread
+    assert moved.count(("st", at_once)) == 3 * times == sum(way == "st" for way, _ in moved)
+    assert moved.count(("ld", at_once)) >= 4 * times

@@ -1,0 +1,186 @@
+"""RMSNorm against its definition in float64."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.compile_only import compiling
+from titanlite.kernels.rms_norm import fork_rms_norm, rms_norm
+from titanlite.models.layers import RMSNorm
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EPS = 1e-5
+F32 = torch.finfo(torch.float32).eps
+
+
+def definition(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def inputs(shape: tuple[int, int], dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(shape, generator=rng).to(device, dtype) for _ in "xr")
+    return x, residual, (1 + torch.randn(shape[1], generator=rng)).to(device, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 64), (3, 129), (1, 1), (0, 16)])
+@pytest.mark.parametrize("scale", [1, 1e4])
+def test_one_rounding(shape, dtype, scale, device):
+    x, _, weight = inputs(shape, dtype, device)
+    x *= scale
+    truth = definition(x.double(), weight.double())
+    # One rounding to dtype; before it, float32: the mean of D squares (relative D/2 roundings at worst, halved by the
+    # root), the root and two products.
+    slack = (shape[1] / 4 + 4) * F32
+    bound = (torch.finfo(dtype).eps / 2 + slack) * truth.abs()
+    assert ((rms_norm(x, weight, EPS).double() - truth).abs() <= bound).all()
+
+
+# A row of no power of two, several to a thread block or one, more than all thread blocks have at a time.
+GRADIENTS = [(7, 48), (1, 8), (33, 129), (300, 1152), (40_000, 64), (5, 4096), (3, 16_384), (0, 16)]
+
+
+def close(got: Tensor, truth: Tensor, operations: float) -> bool:
+    """One rounding to the dtype, and before it float32 operations, against the largest."""
+    bound = torch.finfo(got.dtype).eps / 2 * truth.abs()
+    bound += operations * F32 * truth.abs().max() if truth.numel() else 0
+    return bool(((got.double() - truth).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_fork", [False, True], ids=["alone", "fork"])
+@pytest.mark.parametrize("shape", GRADIENTS, ids=str)
+def test_gradients(shape, is_fork, dtype, device):
+    x, upstream, weight = inputs(shape, dtype, device)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    given = [t.clone().requires_grad_() for t in (x, weight)]
+    normed, stream = fork_rms_norm(*given, EPS) if is_fork else (rms_norm(*given, EPS), given[0])
+    assert torch.equal(stream, x)
+    assert torch.equal(normed, rms_norm(x, weight, EPS))
+    truth = definition(*exact)
+    of_stream = upstream.flip(0)  # another one
+    torch.autograd.backward([normed, stream][: 1 + is_fork], [upstream, of_stream][: 1 + is_fork])
+    torch.autograd.backward([truth, exact[0]][: 1 + is_fork], [upstream.double(), of_stream.double()][: 1 + is_fork])
+    assert [t.grad.dtype for t in given] == [dtype, dtype]
+    assert close(given[0].grad, exact[0].grad, 8)
+    # A sum over rows: roundings of one size, of any sign, add up with its root.
+    assert close(given[1].grad, exact[1].grad, 8 + shape[0] ** 0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_that_lie_otherwise(device):
+    x, grad, weight = inputs((24, 48), torch.bfloat16, device)
+    mean = x.float().square().mean(-1, keepdim=True)
+    of_operator = torch.ops.titanlite.rms_norm_grad
+    wanted = of_operator(grad, x, weight, mean, grad, EPS)
+
+    def turned(t: Tensor) -> Tensor:
+        return t.t().contiguous().t()
+
+    apart = weight.repeat(2, 1).t().contiguous()[:, 0]
+    for given in [(turned(grad), x, weight, mean, turned(grad)), (grad, turned(x), apart, mean, grad)]:
+        assert all(torch.equal(g, w) for g, w in zip(of_operator(*given, EPS), wanted, strict=True))
+    in_heads = [t.view(24, 3, -1) for t in (grad, x)]
+    mean = in_heads[1].float().square().mean(-1, keepdim=True)
+    of_x, of_weight = of_operator(*in_heads, weight[:16], mean, None, EPS)
+    as_rows = [t.view(72, -1) for t in (grad, x)]
+    of_rows, same = of_operator(*as_rows, weight[:16], mean.view(72, 1), None, EPS)
+    assert torch.equal(of_x, of_rows.view(24, 3, 16))
+    assert torch.equal(of_weight, same)
+
+
+def test_one_row_and_wider_streams():
+    x = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    row, rows = (t.clone().requires_grad_() for t in (x, x[None]))
+    for t in (row, rows):
+        torch.autograd.backward(fork_rms_norm(t, torch.ones(8), EPS), [t.detach(), torch.full_like(t, 1 + 2.0**-40)])
+    assert torch.equal(row.grad, rows.grad[0])
+    alone = x.clone().requires_grad_()
+    rms_norm(alone, torch.ones(8), EPS).backward(x)
+    # What is added to the stream's gradient is of float32; the stream's own is not rounded to that.
+    torch.testing.assert_close(row.grad - alone.grad, torch.full_like(x, 1 + 2.0**-40), rtol=0, atol=2.0**-44)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 8), (3, 8)], ids=str)
+def test_a_weight_of_another_width_is_refused(shape):
+    with pytest.raises(ValueError, match=r"rms_norm: weight \[.*\]; want the width of x \[4, 8\]"):
+        rms_norm(torch.ones(4, 8), torch.ones(shape), EPS)
+
+
+def test_a_compiler_knows_how_the_gradient_lies():
+    """That of a turned tensor lies in rows."""
+    x, _, weight = inputs((16, 5), torch.float32, "cpu")
+    wanted, got = (t.clone().requires_grad_() for t in (x, x))
+
+    def loss(x: Tensor) -> Tensor:
+        return (rms_norm((x * 2).t(), weight.new_ones(16), EPS) ** 2 * torch.arange(16)).sum()
+
+    loss(wanted).backward()
+    torch.compile(loss, dynamic=False)(got).backward()
+    torch.testing.assert_close(got.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_operator(is_fork, device):
+    """What a compiler is told of the results is what they are."""
+    x, grad, weight = inputs((24, 48), torch.bfloat16, device)
+    mean = x.float().square().mean(-1, keepdim=True)
+    given = grad, x, weight, mean, x if is_fork else None, EPS
+    torch.library.opcheck(torch.ops.titanlite.rms_norm_grad.default, given)
+
+
+@pytest.mark.gpu
+def test_two_runs_give_the_same_bits():
+    x, grad, weight = inputs((40_000, 1152), torch.bfloat16, "cuda")
+    mean = x.float().square().mean(-1, keepdim=True)
+    first, second = (torch.ops.titanlite.rms_norm_grad(grad, x, weight, mean, x, EPS) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("D", [1152, 2048, 4096, 8192])
+def test_code_for_sm_90_moves_16_bytes_of_a_row_at_once(D, monkeypatch):
+    device = pytest.importorskip("titanlite.kernels.device.rms_norm")
+    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
+    x, grad, weight = inputs((8, D), torch.bfloat16, "cpu")
+    with compiling() as compiled:
+        device.rms_norm_grad(grad, x, weight, torch.ones(8, 1), x, EPS)
+    code = compiled["_rms_norm_grad"].asm["ptx"]
+    each = 4 if D == 1152 else 2  # accesses for what a thread has of a row: 32 numbers, 16 in all others
+    found = {access: re.findall(rf"\b{access}\.global(?:\.v([24]))?\.b32 ", code) for access in ("ld", "st")}
+    # Both gradients, the input and the weight; the gradient, and that of the weight, which is of twice as many bytes.
+    assert found["ld"].count("4") == 4 * each
+    assert found["st"].count("4") == 3 * each
+
+
+class Doubled(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [RMSNorm, Doubled])
+def test_forms_beside_the_residual_stream(layer):
+    """Of a class that changes `forward` too."""
+    x, residual, weight = inputs((5, 48), torch.bfloat16, "cpu")
+    norm = layer(48, EPS)
+    norm.weight = torch.nn.Parameter(weight)
+    for (normed, stream), wanted in ((norm.fork(x), x), (norm.add(x, residual), x + residual)):
+        assert torch.equal(stream, wanted)
+        assert torch.equal(normed, norm(wanted))
+    assert torch.equal(norm(x), (2 if layer is Doubled else 1) * rms_norm(x, weight, EPS))
+
+
+def test_zero_row_has_a_gradient():
+    x = torch.zeros(1, 8, requires_grad=True)
+    rms_norm(x, torch.ones(8), EPS).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((1, 8), EPS**-0.5))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nonfinite_input_is_not_hidden(bad):
+    assert rms_norm(torch.tensor([[1.0, bad]]), torch.ones(2), EPS).isnan().any()

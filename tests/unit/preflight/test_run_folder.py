@@ -1,0 +1,435 @@
+"""The guard of a run's folder: one job at a time, and the same run for its whole life."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tomli_w
+
+from titanlite.config.schema import Config, Data
+from titanlite.data.prepare import prepare
+from titanlite.errors import ConfigError, DataError, FolderLostError
+from titanlite.observe.status import Status
+from titanlite.preflight import run_folder
+from titanlite.preflight.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[3]
+
+
+def toml(config: Config) -> str:
+    sections = {s: {k: v for k, v in keys.items() if v is not None} for s, keys in asdict(config).items()}
+    return tomli_w.dumps(sections)
+
+
+CHANGED = "changed since the last start: "
+
+
+def change(config: Config, key: str, value: object) -> Config:
+    section, name = key.split(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+def claim(path: Path, config: Config, save_list: str | None = None) -> list[str]:
+    folder = RunFolder(path)
+    notices = folder.claim(config)
+    folder.record(toml(config), save_list)
+    folder.release()
+    return notices
+
+
+def test_a_new_folder_and_the_same_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "outputs" / "run"
+    assert claim(path, Config()) == []
+    assert (path / "config.toml").read_text() == toml(Config())
+    assert claim(path, Config()) == []
+    assert sorted(p.name for p in path.iterdir()) == ["config.toml", "lock"]
+
+
+def test_a_claim_alone_leaves_the_config_that_is_there(tmp_path: Path) -> None:
+    claim(tmp_path, Config())
+    folder = RunFolder(tmp_path)
+    assert folder.claim(change(Config(), "optimizer.lr", 1e-3)) == [f"{CHANGED}optimizer.lr: 0.0003 → 0.001"]
+    folder.release()
+    assert (tmp_path / "config.toml").read_text() == toml(Config())
+
+
+def test_what_earlier_starts_left_is_kept_under_one_number(tmp_path: Path) -> None:
+    configs = [change(Config(), "optimizer.lr", lr) for lr in (1e-3, 2e-3, 3e-3, 4e-3)]
+    configs[1] = change(configs[1], "activation_checkpoint.recipe", "auto")
+    claim(tmp_path, configs[0])
+    claim(tmp_path, configs[1], "of the second")  # the first ended before its first step, and has no receipt
+    (tmp_path / "receipt.json").write_text("of the second")
+    claim(tmp_path, configs[2])
+    for key, value in (("job.stop_after", 5), ("checkpoint.resume", 5)):  # no other config
+        claim(tmp_path, change(configs[2], key, value))
+    claim(tmp_path, configs[3])
+    kept = {path.name: path.read_text() for path in tmp_path.glob("*.earlier-*")}
+    assert kept == {
+        "config.earlier-1.toml": toml(configs[0]),
+        "config.earlier-2.toml": toml(configs[1]),
+        "config.earlier-3.toml": toml(change(configs[2], "checkpoint.resume", 5)),
+        "receipt.earlier-2.json": "of the second",
+        "activation_checkpoint.earlier-2.toml": "of the second",
+    }
+    assert (tmp_path / "activation_checkpoint.toml").read_text() == "of the second"  # the third may name it
+
+
+IDENTITY = [
+    ("model.flavor", "1B", '"1B"', '"8B"'),
+    ("model.n_layers", 3, "3", "32"),
+    ("model.rope_theta", 1e4, "10000.0", "500000.0"),
+    ("data.source", "other/*.txt", '"other/*.txt"', '"python_stdlib"'),
+    ("data.tokenizer", "t.json", '"t.json"', '"bytes"'),
+    ("training.seq_len", 4096, "4096", "2048"),
+    ("training.seed", 1, "1", "0"),
+    ("optimizer.state_dtype", "bfloat16", '"bfloat16"', '"float32"'),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "saw", "want"), IDENTITY)
+def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw: str, want: str) -> None:
+    claim(tmp_path, Config())
+    other = change(Config(), key, value)
+    with pytest.raises(ConfigError) as e:
+        claim(tmp_path, other)
+    text = str(e.value)
+    assert "output folder of a different run" in text
+    assert f"{key} = {saw}" in text
+    assert f"want: {want}, as in" in text
+    assert "job.name" in text
+    assert (f"write the new one into {tmp_path / 'config.toml'} as well" in text) == key.startswith("data.")
+    assert (tmp_path / "config.toml").read_text() == toml(Config())
+    with pytest.raises(ConfigError, match="2 problems"):
+        claim(tmp_path, change(other, "optimizer.name", "Other"))
+    claim(tmp_path, Config())  # a refused claim holds no lock
+
+
+SIZES = """help = "width {dim} of {flavor}"
+n_layers = 2
+dim = {dim}
+n_heads = 4
+n_kv_heads = 4
+ffn_dim = 256
+vocab_size = 256
+norm_eps = 1e-5
+rope_theta = 1e4
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Config:
+    """A config of the flavor a, with b of the same dimensions and c of others beside it."""
+    recipes = tmp_path / "recipes" / "model"
+    recipes.mkdir(parents=True)
+    for flavor, dim in (("a", 64), ("b", 64), ("c", 128)):
+        (recipes / f"llama3-{flavor}.toml").write_text(SIZES.format(dim=dim, flavor=flavor))
+    return change(change(Config(), "job.recipe_dirs", (str(tmp_path / "recipes"),)), "model.flavor", "a")
+
+
+def test_the_same_dimensions_are_the_same_model_however_they_are_given(tmp_path: Path, own: Config) -> None:
+    run = tmp_path / "run"
+    claim(run, own)
+    assert claim(run, change(own, "model.n_layers", 2)) == [f"{CHANGED}model.n_layers: not given → 2"]
+    assert claim(run, own) == [f"{CHANGED}model.n_layers: 2 → not given"]
+    assert claim(run, change(own, "model.flavor", "b")) == [f'{CHANGED}model.flavor: "a" → "b"']
+    as_before = change(change(own, "model.flavor", "c"), "model.dim", 64)
+    assert claim(run, as_before) == [f'{CHANGED}model.flavor: "b" → "c"', f"{CHANGED}model.dim: not given → 64"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_layers": 3}, ["model.n_layers = 3", "want: 2, as in"]),
+        ({"flavor": "c"}, ['model.flavor = "c"', 'want: "a", as in']),
+        ({"flavor": "b", "n_layers": 3}, ['model.flavor = "b"', "model.n_layers = 3", "want: 2, as in"]),
+        ({"flavor": "c", "dim": 32}, ['model.flavor = "c"', "model.dim = 32", "want: 64, as in"]),
+    ],
+)
+def test_other_dimensions_are_another_run(tmp_path: Path, own: Config, changes: dict, said: list[str]) -> None:
+    run = tmp_path / "run"
+    claim(run, own)
+    with pytest.raises(ConfigError) as e:
+        claim(run, replace(own, model=replace(own.model, **changes)))
+    text = str(e.value)
+    assert all(part in text for part in said), text
+    assert text.count("want:") == len(changes)
+
+
+def test_a_run_whose_recipe_is_gone_is_held_to_its_keys(tmp_path: Path, own: Config) -> None:
+    run = tmp_path / "run"
+    claim(run, own)
+    (tmp_path / "recipes" / "model" / "llama3-a.toml").unlink()
+    with pytest.raises(ConfigError, match=r'model\.flavor = "b"\n.*want: "a", as in'):
+        claim(run, change(own, "model.flavor", "b"))
+
+
+def test_other_changes_are_told(tmp_path: Path) -> None:
+    claim(tmp_path, Config())
+    now = change(change(Config(), "optimizer.lr", 1e-3), "training.global_batch_size", 64)
+    now = change(now, "float8.filter_fqns", ("output", "w2"))
+    assert claim(tmp_path, now) == [
+        f"{CHANGED}training.global_batch_size: not given → 64",
+        f"{CHANGED}optimizer.lr: 0.0003 → 0.001",
+        f'{CHANGED}float8.filter_fqns: ["output"] → ["output", "w2"]',
+    ]
+    assert (tmp_path / "config.toml").read_text() == toml(now)
+    assert claim(tmp_path, now) == []
+    assert claim(tmp_path, change(now, "job.stop_after", 3)) == []  # of this start alone
+    assert len(claim(tmp_path, Config())) == 3
+
+
+def test_a_config_of_another_version(tmp_path: Path) -> None:
+    """A key that was unknown then had its default; a key that is unknown now is told."""
+    old = {"training": {"seed": 0}, "gone": {"key": 1}, "model": {"gone": 2}}
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(old))
+    told = ["gone.key: no longer a key, ignored", "model.gone: no longer a key, ignored"]
+    assert claim(tmp_path, Config()) == told
+
+
+def test_a_config_with_values_of_no_type_that_a_key_has(tmp_path: Path) -> None:
+    """The file is a person's to edit, so each is named, whatever it is."""
+    claim(tmp_path, Config())
+    text = (tmp_path / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text.replace("lr = 0.0003", "lr = 1979-05-27"))
+    assert claim(tmp_path, Config()) == [f'{CHANGED}optimizer.lr: "1979-05-27" → 0.0003']
+    (tmp_path / "config.toml").write_text(text.replace('file = ""', "file = 3"))
+    with pytest.raises(ConfigError, match=r'model\.file = ""\n *want: 3, as in '):
+        claim(tmp_path, Config())
+
+
+def test_a_damaged_config_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[job\n")
+    with pytest.raises(ConfigError, match=r"config\.toml = .*line 1"):
+        claim(tmp_path, Config())
+
+
+@pytest.mark.parametrize("used", ["metrics.jsonl", "checkpoints/step-00000001/x"])
+def test_never_resume_needs_a_new_folder(tmp_path: Path, used: str) -> None:
+    never = change(Config(), "checkpoint.resume", "never")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    claim(tmp_path, never)  # nothing in them yet
+    (tmp_path / used).parent.mkdir(exist_ok=True)
+    (tmp_path / used).write_text("x")
+    with pytest.raises(ConfigError, match="never") as e:
+        claim(tmp_path, never)
+    assert used.split("/")[0] in str(e.value)
+    claim(tmp_path, Config())
+
+
+def test_a_start_without_checkpoints_does_not_begin_anew_beside_those_that_are_there(tmp_path: Path) -> None:
+    without = change(Config(), "checkpoint.enable", False)
+    claim(tmp_path, without)
+    (tmp_path / "metrics.jsonl").write_text("x")
+    claim(tmp_path, without)  # a run that never saved begins anew each time
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"checkpoint\.enable = false\n.*beside the checkpoints"):
+        claim(tmp_path, without)
+    claim(tmp_path, Config())
+
+
+@pytest.mark.parametrize("where", ["file", "file/run", "locked/run", "closed"])
+def test_a_folder_that_cannot_be_written(where: str, bound_by_permissions: None) -> None:
+    Path("file").touch()
+    Path("locked").mkdir(mode=0o500)
+    Path("closed").mkdir(mode=0o000)
+    for look in (RunFolder(where).foresee, RunFolder(where).claim):
+        with pytest.raises(ConfigError, match=r"job\.dump_folder"):
+            look(Config())
+
+
+def test_checkpoints_that_cannot_be_looked_at_are_named(bound_by_permissions: None) -> None:
+    Path("checkpoints").mkdir(mode=0o000)
+    with pytest.raises(ConfigError, match=r"Permission denied: 'checkpoints'\)\n.*can be read and written"):
+        claim(Path(), change(Config(), "checkpoint.enable", False))
+
+
+@pytest.mark.parametrize("kind", ["locked", "link"])
+@pytest.mark.parametrize(("later", "key"), [("checkpoints", "checkpoint.enable"), ("profile", "profiling.enable")])
+def test_what_a_run_writes_later_is_asked_before_it_starts(
+    kind: str, later: str, key: str, bound_by_permissions: None
+) -> None:
+    if kind == "link":
+        Path(later).symlink_to("nowhere")
+    else:
+        Path(later).mkdir(mode=0o500)
+    off = change(change(Config(), "checkpoint.enable", False), "profiling.enable", False)
+    for look in (RunFolder(Path()).foresee, RunFolder(Path()).claim):
+        with pytest.raises(ConfigError, match=rf"{later} = (Permission denied|a link that leads nowhere)\n"):
+            look(change(off, key, True))
+    claim(Path(), off)
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def flock(lock: int, how: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    refuse_locks(monkeypatch, number)
+    assert claim(tmp_path, Config()) == [
+        f"{tmp_path}: this file system has no locks; make sure that no second job uses the folder"
+    ]
+
+
+def test_a_lock_that_fails_otherwise_is_no_other_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_locks(monkeypatch, errno.EIO)
+    with pytest.raises(ConfigError, match=rf"job\.dump_folder = .*{os.strerror(errno.EIO)}"):
+        claim(tmp_path, Config())
+
+
+@pytest.fixture
+def claimed(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim(Config())
+    yield folder
+    folder.release()
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_lock_that_was_removed_is_taken_when_the_disk_lets_it(
+    claimed: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (claimed.path / "lock").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "open_plain", full)
+        assert claimed.keep() is None
+    assert claimed.keep(every_s=3600) is None  # it has just looked
+    assert "it is taken anew" in (claimed.keep() or "")
+    assert claimed.keep() is None
+
+
+@pytest.mark.parametrize("fails", ["flock", "pwrite"])
+def test_a_lock_that_is_half_taken_is_told(claimed: RunFolder, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    (claimed.path / "lock").unlink()
+    with monkeypatch.context() as patch:
+        if fails == "flock":
+            refuse_locks(patch, errno.ENOLCK)
+        else:
+            patch.setattr(os, "pwrite", full)
+        told = claimed.keep() or ""
+    assert ("has no locks" if fails == "flock" else "it is taken anew") in told
+    assert claimed.keep() is None
+
+
+@pytest.mark.parametrize("how", ["another's", "held", "gone"])
+def test_a_folder_is_lost_to_who_has_it(claimed: RunFolder, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    (claimed.path / "lock").unlink()
+    if how == "another's":
+        (claimed.path / "lock").touch()
+    elif how == "held":  # by a job that comes just now
+        refuse_locks(monkeypatch, errno.EWOULDBLOCK)
+    else:
+        claimed.path.rmdir()
+    with pytest.raises(FolderLostError, match="not this job's any more"):
+        claimed.keep()
+
+
+@pytest.mark.parametrize(
+    ("state", "age_s", "is_told"), [("running", 5, True), ("running", 300, False), ("stopped", 5, False)]
+)
+def test_a_job_at_work_is_foreseen(tmp_path: Path, state: str, age_s: float, is_told: bool) -> None:
+    folder = RunFolder(tmp_path)
+    status = Status(folder.status, step=7)
+    if state == "stopped":
+        status.stopped(7, by="SIGTERM")
+    said = json.loads(folder.status.read_text())
+    said["updated"] = (datetime.now(UTC) - timedelta(seconds=age_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    folder.status.write_text(json.dumps(said))
+    told = folder.seems_in_use()
+    assert bool(told) == is_told
+    if told:
+        assert f"in use by another job (process {os.getpid()} on {socket.gethostname()}, at step 7 " in told
+    folder.claim(Config())  # the lock decides
+    folder.release()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"updated": 1}', '{"state": "running", "updated": "2026-01-01"}'])
+def test_a_status_of_another_kind_is_no_job(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert RunFolder(tmp_path).seems_in_use() is None
+
+
+HOLDER = """
+import os, sys, time
+from titanlite.config.schema import Config
+from titanlite.preflight.run_folder import RunFolder
+RunFolder(sys.argv[1]).claim(Config())  # the object may be dropped: the lock is the process's
+assert "torch" not in sys.modules
+child = os.fork() if sys.argv[2] == "fork" else 0
+if not child:
+    print(os.getpid(), flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("mode", ["alone", "fork"])
+def test_a_second_job_is_refused_until_the_first_is_dead(tmp_path: Path, mode: str) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), mode]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert first.stdout
+    last = int(first.stdout.readline())
+    try:
+        assert json.loads((tmp_path / "lock").read_text())["pid"] == first.pid
+        with pytest.raises(ConfigError, match="in use") as e:
+            claim(tmp_path, Config())
+        assert str(first.pid) in str(e.value)
+        assert socket.gethostname() in str(e.value)
+        assert "job.name" in str(e.value)
+        second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+        assert "in use" in second.stderr
+        assert second.returncode == 1
+        first.kill()
+        first.wait()
+        if mode == "fork":
+            os.kill(last, 0)  # the forked child lives on, without the lock
+        claim(tmp_path, Config())  # at once
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+        if mode == "fork":
+            os.kill(last, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("inodes", [0, 1])
+def test_a_disk_without_room_is_told_apart_from_one_without_inodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int
+) -> None:
+    def no_file(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "a"))
+
+    text, disk = tmp_path / "text.txt", os.statvfs(tmp_path)
+    text.write_text("text")
+    names = [name for name in dir(disk) if name.startswith("f_")]
+    now = SimpleNamespace(**{name: getattr(disk, name) for name in names} | {"f_files": 9, "f_favail": inodes})
+    monkeypatch.setattr(os, "statvfs", lambda path: now)
+    free = "are free, but no inode for another file in this folder" if not inodes else "are free in this folder"
+    fix = "delete files of whatever size" if not inodes else "make room"
+    with (
+        pytest.raises(ConfigError, match=f"{free}(.|\n)*fix:  {fix}, or clear"),
+        RunFolder(tmp_path / "run").write_errors_explained(),
+    ):
+        no_file()
+    monkeypatch.setattr(Path, "mkdir", no_file)
+    with pytest.raises(ConfigError, match=f"fix:  set job.dump_folder to one, {fix}, or"):
+        RunFolder(tmp_path / "run").claim(Config())
+    with pytest.raises(DataError, match=f"fix:  {fix}, or set data.cache_dir"):
+        prepare(str(text), Data(cache_dir=str(tmp_path / "cache")), 256, progress=False)

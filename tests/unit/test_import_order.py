@@ -1,0 +1,44 @@
+"""Imports run downward only, in the order of CONTRIBUTING.md."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "titanlite"
+# From top to bottom. A module may import from its own row and from those below.
+ROWS = (
+    {"train", "__main__"},
+    {"training", "commands"},
+    {"preflight"},
+    {"forecast"},
+    {"activation_checkpoint", "sharding", "async_tp", "checkpoint"},
+    {"parallel"},
+    {"float8", "observe"},
+    {"models", "data"},
+    {"kernels", "recipes"},
+    {"config", "receipt", "exit_code"},
+    {"errors", "durable", "redact", "text_table", "byte_size", "json_file"},
+)
+ROW = {name: number for number, names in enumerate(ROWS) for name in names}
+
+
+def imports(path: Path) -> set[str]:
+    """The parts of the package that a module imports, for type checking too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titanlite"):
+            parts = (node.module or "").split(".")
+            names |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("titanlite.")}
+    return names - {"__version__"}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_downward(path: Path) -> None:
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if own == "__init__":
+        return
+    upward = {name for name in imports(path) if ROW[name] < ROW[own]}
+    assert not upward, f"{own} imports {upward}"
