@@ -1,9 +1,11 @@
 """The predicted time of a step against measured runs, and what it must obey on any layout."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from tests.support.measured import arguments, measured_runs
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.block_price import block_prices
 from titanlite.forecast.choose_save_list import choose
@@ -15,44 +17,7 @@ from titanlite.preflight.checked_run import checked_run
 TP = "--parallelism.tensor_parallel_degree"
 ASYNC = "--parallelism.async_tensor_parallel"
 FLOAT8 = "--float8.recipe"
-BATCH = "--training.local_batch_size"
 QWEN3 = ("--model.name", "qwen3", "--model.flavor")
-# docs/performance.md: tok/s/GPU on H200, sequence 8,192, local batch 2 unless it is said; runs with torch's AdamW, on
-# hosts as fast as those that rates are from: `33e4778` and earlier, where its table has a later one "elsewhere".
-MEASURED = {
-    ("8b", 4, "full"): 8_722,
-    ("8b", 4, "balanced"): 10_330,
-    ("8b", 4, "none"): 10_777,
-    ("8b", 4, "none", TP, "4"): 8_706,
-    ("8b", 4, "none", TP, "4", ASYNC): 9_494,
-    ("8b", 4, "matmuls", TP, "4", ASYNC, BATCH, "8"): 10_261,
-    ("8b", 4, "none", TP, "2"): 9_681,
-    ("8b", 4, "none", TP, "2", ASYNC): 10_011,
-    ("8b", 4, "balanced", FLOAT8, "rowwise"): 14_340,
-    ("8b", 4, "none", FLOAT8, "rowwise"): 15_159,
-    ("8b", 4, "none", FLOAT8, "tensorwise"): 14_646,
-    ("8b", 4, "none", FLOAT8, "rowwise", TP, "2", ASYNC): 12_528,
-    ("8b", 4, "none", FLOAT8, "tensorwise", TP, "2", ASYNC): 12_439,
-    ("8b", 4, "none", FLOAT8, "rowwise", TP, "4", ASYNC): 11_942,
-    ("1b", 1, "none"): 55_896,
-    ("1b", 1, "none", FLOAT8, "rowwise"): 65_780,
-    ("1b", 1, "none", FLOAT8, "tensorwise"): 64_573,
-    ("1b", 1, "none", *QWEN3, "0.6B"): 70_887,
-    ("1b", 1, "none", *QWEN3, "1.7B"): 38_897,
-}
-NARROW = ("--model.n_layers", "12")
-# The same on H100, in milliseconds a step; with titanlite's AdamW.
-MEASURED_ON_H100 = {
-    ("8b", 2, "none", *NARROW): 650,
-    ("8b", 2, "none", *NARROW, FLOAT8, "rowwise"): 501,
-    ("8b", 2, "none", *NARROW, TP, "2"): 349,
-    ("8b", 2, "none", *NARROW, TP, "2", ASYNC): 337,
-    ("8b", 2, "none", *NARROW, TP, "2", ASYNC, FLOAT8, "rowwise"): 265,
-    ("1b", 1, "none"): 299,
-    ("1b", 1, "none", FLOAT8, "rowwise"): 250,
-    ("1b", 1, "none", *QWEN3, "0.6B"): 229,
-    ("1b", 1, "none", "--model.name", "gemma3", "--model.flavor", "1B"): 230,
-}
 
 
 def model(
@@ -60,7 +25,10 @@ def model(
 ) -> tuple[StepTimeModel, StepTime]:
     config = str(shipped_folder("configs") / f"llama3_{name}.toml")
     batch = ["--training.seq_len", "8192", "--training.local_batch_size", "2"]
-    argv = ["--config", config, *batch, "--activation_checkpoint.recipe", save_list, *flags]
+    return step_of(["--config", config, *batch, "--activation_checkpoint.recipe", save_list, *flags], world, device)
+
+
+def step_of(argv: list[str], world: int, device: str) -> tuple[StepTimeModel, StepTime]:
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dimensions, run.float8, world)
@@ -68,22 +36,23 @@ def model(
     return predicted, predicted.step(block_prices(memory.layout, run.save_list))
 
 
-@pytest.mark.parametrize("case", MEASURED, ids=str)
-def test_measured_runs(case: tuple[str, int, str]) -> None:
+@pytest.mark.parametrize("row", measured_runs("step_time", "H200"))
+def test_measured_runs(row: dict[str, Any]) -> None:
     """Async TP is 1 to 12 % too fast: nothing here waits. Narrower models than these are faster here than measured.
-    Rates were taken from three of the runs in docs/performance.md, which says which."""
-    predicted, step = model(*case)
+    Rates were taken from three of the runs in docs/performance.md, which says which. All have torch's AdamW, on
+    hosts as fast as those that rates are from."""
+    predicted, step = step_of(arguments(row), row["world"], "h200")
     torchs_adamw = 36 / 3184e9 * 1e3  # 11.35 ms for 1.004e9 parameters
     step = replace(step, optimizer=torchs_adamw * predicted.memory.parameters / predicted.memory.shards)
-    bound = 0.125 if ASYNC in case else 0.04
-    assert predicted.tokens_per_second(step) == pytest.approx(MEASURED[case], rel=bound)
+    bound = 0.125 if ASYNC in row["flags"] else 0.04
+    assert predicted.tokens_per_second(step) == pytest.approx(row["tokens_per_second"], rel=bound)
 
 
-@pytest.mark.parametrize("case", MEASURED_ON_H100, ids=str)
-def test_measured_runs_on_h100(case: tuple[str, int, str]) -> None:
-    """Two rates are from the fourth of them; all others are those of H200."""
-    _, step = model(*case, device="h100")
-    assert step.total == pytest.approx(MEASURED_ON_H100[case], rel=0.06)
+@pytest.mark.parametrize("row", measured_runs("step_time", "H100"))
+def test_measured_runs_on_h100(row: dict[str, Any]) -> None:
+    """Two rates are from the fourth of them; all others are those of H200. With titanlite's AdamW."""
+    _, step = step_of(arguments(row), row["world"], "h100")
+    assert step.total == pytest.approx(row["ms_per_step"], rel=0.06)
 
 
 def test_devices_have_all_rates() -> None:
