@@ -23,7 +23,7 @@ from titanlite.config.check_recipe import check_float8, check_model, check_save_
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
 from titanlite.config.port import flavor, save_list
 from titanlite.config.problems import Origin, Place, Problems
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
@@ -65,7 +65,7 @@ def current_name(kind: Kind, name: str, extra_dirs: Sequence[str] = ()) -> str:
 @overload
 def load(
     kind: Literal["model"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
-) -> ModelRecipe: ...
+) -> ModelDims: ...
 @overload
 def load(
     kind: Literal["float8"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
@@ -79,7 +79,7 @@ def load(
 ) -> SaveList: ...
 def load(
     kind: Kind, name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
-) -> ModelRecipe | Float8Recipe | SaveList:
+) -> ModelDims | Float8Recipe | SaveList:
     """Find a recipe, read it with what it extends, and check it.
 
     Args:
@@ -107,10 +107,10 @@ def load(
     problems.raise_all(RecipeError)
     if isinstance(recipe, SaveList):  # a model tells later what it cannot do; a copy with other rules has no lines
         object.__setattr__(recipe, "origin", problems.origin)
-    return cast("ModelRecipe | Float8Recipe | SaveList", recipe)
+    return cast("ModelDims | Float8Recipe | SaveList", recipe)
 
 
-def model_dimensions(config: Config, origin: Origin | None = None) -> ModelRecipe:
+def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
     """Return the dimensions of a config's model: its flavor's or a folder's, with the overrides of `[model]`.
 
     Args:
@@ -208,7 +208,7 @@ class _Kind:
 
 
 KINDS: dict[Kind, _Kind] = {
-    "model": _Kind(ModelRecipe, check_model, "model.flavor", words=(FROM_CHECKPOINT,)),
+    "model": _Kind(ModelDims, check_model, "model.flavor", words=(FROM_CHECKPOINT,)),
     "float8": _Kind(Float8Recipe, check_float8, "float8.recipe", words=("none",)),
     "activation_checkpoint": _Kind(SaveList, check_save_list, "activation_checkpoint.recipe", words=(AUTO,)),
 }

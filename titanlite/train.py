@@ -26,7 +26,7 @@ def main() -> None:
     launcher = Launcher()  # now: it may end while the rest is read
     world = int(os.environ.get("WORLD_SIZE", "1"))
     run = checked_run(sys.argv[1:], world)
-    if lack := lack_of_memory(run.config, run.dimensions, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+    if lack := lack_of_memory(run.config, run.dims, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         import torch
 
         if not torch.cuda.is_available():
@@ -42,13 +42,13 @@ def main() -> None:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
-            lack = lack_of_room(folder.checkpoints, run.config, run.dimensions)
+            lack = lack_of_room(folder.checkpoints, run.config, run.dims)
             warnings += [lack] if lack else []
 
     from titanlite.training.train import train  # torch is imported here, not before
 
     watched = launcher if run.config.job.stop_with_launcher else None
-    train(run.config, run.dimensions, run.save_list, run.float8, folder, notices, warnings, watched)
+    train(run.config, run.dims, run.save_list, run.float8, folder, notices, warnings, watched)
 
 
 if __name__ == "__main__":

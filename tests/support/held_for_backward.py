@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.config.recipe_schema import ModelRecipe, SaveList
+from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import Float8Weight, local_data
@@ -53,13 +53,13 @@ class Held:
 
 
 @functools.cache
-def plan_of(sizes: ModelRecipe, seq_len: int, ranks: int, architecture: type[Any] = Llama3) -> dict[str, LayerPlan]:
+def plan_of(dims: ModelDims, seq_len: int, ranks: int, architecture: type[Any] = Llama3) -> dict[str, LayerPlan]:
     with torch.device("meta"):
-        return plan_layers(architecture(sizes, seq_len), 2 * seq_len, ranks).layers
+        return plan_layers(architecture(dims, seq_len), 2 * seq_len, ranks).layers
 
 
 def build(
-    sizes: ModelRecipe,
+    dims: ModelDims,
     seq_len: int,
     save_list: SaveList,
     float8: str | None = None,
@@ -72,11 +72,11 @@ def build(
     torch._dynamo.reset()
     world = dist.get_world_size() if dist.is_initialized() else 1
     with torch.device("meta"):
-        model = architecture(sizes, seq_len)
+        model = architecture(dims, seq_len)
     if world > 1:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, world, mesh.get_local_rank())
-        apply_tensor_parallel(model, plan_of(sizes, seq_len, world, architecture), mesh, group, asynchronous=fused)
+        apply_tensor_parallel(model, plan_of(dims, seq_len, world, architecture), mesh, group, asynchronous=fused)
     recipe = None
     if float8:  # FSDP, which would gather in float8, is not here
         recipe = replace(recipes.load("float8", float8), fsdp_all_gather="high_precision", min_compute_capability=0)

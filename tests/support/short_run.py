@@ -54,13 +54,13 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
 
 def assemble(asked: CheckedRun) -> Run:
     """The run, on this rank."""
-    return build(asked.config, asked.dimensions, asked.save_list, asked.float8, torch.device("cpu"))
+    return build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cpu"))
 
 
 def batches_of(run: Run) -> TrainBatches:
     """This rank's batches; close them."""
     config, mesh = run.config, run.mesh
-    shards = prepare(config.data.source, config.data, run.sizes.vocab_size, progress=False)
+    shards = prepare(config.data.source, config.data, run.dims.vocab_size, progress=False)
     return TrainBatches(
         shards,
         seq_len=config.training.seq_len,

@@ -11,7 +11,7 @@ from titanlite.config.schema import Config, Job, Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.preflight.checked_run import checked_run
-from titanlite.recipes import Kind, load, model_dimensions, names
+from titanlite.recipes import Kind, load, model_dims, names
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -401,12 +401,12 @@ def test_a_save_list_extends_another(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_config_is_its_flavor_and_the_overrides(tmp_path: Path) -> None:
-    assert model_dimensions(Config()) == load("model", "llama3-8B")
-    changed = model_dimensions(replace(Config(), model=Model(flavor="1B", n_layers=2, rope_theta=1e4)))
+    assert model_dims(Config()) == load("model", "llama3-8B")
+    changed = model_dims(replace(Config(), model=Model(flavor="1B", n_layers=2, rope_theta=1e4)))
     assert changed == replace(load("model", "llama3-1B"), n_layers=2, rope_theta=1e4)
     write(tmp_path, "model", "llama3-mine", 'extends = "llama3-debug"\nn_layers = 6\n')
     mine = replace(Config(), model=Model(flavor="mine"), job=Job(recipe_dirs=(str(tmp_path),)))
-    assert model_dimensions(mine) == replace(load("model", "llama3-debug"), n_layers=6)
+    assert model_dims(mine) == replace(load("model", "llama3-debug"), n_layers=6)
 
 
 def test_heads_of_odd_width_are_found_in_their_recipe(tmp_path: Path) -> None:

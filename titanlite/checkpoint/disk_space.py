@@ -13,7 +13,7 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint.publish import THREADS, complete_steps, stale_bytes
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.check import last_step
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 
 SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
@@ -21,18 +21,18 @@ _FILES = THREADS + 4  # of a checkpoint, at least: tensors, .metadata, state.jso
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
+def lack_of_room(root: Path, config: Config, dims: ModelDims) -> str | None:
     """Say so if the checkpoints that will be there at once need more room than is free.
 
     Args:
         root: folder of the checkpoints, which need not exist.
         config: with checkpoints.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
 
     Returns:
         One line for the user; None if there is room, or the model's size is not known without its file.
     """
-    block, steps = block_of(config.model, sizes), complete_steps(root)
+    block, steps = block_of(config.model, dims), complete_steps(root)
     last = last_step(config)
     newest, interval = max(steps, default=0), config.checkpoint.interval
     to_come = math.ceil(last / interval) - newest // interval  # at each multiple, and at the end
@@ -41,7 +41,7 @@ def lack_of_room(root: Path, config: Config, sizes: ModelRecipe) -> str | None:
     keep, there = config.checkpoint.keep_latest_k, len(steps)
     # An old one is deleted when the new one is complete, the one that the run resumed from not at all.
     more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
-    each = n_parameters(block, sizes) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
+    each = n_parameters(block, dims) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
     folder = next(path for path in (root, *root.parents) if path.exists())
     free, files = shutil.disk_usage(folder).free + stale_bytes(root), os.statvfs(folder)
     lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # 0 of all: it has as many as it likes

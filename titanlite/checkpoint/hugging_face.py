@@ -29,7 +29,7 @@ from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.store import require_none
 from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json, weight_files
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
 from titanlite.errors import CheckpointError, Problem, describe
@@ -47,7 +47,7 @@ def export(
     checkpoint: Path,
     out: Path,
     config: Config,
-    sizes: ModelRecipe,
+    dims: ModelDims,
     tokenizer: Tokenizer | None,
     dtype: str,
     say: Callable[[str], None],
@@ -58,7 +58,7 @@ def export(
         checkpoint: verified here, once it is certain that the folder can be written.
         out: the folder; there is none yet.
         config: of the run; its model is a shipped architecture.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         tokenizer: the run's, or None if it is not known.
         dtype: of the weights, as "bfloat16".
         say: told what was written.
@@ -68,12 +68,12 @@ def export(
             model; or transformers has no such model.
     """
     layout, seq_len = LAYOUTS[config.model.name], config.training.seq_len
-    if sizes.n_kv_heads < sizes.n_heads and not layout.groups_heads:
-        want = f"n_heads = {sizes.n_heads}: transformers' {layout.class_name} has no grouped heads"
+    if dims.n_kv_heads < dims.n_heads and not layout.groups_heads:
+        want = f"n_heads = {dims.n_heads}: transformers' {layout.class_name} has no grouped heads"
         fix = "train with as many key/value heads as heads"
-        problem = Problem("model.n_kv_heads", str(sizes.n_kv_heads), want, fix)
+        problem = Problem("model.n_kv_heads", str(dims.n_kv_heads), want, fix)
         raise CheckpointError(describe("titanlite export", [problem]))
-    model = build_model(config.model, sizes, seq_len)
+    model = build_model(config.model, dims, seq_len)
     end = tokenizer.separator_id if tokenizer else None
     tmp, makes_parent = out.with_name(f"{out.name}.tmp"), not out.parent.exists()
     try:
@@ -84,7 +84,7 @@ def export(
             if free < 1.01 * n_bytes:
                 raise OSError(f"needs {byte_size(n_bytes)}, {byte_size(free)} are free")
             begin = {} if tokenizer is None or tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-            _write_json(tmp / "config.json", config_json(layout, sizes, seq_len, dtype, end) | begin)
+            _write_json(tmp / "config.json", config_json(layout, dims, seq_len, dtype, end) | begin)
             if tokenizer is not None:
                 _write_tokenizer(tmp, tokenizer, seq_len)
             say(f"verifying {checkpoint}")

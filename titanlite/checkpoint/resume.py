@@ -18,7 +18,7 @@ from titanlite.checkpoint import publish
 from titanlite.config.build import build, show
 from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.json_file import read_json
@@ -76,14 +76,14 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
     return resume
 
 
-def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per_step: int | None) -> dict[str, Any]:
+def check_quickly(root: Path, step: int, config: Config, dims: ModelDims, per_step: int | None) -> dict[str, Any]:
     """Refuse a checkpoint that a start would refuse, except for damage inside large files and for tensors.
 
     Args:
         root: folder of the checkpoints.
         step: from `step_to_resume`.
         config: of the run that is to resume from it.
-        sizes: its model's dimensions.
+        dims: its model's dimensions.
         per_step: as in `check_state`.
 
     Returns:
@@ -96,11 +96,11 @@ def check_quickly(root: Path, step: int, config: Config, sizes: ModelRecipe, per
     folder = publish.step_folder(root, step)
     publish.verify(folder, largest=QUICKLY_HASHED)
     state = read_state(folder, step)["state"]
-    check_state(folder, state, config, sizes, per_step)
+    check_state(folder, state, config, dims, per_step)
     return state
 
 
-def saved_dimensions(root: Path, resume: Literal["auto", "never"] | int) -> ModelRecipe:
+def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
     """Give the dimensions of the model that a start goes on with.
 
     Args:
@@ -114,10 +114,10 @@ def saved_dimensions(root: Path, resume: Literal["auto", "never"] | int) -> Mode
     step = cast(int, step_to_resume(root, resume))
     folder = publish.step_folder(root, step)
     publish.verify(folder, largest=QUICKLY_HASHED)
-    return dimensions_of(folder, read_state(folder, step)["state"])
+    return dims_of(folder, read_state(folder, step)["state"])
 
 
-def dimensions_of(folder: Path, state: dict[str, Any]) -> ModelRecipe:
+def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
     """Give the dimensions that a checkpoint was saved with: its recipe may have changed since.
 
     Args:
@@ -129,9 +129,9 @@ def dimensions_of(folder: Path, state: dict[str, Any]) -> ModelRecipe:
     """
     given = {key: value for key, value in state.get("model", {}).items() if value is not None}
     problems = Problems(Origin(str(folder)))
-    sizes = build(ModelRecipe, {"help": "", **given}, problems)
+    dims = build(ModelDims, {"help": "", **given}, problems)
     problems.raise_all()
-    return cast(ModelRecipe, sizes)
+    return cast(ModelDims, dims)
 
 
 def other_text(folder: Path, state: dict[str, Any], corpus: str, tokenizer: str, strict: bool) -> str | None:
@@ -187,20 +187,20 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
     raise CheckpointError(describe(str(folder), [problem]))
 
 
-def identity_of(config: Config, sizes: ModelRecipe) -> dict[str, Any]:
+def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     """Return what a checkpoint says of its run, for whichever folder it is resumed in, as JSON.
 
     Texts and tokenizers have fingerprints there, and the optimizer its tensors.
 
     Args:
         config: of the run.
-        sizes: its model's dimensions.
+        dims: its model's dimensions.
     """
-    dimensions = {key: value for key, value in asdict(sizes).items() if key not in ("help", "refs")}
-    return {"model": dimensions, "training": {key: getattr(config.training, key) for key in ("seq_len", "seed")}}
+    model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
+    return {"model": model, "training": {key: getattr(config.training, key) for key in ("seq_len", "seed")}}
 
 
-def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: ModelRecipe, per_step: int | None) -> None:
+def check_state(folder: Path, state: dict[str, Any], config: Config, dims: ModelDims, per_step: int | None) -> None:
     """Refuse a run that is another one than was saved, in what its folder's config does not show or has never said.
 
     Another batch that only follows from another layout is refused. One that is given may differ.
@@ -209,7 +209,7 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: Mode
         folder: the checkpoint.
         state: what it says beside the tensors.
         config: of this run.
-        sizes: its model's dimensions.
+        dims: its model's dimensions.
         per_step: sequences that a step of this run takes; None if the number of ranks is not known.
 
     Raises:
@@ -227,7 +227,7 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, sizes: Mode
             f"{show(saved[key]) or saved[key]}, as the checkpoint has it",
             fixes[section],
         )
-        for section, values in identity_of(config, sizes).items()
+        for section, values in identity_of(config, dims).items()
         for saved in (state.get(section, {}),)  # none in a checkpoint of a former version
         for key, value in values.items()
         if key in saved and saved[key] != value

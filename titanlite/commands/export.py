@@ -54,14 +54,14 @@ def run(argv: Sequence[str]) -> int:
     _check(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export
-    from titanlite.checkpoint.resume import QUICKLY_HASHED, dimensions_of, read_state
+    from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, read_state
 
     publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
-    sizes = dimensions_of(checkpoint, state)
+    dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = _tokenizer(name, config.data.add_bos_token, state["tokenizer"])
-    export(checkpoint, out, config, sizes, tokenizer, dtype, lambda line: _say(f"  {line}"))
+    export(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _say(f"  {line}"))
     if tokenizer is None:
         _say("  no tokenizer: the run read token files")
     _say(str(out))

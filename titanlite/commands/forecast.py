@@ -74,7 +74,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
     """
-    config, sizes = memory.config, memory.sizes
+    config, dims = memory.config, memory.dims
     chosen = config.activation_checkpoint
     if memory.layout.unpriced:
         return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
@@ -107,11 +107,11 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     if time is None:
         return Forecast(rates, save_list, peak, notes=tuple(notes), symmetric_memory=memory.symmetric_memory)
     step = time.step(blocks)
-    if sizes.head_width not in rates.attention:
+    if dims.head_width not in rates.attention:
         measured = ", ".join(map(str, rates.attention))
         wider = f"is timed as the next wider one measured, or else the widest (measured: {measured})"
-        notes.append(f"attention with head width {sizes.head_width} {wider}")
-    windows = {window for window in sizes.windows if memory.layout.is_windowed(window)}
+        notes.append(f"attention with head width {dims.head_width} {wider}")
+    windows = {window for window in dims.windows if memory.layout.is_windowed(window)}
     if windows - {rates.window}:
         notes.append(
             f"windowed attention was measured with {rates.window} tokens and head width 256, and is timed as that"

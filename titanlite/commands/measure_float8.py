@@ -86,7 +86,7 @@ def measured(checked: CheckedRun) -> str:
 def layers(checked: CheckedRun) -> list[Layer]:
     """The linear layers of a block, and the head, as one rank of a run has them."""
     config = checked.config
-    model = build_model(config.model, replace(checked.dimensions, n_layers=1), config.training.seq_len)
+    model = build_model(config.model, replace(checked.dims, n_layers=1), config.training.seq_len)
     tokens = config.training.local_batch_size * config.training.seq_len
     ranks = config.parallelism.tensor_parallel_degree
     plan = plan_layers(model, tokens, ranks).layers if ranks > 1 else {}

@@ -42,7 +42,7 @@ def as_a_rank_has_it(
     config, degree = checked.config, checked.config.parallelism.tensor_parallel_degree
     tokens = config.training.local_batch_size * config.training.seq_len
     with ranks_that_move_nothing(degree) as group, torch.device("meta"):
-        model = build_model(config.model, checked.dimensions, config.training.seq_len)
+        model = build_model(config.model, checked.dims, config.training.seq_len)
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, config.training.mixed_precision_param))
         mesh = init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",))

@@ -65,7 +65,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     check_with_torch(checked)
     fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
-    memory = MemoryModel(config, checked.dimensions, checked.float8, world or fewest)
+    memory = MemoryModel(config, checked.dims, checked.float8, world or fewest)
     each, shards = memory.layout.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
     predicted = forecast(memory, checked.save_list, measured_rates(device)) if world else None

@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     """
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(_COMMAND.read(argv).flags, has_weights=False)
-    config, vocab_size = checked.config, checked.dimensions.vocab_size
+    config, vocab_size = checked.config, checked.dims.vocab_size
     sources = {"data.source": config.data.source}
     if config.validation.enable:
         sources["validation.source"] = config.validation.source

@@ -56,15 +56,15 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
     Raises:
         RecipeError: the list cannot work here, or has no price.
     """
-    config, sizes, save_list = checked.config, checked.dimensions, checked.save_list
-    layout = layout_of(config, sizes, checked.float8)
+    config, dims, save_list = checked.config, checked.dims, checked.save_list
+    layout = layout_of(config, dims, checked.float8)
     if layout.unpriced:
         raise RecipeError(describe(file, [layout.unpriced]))
     name = config.activation_checkpoint.recipe
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(
         [
-            f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {sizes.n_layers} layers, "
+            f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {dims.n_layers} layers, "
             f"{layout.tokens:,} tokens a micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
             *(_of_rules(layout, save_list) if save_list else [_chosen_later(checked)]),
@@ -82,7 +82,7 @@ def _chosen_later(checked: CheckedRun) -> str:
 def _of_rules(layout: Layout, save_list: SaveList) -> list[str]:
     """The table of the rules of a run's save-list, with what introduces it."""
     block_prices(layout, save_list)  # a list without a price is refused before anything is printed
-    prices, n_layers = rule_prices(layout, save_list), layout.sizes.n_layers
+    prices, n_layers = rule_prices(layout, save_list), layout.dims.n_layers
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer: what is kept, and what recomputing it would cost:\n"
     if not save_list.rules and save_list.default == "save":
@@ -94,8 +94,8 @@ def _of_rules(layout: Layout, save_list: SaveList) -> list[str]:
 
 def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str:
     """The table of what each list keeps, the run's own first."""
-    config, sizes = checked.config, checked.dimensions
-    model = MemoryModel(config, sizes, checked.float8, world) if world else None
+    config, dims = checked.config, checked.dims
+    model = MemoryModel(config, dims, checked.float8, world) if world else None
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
     priced: dict[str, tuple[Totals, float | None] | None] = {}
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):

@@ -12,7 +12,7 @@ from typing import cast, get_args
 from titanlite.commands.arguments import Command, apart
 from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.write import to_toml
 from titanlite.errors import Problem, RecipeError, describe, nearest
 from titanlite.preflight.checked_run import checked_run
@@ -83,7 +83,7 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
         problems.raise_all(RecipeError)
     found = recipe_of(folder, problems, _FROM)
     problems.raise_all(RecipeError)
-    architecture, recipe = cast("tuple[str, ModelRecipe]", found)
+    architecture, recipe = cast("tuple[str, ModelDims]", found)
     where = f"model/{architecture}-NAME.toml in a folder of job.recipe_dirs"
     return f'# save as {where}; then model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
 

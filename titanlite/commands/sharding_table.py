@@ -33,10 +33,10 @@ def sharding_plan(checked: CheckedRun) -> PlannedLayers:
     Raises:
         ShardingError: there is none.
     """
-    training, sizes = checked.config.training, checked.dimensions
-    model = build_model(checked.config.model, sizes, training.seq_len)
+    training, dims = checked.config.training, checked.dims
+    model = build_model(checked.config.model, dims, training.seq_len)
     tokens, dtype = training.local_batch_size * training.seq_len, getattr(torch, training.mixed_precision_param)
-    return plan_layers(model, tokens, checked.config.parallelism.tensor_parallel_degree, dtype, sizes.widths)
+    return plan_layers(model, tokens, checked.config.parallelism.tensor_parallel_degree, dtype, dims.widths)
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:

@@ -63,13 +63,13 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
     if "data.source" not in checked.inputs.shards:
         warnings.append(whole_from_hub(checked.inputs.sources["data.source"], config.data))
     if not shows_gpus():
-        warnings.append(lack_of_memory(config, checked.dimensions))
+        warnings.append(lack_of_memory(config, checked.dims))
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
-        warnings.append(lack_of_room(folder.checkpoints, config, checked.dimensions))
+        warnings.append(lack_of_room(folder.checkpoints, config, checked.dims))
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
-        state = check_quickly(folder.checkpoints, step, config, checked.dimensions, sequences)
+        state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences)
         samples = int(state.get("samples", 0))
         at, shards = step_folder(folder.checkpoints, step), checked.inputs.shards.get("data.source")
         corpus, strict = shards.fingerprint if shards else "", config.job.strict
@@ -171,11 +171,11 @@ def _save_list(checked: CheckedRun) -> str:
 
 def _model(checked: CheckedRun) -> str:
     """Return the architecture, its size, and its parameters where they can be counted without importing its file."""
-    model, block = checked.config.model, block_of(checked.config.model, checked.dimensions)
+    model, block = checked.config.model, block_of(checked.config.model, checked.dims)
     if block is None:
         return f"{model.file} {model.flavor}, not imported"
     by = " by its recipe" if model.file else ""
     over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
     other = f" with {', '.join(over)}" if over else ""
-    count = f"{n_parameters(block, checked.dimensions):,} parameters{by}"
+    count = f"{n_parameters(block, checked.dims):,} parameters{by}"
     return f"{model.file or model.name} {model.flavor}{other}, {count}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import Block, ModelRecipe
+from titanlite.config.recipe_schema import Block, ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import Problem, nearest
 
@@ -48,27 +48,27 @@ ARCHITECTURES = {
 }
 
 
-def block_of(model: Model, sizes: ModelRecipe) -> Block | None:
+def block_of(model: Model, dims: ModelDims) -> Block | None:
     """What the blocks of a config's model are made of; None if it is the user's own and its recipe does not say.
 
     Args:
         model: `[model]`.
-        sizes: its dimensions.
+        dims: its dimensions.
     """
-    return sizes.block if model.file else ARCHITECTURES[model.name].block
+    return dims.block if model.file else ARCHITECTURES[model.name].block
 
 
-def linear_layers(block: Block, sizes: ModelRecipe, ranks: int = 1) -> dict[str, tuple[int, int]]:
+def linear_layers(block: Block, dims: ModelDims, ranks: int = 1) -> dict[str, tuple[int, int]]:
     """Give the shapes [N, K] of all linear layers' weights on one of so many tensor-parallel ranks.
 
     Args:
         block: what the model's blocks are made of.
-        sizes: its dimensions.
+        dims: its dimensions.
         ranks: a divisor of n_kv_heads and vocab_size.
     """
-    of_a_block = block.weights(sizes, ranks).items()
-    layers = {f"layers.{n}.{name}": shape for n in range(sizes.n_layers) for name, shape in of_a_block}
-    return {**layers, "output": (sizes.vocab_size // ranks, sizes.dim)}
+    of_a_block = block.weights(dims, ranks).items()
+    layers = {f"layers.{n}.{name}": shape for n in range(dims.n_layers) for name, shape in of_a_block}
+    return {**layers, "output": (dims.vocab_size // ranks, dims.dim)}
 
 
 def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
@@ -87,31 +87,31 @@ def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
     return nearest(name, [*last_names, *layers])
 
 
-def n_parameters(block: Block, sizes: ModelRecipe) -> int:
+def n_parameters(block: Block, dims: ModelDims) -> int:
     """Count the parameters, embeddings included; tied ones once.
 
     Args:
         block: what the model's blocks are made of.
-        sizes: its dimensions.
+        dims: its dimensions.
     """
-    rows = sizes.vocab_size * (1 if sizes.tied_embeddings else 2) + sizes.max_seq_len
-    return sizes.n_layers * block.n_parameters(sizes) + rows * sizes.dim + block.norm(sizes)
+    rows = dims.vocab_size * (1 if dims.tied_embeddings else 2) + dims.max_seq_len
+    return dims.n_layers * block.n_parameters(dims) + rows * dims.dim + block.norm(dims)
 
 
-def unpriced(model: Model, sizes: ModelRecipe) -> Problem | None:
+def unpriced(model: Model, dims: ModelDims) -> Problem | None:
     """Why the formulas of `forecast/activation_bytes.py` are not those of a model's block, or None.
 
     Args:
         model: `[model]`.
-        sizes: its dimensions.
+        dims: its dimensions.
     """
-    if block_of(model, sizes) is not None:
+    if block_of(model, dims) is not None:
         return None
     want = "[block] in its recipe, which says what its blocks are made of (docs/models.md)"
     return Problem("model.file", f'"{model.file}"', want, "add it: predictions and prices are computed from it")
 
 
-def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
+def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
     """Refuse a key that the architecture makes nothing of, and the lack of one that it needs.
 
     Args:
@@ -125,7 +125,7 @@ def check_keys(model: Model, recipe: ModelRecipe, problems: Problems) -> None:
     if recipe.block is not None:
         want = f"no such table in the recipe {model.name}-{model.flavor}: titanlite knows the blocks of {model.name}"
         problems.add("[block]", "a table", want, "remove it from the recipe; it is for a model file of your own")
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelRecipe)}
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelDims)}
     for key in _OPTIONAL:
         value = getattr(recipe, key)
         is_given = value != defaults[key]

@@ -15,7 +15,7 @@ from titanlite.config.build import show
 from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Model
 
 _FROM_HOME = (  # keys of paths in which ~ stands for a home
@@ -32,7 +32,7 @@ _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
 
 def check(
     config: Config,
-    model: ModelRecipe | None,
+    model: ModelDims | None,
     world_size: int | None,
     origin: Origin | None = None,
     unread: Collection[str] = (),
@@ -141,18 +141,18 @@ def _data_ranks(config: Config, world: int | None) -> int:
     return p.data_parallel_replicate_degree
 
 
-def _check_model(sizes: ModelRecipe, model: Model, problems: Problems) -> None:
+def _check_model(dims: ModelDims, model: Model, problems: Problems) -> None:
     """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
-    dim, heads, kv_heads = sizes.dim, sizes.n_heads, sizes.n_kv_heads
+    dim, heads, kv_heads = dims.dim, dims.n_heads, dims.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
 
     def add(key: str, want: str, fix: str) -> None:
         if model.flavor == FROM_CHECKPOINT:
             fix = "name another folder: its weights have these dimensions"
-        problems.add(f"model.{key}", str(getattr(sizes, key)), want, fix)
+        problems.add(f"model.{key}", str(getattr(dims, key)), want, fix)
 
-    is_split = not sizes.head_dim  # which is no key of a config: its recipe was checked
+    is_split = not dims.head_dim  # which is no key of a config: its recipe was checked
     if is_split and dim % heads:
         add("n_heads", f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim)))
     elif is_split and dim // heads % 2:
@@ -164,11 +164,11 @@ def _check_model(sizes: ModelRecipe, model: Model, problems: Problems) -> None:
             add("dim", want, f"dim = {dim + heads}")
     elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
         add("n_kv_heads", f"a divisor of model.n_heads = {heads}", _pick("n_kv_heads", kv_heads, _divisors(heads)))
-    if sizes.ffn_dim % 128 and not model.file:
-        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-sizes.ffn_dim // 128) * 128}")
+    if dims.ffn_dim % 128 and not model.file:
+        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-dims.ffn_dim // 128) * 128}")
 
 
-def _check_mesh(config: Config, model: ModelRecipe | None, world: int | None, problems: Problems) -> None:
+def _check_mesh(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
     """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
     p = config.parallelism
     replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
@@ -259,7 +259,7 @@ def _check_names(config: Config, problems: Problems) -> None:
         )
 
 
-def _check_features(config: Config, model: ModelRecipe | None, problems: Problems) -> None:
+def _check_features(config: Config, model: ModelDims | None, problems: Problems) -> None:
     """No feature is asked for that does not exist, or that another key turns off."""
     checkpoint = config.checkpoint
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:

@@ -5,16 +5,16 @@ from typing import get_args
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity, ModelDims, SaveList
 from titanlite.errors import nearest
 
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
 
 
-def check_model(recipe: ModelRecipe, problems: Problems) -> None:
+def check_model(recipe: ModelDims, problems: Problems) -> None:
     """Dimensions are positive, heads even; `config/check.py` holds them against each other, after the overrides."""
     for name, value in asdict(recipe).items():
-        if value == 0 and getattr(ModelRecipe, name, None) == 0:
+        if value == 0 and getattr(ModelDims, name, None) == 0:
             continue  # not given; `config/architectures.py` knows who needs it
         if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
             problems.add(name, show(value), "a number above 0", f"{name} = the published size")

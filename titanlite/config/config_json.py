@@ -16,7 +16,7 @@ from titanlite.config.check_recipe import check_model
 from titanlite.config.config_json_keys import ALIASES, LEFT_OUT, WITHOUT_EFFECT
 from titanlite.config.hugging_face import LAYOUTS, layer_types, said, weight_files
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
+from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Config
 from titanlite.json_file import read_json
 
@@ -27,7 +27,7 @@ KEY = "checkpoint.initial_load_path"
 _OTHER = "name another folder: titanlite has no such model"
 
 
-def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelRecipe] | None:
+def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] | None:
     """Make the recipe of a folder's model.
 
     Args:
@@ -53,7 +53,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelRecipe
         problems.add(key, show(path), want, "name the folder of such a model: titanlite has no other architectures")
         return None
     own, layout = Problems(Origin(str(file))), LAYOUTS[architecture]
-    recipe = build(ModelRecipe, {"help": f"As {file} says.", **_table(architecture, theirs)}, own)
+    recipe = build(ModelDims, {"help": f"As {file} says.", **_table(architecture, theirs)}, own)
     if recipe is not None and not own:
         check_model(recipe, own)
     if recipe is None or own:
@@ -149,7 +149,7 @@ def _table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-def model_of(config: Config, origin: Origin) -> ModelRecipe:
+def model_of(config: Config, origin: Origin) -> ModelDims:
     """Make the recipe of the model whose weights a run is to start from.
 
     Args:
@@ -169,15 +169,15 @@ def model_of(config: Config, origin: Origin) -> ModelRecipe:
             problems.add(f"model.{name}", show(value), want, "remove it")
     found = _of_config(config, path, problems) if path else None
     problems.raise_all()
-    return cast(ModelRecipe, found)
+    return cast(ModelDims, found)
 
 
-def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) -> None:
+def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> None:
     """Hold the folder whose weights a run is to start from against the config.
 
     Args:
         config: its `checkpoint.initial_load_path` is given.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         origin: where each key was given.
 
     Raises:
@@ -187,9 +187,9 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
     recipe = _of_config(config, path, problems)
     problems.raise_all()
     layout = LAYOUTS[config.model.name]
-    theirs = said(layout, cast(ModelRecipe, recipe))
+    theirs = said(layout, cast(ModelDims, recipe))
     theirs.pop("layer_types", None)  # follows from the rest
-    if differ := _differences(theirs, said(layout, sizes)):
+    if differ := _differences(theirs, said(layout, dims)):
         want = f"a config.json of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)
@@ -202,7 +202,7 @@ def check_initial_load_path(config: Config, sizes: ModelRecipe, origin: Origin) 
     problems.raise_all()
 
 
-def _of_config(config: Config, path: str, problems: Problems) -> ModelRecipe | None:
+def _of_config(config: Config, path: str, problems: Problems) -> ModelDims | None:
     """Make the recipe of a folder's model, if it is of the architecture of a config."""
     if config.model.file:
         want = "a shipped architecture: what the weights of others are called there is not known"

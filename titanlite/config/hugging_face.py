@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.json_file import read_json
 
 ONE_FILE = "model.safetensors"  # several are listed in an index, which has this name and more
@@ -126,51 +126,51 @@ LAYOUTS = {
 }
 
 
-def config_json(layout: Layout, sizes: ModelRecipe, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
+def config_json(layout: Layout, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
     """Make the content of config.json.
 
     Args:
         layout: of the architecture.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         seq_len: tokens of a sequence, the longest that the model has seen.
         dtype: of the weights, as "bfloat16".
         end: id of the token that follows a document, and so stands before a text; None if it is not known.
     """
     return {
         "architectures": [layout.class_name],
-        **said(layout, sizes),
-        **({} if sizes.max_seq_len else {"max_position_embeddings": seq_len}),
+        **said(layout, dims),
+        **({} if dims.max_seq_len else {"max_position_embeddings": seq_len}),
         "bos_token_id": end,
         "eos_token_id": end,
         "torch_dtype": dtype,
     }
 
 
-def said(layout: Layout, sizes: ModelRecipe) -> dict[str, Any]:
+def said(layout: Layout, dims: ModelDims) -> dict[str, Any]:
     """Give what config.json says of the model that is computed.
 
     Args:
         layout: of the architecture.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
     """
     keys = {"model_type": layout.model_type, **layout.always}
-    keys |= {theirs: getattr(sizes, ours) for theirs, ours in layout.sizes.items()}
-    if sizes.rope_scaling is not None:
-        scaling = asdict(sizes.rope_scaling)
+    keys |= {theirs: getattr(dims, ours) for theirs, ours in layout.sizes.items()}
+    if dims.rope_scaling is not None:
+        scaling = asdict(dims.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_seq_len")
         keys["rope_scaling"] = {"rope_type": "llama3", **scaling}
-    if sizes.global_every:
-        keys["layer_types"] = layer_types(sizes)
+    if dims.global_every:
+        keys["layer_types"] = layer_types(dims)
     return keys
 
 
-def layer_types(sizes: ModelRecipe) -> list[str]:
+def layer_types(dims: ModelDims) -> list[str]:
     """Name the attention of each layer.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
     """
-    return ["sliding_attention" if window else "full_attention" for window in sizes.windows]
+    return ["sliding_attention" if window else "full_attention" for window in dims.windows]
 
 
 def weight_files(folder: Path) -> list[Path]:

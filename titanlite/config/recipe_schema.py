@@ -51,36 +51,36 @@ class Block:
         """Number of norms of the residual stream's width."""
         return 4 if self.post_norms else 2
 
-    def weights(self, sizes: "ModelRecipe", ranks: int = 1) -> dict[str, tuple[int, int]]:
+    def weights(self, dims: "ModelDims", ranks: int = 1) -> dict[str, tuple[int, int]]:
         """Give the shapes [N, K] of the linear layers' weights on one of so many tensor-parallel ranks.
 
         Args:
-            sizes: the model's dimensions.
+            dims: the model's dimensions.
             ranks: a divisor of n_kv_heads.
         """
-        D, F, E = sizes.dim, sizes.ffn_dim, sizes.head_width
-        H, K = sizes.n_heads, sizes.n_kv_heads
+        D, F, E = dims.dim, dims.ffn_dim, dims.head_width
+        H, K = dims.n_heads, dims.n_kv_heads
         shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (self.gate_width * F // ranks, D), (D, F // ranks)
         return dict(zip(self.layers, shapes, strict=True))
 
-    def n_parameters(self, sizes: "ModelRecipe", ranks: int = 1) -> int:
+    def n_parameters(self, dims: "ModelDims", ranks: int = 1) -> int:
         """Count the parameters on one of so many tensor-parallel ranks; norms are whole, and biases split as outputs.
 
         Args:
-            sizes: the model's dimensions.
+            dims: the model's dimensions.
             ranks: a divisor of n_kv_heads.
         """
-        shapes = self.weights(sizes, ranks).values()
-        norms = self.norms * self.norm(sizes) + (2 * sizes.head_width if self.qk_norms else 0)
+        shapes = self.weights(dims, ranks).values()
+        norms = self.norms * self.norm(dims) + (2 * dims.head_width if self.qk_norms else 0)
         return sum(n * k for n, k in shapes) + norms + (sum(n for n, _ in shapes) if self.biases else 0)
 
-    def norm(self, sizes: "ModelRecipe") -> int:
+    def norm(self, dims: "ModelDims") -> int:
         """Count the parameters of a norm of the residual stream."""
-        return sizes.dim * (2 if self.layer_norms else 1)
+        return dims.dim * (2 if self.layer_norms else 1)
 
 
 @dataclass(frozen=True)
-class ModelRecipe:
+class ModelDims:
     """The dimensions of one model size. Keys whose default is 0 are not for every architecture."""
 
     help: str

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.config.architectures import block_of, unpriced
 from titanlite.config.build import show
-from titanlite.config.recipe_schema import BLOCKS, Block, Float8Recipe, Granularity, ModelRecipe, twice_attended
+from titanlite.config.recipe_schema import BLOCKS, Block, Float8Recipe, Granularity, ModelDims, twice_attended
 from titanlite.config.schema import Config
 from titanlite.errors import Problem
 from titanlite.float8.scope import is_by_blocks_of_128, joins_feed_forward, left_alone, obstacle
@@ -32,7 +32,7 @@ class Layout:
     """How one rank runs a model.
 
     Attributes:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         tokens: M, of a micro-step of this data-parallel rank.
         seq_len: S.
         tensor_parallel: t.
@@ -46,7 +46,7 @@ class Layout:
         unpriced: why blocks have no price, or None: `block` is not theirs, or they do not compute alike.
     """
 
-    sizes: ModelRecipe
+    dims: ModelDims
     tokens: int
     seq_len: int
     tensor_parallel: int = 1
@@ -62,7 +62,7 @@ class Layout:
     @property
     def block_input(self) -> int:
         """Bytes of the residual stream, [M/t, D], which every checkpointed block keeps."""
-        return self.itemsize * self.tokens // self.tensor_parallel * self.sizes.dim
+        return self.itemsize * self.tokens // self.tensor_parallel * self.dims.dim
 
     def is_windowed(self, window: int) -> bool:
         """Whether attention is to a window that is shorter than the sequence."""
@@ -122,36 +122,36 @@ class Layout:
         return (self.fused or not is_split) and joins_feed_forward(self.float8, is_split)
 
 
-def layout_of(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None) -> Layout:
+def layout_of(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> Layout:
     """Return how one rank would run a checked config.
 
     Args:
         config: the config.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         float8: its recipe, or None.
     """
     tokens, t = config.training.local_batch_size * config.training.seq_len, config.parallelism.tensor_parallel_degree
-    block = block_of(config.model, sizes) or Block()
+    block = block_of(config.model, dims) or Block()
     filtered = config.float8.filter_fqns
     by_block = tuple(
         tuple(
             name
-            for name, shape in block.weights(sizes, t).items()
+            for name, shape in block.weights(dims, t).items()
             if float8 and left_alone(f"layers.{n}.{name}", shape, tokens, float8, filtered) is None
         )
-        for n in range(sizes.n_layers)
+        for n in range(dims.n_layers)
     )
     converted = tuple(name for name in block.layers if any(name in names for names in by_block))
-    no_price, is_alike = unpriced(config.model, sizes), len({*by_block}) <= 1
+    no_price, is_alike = unpriced(config.model, dims), len({*by_block}) <= 1
     if not is_alike:
         want = "the same layers of every block, for a prediction: formulas are of blocks that compute alike"
         fix = "train a few steps and read memory_gib"
         no_price = no_price or Problem("float8.filter_fqns", show(filtered), want, fix)
-    head = sizes.vocab_size // t, sizes.dim
+    head = dims.vocab_size // t, dims.dim
     if float8 and left_alone(HEAD, head, tokens, float8, filtered) is None:
         converted += (HEAD,)
     return Layout(
-        sizes=sizes,
+        dims=dims,
         tokens=tokens,
         seq_len=config.training.seq_len,
         tensor_parallel=t,
@@ -194,8 +194,8 @@ def activations(layout: Layout, window: int = 0) -> list[Activation]:
         layout: of a rank.
         window: tokens that its attention sees; 0: all.
     """
-    sizes, M, t, D = layout.sizes, layout.tokens, layout.tensor_parallel, layout.sizes.dim
-    H, K, F, E = sizes.n_heads, sizes.n_kv_heads, sizes.ffn_dim, sizes.head_width
+    dims, M, t, D = layout.dims, layout.tokens, layout.tensor_parallel, layout.dims.dim
+    H, K, F, E = dims.n_heads, dims.n_kv_heads, dims.ffn_dim, dims.head_width
     block, (wqkv, wo, w13, w2) = layout.block, layout.block.layers
     # What runs behind a layer's matmul and is not the layer's own prepares the next, and behind the last the first.
     post_norms = [_norm(layer, M // t, D, layout) if block.post_norms else [] for layer in (w13, wqkv)]
@@ -212,8 +212,8 @@ def activations(layout: Layout, window: int = 0) -> list[Activation]:
 
 def attention(layout: Layout, window: int = 0) -> Activation:
     """What attention keeps is its output and its softmax statistics; both of its products are computed again."""
-    sizes, M, t, e = layout.sizes, layout.tokens, layout.tensor_parallel, layout.itemsize
-    H, KE, HE = sizes.n_heads, sizes.n_kv_heads * sizes.head_width, sizes.n_heads * sizes.head_width
+    dims, M, t, e = layout.dims, layout.tokens, layout.tensor_parallel, layout.itemsize
+    H, KE, HE = dims.n_heads, dims.n_kv_heads * dims.head_width, dims.n_heads * dims.head_width
     size = M * (e * HE + 4 * H) // t
     moved = size + e * M * (HE + 2 * KE) // t
     flops = 2 * M * HE * twice_attended(window, layout.seq_len) // t

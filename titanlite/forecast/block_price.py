@@ -129,7 +129,7 @@ def block_prices(layout: Layout, save_list: SaveList) -> list[BlockPrice]:
     problems.raise_all(RecipeError)
     priced: dict[tuple[frozenset[int], int], BlockPrice] = {}
     out: list[BlockPrice] = []
-    for active, window in zip(save_list.active(layout.sizes.n_layers), layout.sizes.windows, strict=True):
+    for active, window in zip(save_list.active(layout.dims.n_layers), layout.dims.windows, strict=True):
         if (active, window) not in priced:
             priced[active, window] = _block_price(layout, save_list, active, window)
         out.append(priced[active, window])
@@ -152,8 +152,8 @@ def held_without_checkpointing(layout: Layout) -> int:
     Args:
         layout: of a rank.
     """
-    sizes, M, t, e = layout.sizes, layout.tokens, layout.tensor_parallel, layout.itemsize
-    D, F, HE, block, rows = sizes.dim, sizes.ffn_dim, sizes.n_heads * sizes.head_width, layout.block, M // t
+    dims, M, t, e = layout.dims, layout.tokens, layout.tensor_parallel, layout.itemsize
+    D, F, HE, block, rows = dims.dim, dims.ffn_dim, dims.n_heads * dims.head_width, layout.block, M // t
     attended = _attention_inside(layout) + attention(layout).bytes
     gate = e * M * block.gate_width * F // t  # its input
     inputs = sum(_kept_input(*of, layout) for of in zip(block.layers, (D, HE // t, D, F // t), strict=True))
@@ -167,8 +167,8 @@ def held_without_checkpointing(layout: Layout) -> int:
 
 def _attention_inside(layout: Layout) -> int:
     """Bytes of attention's operands, and of the output of `wqkv` behind them, that a block without rules holds."""
-    sizes, M, t, e = layout.sizes, layout.tokens, layout.tensor_parallel, layout.itemsize
-    H, K, E = sizes.n_heads, sizes.n_kv_heads, sizes.head_width
+    dims, M, t, e = layout.dims, layout.tokens, layout.tensor_parallel, layout.itemsize
+    H, K, E = dims.n_heads, dims.n_kv_heads, dims.head_width
     # v is a part of that output, and q and k once rotated are not.
     return e * M * (H + 2 * K) * E // t + (e * M * (H + K) * E // t if layout.block.is_rotary else 0)
 

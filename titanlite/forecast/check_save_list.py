@@ -11,18 +11,18 @@ from dataclasses import replace
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK, add_unknown_layers, is_whole, kernels
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import ModelRecipe, SaveList
+from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.errors import RecipeError, nearest
 from titanlite.forecast.activation_bytes import Layout
 from titanlite.forecast.block_price import price
 
 
-def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, strict: bool) -> None:
+def check_save_list(save_list: SaveList, dims: ModelDims, layout: Layout, strict: bool) -> None:
     """Refuse a list that cannot work for a model.
 
     Args:
         save_list: the list.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         layout: of a rank; what blocks are made of is known.
         strict: refuse rules that match nothing, too (`job.strict`).
 
@@ -38,8 +38,8 @@ def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, str
             near = nearest(rule.op, own)
             fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', f"an operation of forward: {', '.join(own)}", fix)
-        elif strict and not rule.optional and not rule.blocks(sizes.n_layers):
-            want = f"some of the model's {sizes.n_layers} blocks"
+        elif strict and not rule.optional and not rule.blocks(dims.n_layers):
+            want = f"some of the model's {dims.n_layers} blocks"
             problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule, or set optional = true")
     problems.raise_all(RecipeError)
     matched = _matched(save_list, layout)
@@ -53,9 +53,9 @@ def check_save_list(save_list: SaveList, sizes: ModelRecipe, layout: Layout, str
 
 def _matched(save_list: SaveList, layout: Layout) -> set[int]:
     """Rules that match something, with one kernel of attention or another."""
-    found, sizes = set[int](), layout.sizes
-    in_float8 = layout.by_block or [layout.converted] * sizes.n_layers
-    blocks = zip(in_float8, save_list.active(sizes.n_layers), sizes.windows, strict=True)
+    found, dims = set[int](), layout.dims
+    in_float8 = layout.by_block or [layout.converted] * dims.n_layers
+    blocks = zip(in_float8, save_list.active(dims.n_layers), dims.windows, strict=True)
     for converted, active, window in dict.fromkeys(blocks):
         if is_whole(save_list, active):
             found |= {i for i in active if save_list.rules[i].op == BLOCK}

@@ -104,7 +104,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
     Raises:
         ValueError: no list fits, which `overrides.check_budget` finds before anything is timed.
     """
-    n_layers = model.sizes.n_layers
+    n_layers = model.dims.n_layers
     selections = _selections(model.layout, times)
     best: Choice | None = None
     for fewer, more in [(s, s) for s in selections] + list(combinations(selections, 2)):
@@ -120,7 +120,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
     tokens, t = model.layout.tokens, model.layout.tensor_parallel
     help = (
         f"Chosen by auto for {budget_gib:g} GiB, of which it takes {best.peak / GIB:.1f}: {n_layers} layers of width "
-        f"{model.sizes.dim}, {tokens:,} tokens a micro-step, {model.shards} shards, tensor parallel {t}."
+        f"{model.dims.dim}, {tokens:,} tokens a micro-step, {model.shards} shards, tensor parallel {t}."
     )
     return replace(best, save_list=replace(best.save_list, help=help))
 

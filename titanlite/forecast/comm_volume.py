@@ -81,8 +81,8 @@ def units(memory: MemoryModel) -> list[Unit]:
     Args:
         memory: of the run.
     """
-    layout, sizes, t = memory.layout, memory.sizes, memory.layout.tensor_parallel
-    rows = {name: n for name, (n, _) in layout.block.weights(sizes, t).items()} | {HEAD: sizes.vocab_size // t}
+    layout, dims, t = memory.layout, memory.dims, memory.layout.tensor_parallel
+    rows = {name: n for name, (n, _) in layout.block.weights(dims, t).items()} | {HEAD: dims.vocab_size // t}
     by_row = layout.float8 is not None and layout.float8.weight.output == "row"
 
     def unit(
@@ -95,10 +95,10 @@ def units(memory: MemoryModel) -> list[Unit]:
     ends_stay, own = not memory.ends_freed, layout.block.layers
     blocks = [
         unit(f"layers.{n}", memory.block, memory.gathered_block, own, memory.blocks_stay, memory.reduced_block)
-        for n in range(sizes.n_layers)
+        for n in range(dims.n_layers)
     ]
     e = layout.itemsize
-    if sizes.tied_embeddings:
+    if dims.tied_embeddings:
         return [unit("tok_embeddings", memory.embedding, e * memory.embedding, (), ends_stay), *blocks]
     embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), stays=True)  # or is not read again
     return [embedding, *blocks, unit(HEAD, memory.head, memory.gathered_head, (HEAD,), ends_stay)]
@@ -137,11 +137,11 @@ def of_weights(memory: MemoryModel) -> list[Traffic]:
 
 def _scaled_as_a_whole(memory: MemoryModel) -> int:
     """Weights that FSDP gathers in float8 and that have one scale each."""
-    layout, sizes = memory.layout, memory.sizes
+    layout, dims = memory.layout, memory.dims
     if layout.float8 is None or layout.float8.fsdp_all_gather != "float8" or layout.float8.weight.output == "row":
         return 0
     of_block = sum(layout.is_own(layer) for layer in layout.block.layers)
-    return sizes.n_layers * of_block + (layout.is_own(HEAD) and not sizes.tied_embeddings)
+    return dims.n_layers * of_block + (layout.is_own(HEAD) and not dims.tied_embeddings)
 
 
 def of_loss(tokens: int, ranks: int, micro_steps: int) -> Traffic:

@@ -78,7 +78,7 @@ def unrated(memory: MemoryModel) -> Problem | None:
     Args:
         memory: of the run; its layout has a price.
     """
-    config, sizes, layout = memory.config, memory.sizes, memory.layout
+    config, dims, layout = memory.config, memory.dims, memory.layout
     if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
@@ -86,9 +86,9 @@ def unrated(memory: MemoryModel) -> Problem | None:
         want = "a recipe without reduce_amax: there are no rates of reductions of one number"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")
     aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
-    if sizes.vocab_size % aligned:
+    if dims.vocab_size % aligned:
         want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
-        return Problem("model.vocab_size", str(sizes.vocab_size), want, "titanlite validate names one")
+        return Problem("model.vocab_size", str(dims.vocab_size), want, "titanlite validate names one")
     if config.training.mixed_precision_param != "bfloat16":
         want = "bfloat16: there are no rates of another"
         return Problem("training.mixed_precision_param", config.training.mixed_precision_param, want, "bfloat16")

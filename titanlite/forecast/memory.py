@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from titanlite.config.check import uses_copy_engines
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_bytes import HEAD, in_blocks, layout_of
 from titanlite.forecast.block_price import BlockPrice, block_prices, held_without_checkpointing
@@ -103,12 +103,12 @@ class MemoryModel:
 
     Args:
         config: checked.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         world: number of processes.
 
     Attributes:
-        config, sizes, float8, world: as given; `layout` is the rank's.
+        config, dims, float8, world: as given; `layout` is the rank's.
         shards: ranks that FSDP splits each parameter over; `replicas` hold the same.
         micro_steps: of a step.
         block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
@@ -123,9 +123,9 @@ class MemoryModel:
         reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's; `moment`, of a moment's.
     """
 
-    def __init__(self, config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
-        self.config, self.sizes, self.float8, self.world = config, sizes, float8, world
-        self.layout = layout_of(config, sizes, float8)
+    def __init__(self, config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int) -> None:
+        self.config, self.dims, self.float8, self.world = config, dims, float8, world
+        self.layout = layout_of(config, dims, float8)
         self._whole_block = held_without_checkpointing(self.layout)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
@@ -141,23 +141,23 @@ class MemoryModel:
         self.ends_freed = reshard == "always"
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
 
-        D, V, block = sizes.dim, sizes.vocab_size, self.layout.block
-        e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(sizes, t).items()}
+        D, V, block = dims.dim, dims.vocab_size, self.layout.block
+        e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(dims, t).items()}
         self.copy_engines = uses_copy_engines(config, self.shards)
         self.reduced_block = e if self.copy_engines else self.reduced
-        self.block = block.n_parameters(sizes, t)
-        self.embedding, self.head = V * D // t + sizes.max_seq_len * D, V * D // t + block.norm(sizes)
-        if sizes.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
-            self.head = self.embedding = self.embedding + block.norm(sizes)
+        self.block = block.n_parameters(dims, t)
+        self.embedding, self.head = V * D // t + dims.max_seq_len * D, V * D // t + block.norm(dims)
+        if dims.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
+            self.head = self.embedding = self.embedding + block.norm(dims)
         # Layers that FSDP gathers in float8 have a byte an element.
         in_float8 = float8 is not None and float8.fsdp_all_gather == "float8"
         narrow = sum(n for name, n in layers.items() if in_float8 and self.layout.is_own(name))
         self.gathered_block = e * (self.block - narrow) + narrow
         # Nor is a head's weight cast where the embedding has it too.
-        narrow = V * D // t if in_float8 and self.layout.is_own(HEAD) and not sizes.tied_embeddings else 0
+        narrow = V * D // t if in_float8 and self.layout.is_own(HEAD) and not dims.tied_embeddings else 0
         self.gathered_head = e * (self.head - narrow) + narrow
-        units = [self.embedding] if sizes.tied_embeddings else [self.embedding, self.head]
-        self.parameters = sizes.n_layers * self.block + sum(units)
+        units = [self.embedding] if dims.tied_embeddings else [self.embedding, self.head]
+        self.parameters = dims.n_layers * self.block + sum(units)
 
     @property
     def symmetric_memory(self) -> int:
@@ -182,7 +182,7 @@ class MemoryModel:
             blocks: what each block keeps and computes again, in the order in which they run.
         """
         shard, e, n = self.parameters // self.shards, self.layout.itemsize, len(blocks)
-        held, tied = sum(block.held for block in blocks), self.sizes.tied_embeddings
+        held, tied = sum(block.held for block in blocks), self.dims.tied_embeddings
         head, block = self.gathered_head, self.gathered_block
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
@@ -207,7 +207,7 @@ class MemoryModel:
             moments.append((weights, of_ends + before, *gradients(done), left, 0, again + rows))
             left, before = left - priced.held, of_block
         if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced
-            own = e * self.head + e * self.layout.tokens * self.sizes.dim
+            own = e * self.head + e * self.layout.tokens * self.dims.dim
             moments.append((stays + embedding + head, reduced * self.head, *gradients(0), held, 0, own))
         last, as_it_came = reduced * self.embedding, e * self.embedding
         holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
@@ -232,7 +232,7 @@ class MemoryModel:
         e, block = self.layout.itemsize, 0 if self.copy_engines else self.gathered_block  # or in symmetric memory
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
-        order += [] if self.sizes.tied_embeddings else [(block, head)]
+        order += [] if self.dims.tied_embeddings else [(block, head)]
         return max(before + unit + unit // self.shards for before, unit in order)
 
     def _reducing(self) -> int:
@@ -250,12 +250,12 @@ class MemoryModel:
     @property
     def logits(self) -> int:
         """Bytes of a rank's logits, over which the loss writes their gradient; they are gone when blocks run."""
-        return self.layout.itemsize * self.layout.tokens * self.sizes.vocab_size // self.layout.tensor_parallel
+        return self.layout.itemsize * self.layout.tokens * self.dims.vocab_size // self.layout.tensor_parallel
 
     def _loss(self) -> tuple[int, int]:
         """The head's forward and backward: logits, and what else there is with them of norm, loss and gradients."""
-        M, D, t, e = self.layout.tokens, self.sizes.dim, self.layout.tensor_parallel, self.layout.itemsize
-        V, logits = self.sizes.vocab_size, M * self.sizes.vocab_size // t  # elements
+        M, D, t, e = self.layout.tokens, self.dims.dim, self.layout.tensor_parallel, self.layout.itemsize
+        V, logits = self.dims.vocab_size, M * self.dims.vocab_size // t  # elements
         # The head is not compiled: a LayerNorm is float32, two tensors, and so is a cast to float8, of what it casts.
         norm = (8 if e == 2 else 4) if self.layout.block.layer_norms else e
         kept = norm * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
@@ -280,7 +280,7 @@ class MemoryModel:
 
     def _in_block(self) -> int:
         """Gradients inside a block at its widest, around the gate, and those of the feed-forward's weights."""
-        M, D, F = self.layout.tokens, self.sizes.dim, self.sizes.ffn_dim
+        M, D, F = self.layout.tokens, self.dims.dim, self.dims.ffn_dim
         t, e, block = self.layout.tensor_parallel, self.layout.itemsize, self.layout.block
         inside = (block.gate_width + 1) * e * F
         if self.layout.is_joined(block.layers[-1]):

@@ -42,11 +42,11 @@ def rule_prices(layout: Layout, save_list: SaveList) -> list[RulePrice]:
     Raises:
         RecipeError: attention is kept without its q, k and v.
     """
-    rules, n_layers = save_list.rules, layout.sizes.n_layers
+    rules, n_layers = save_list.rules, layout.dims.n_layers
     if not rules:
         return []
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    kinds = Counter(zip(save_list.active(n_layers), layout.sizes.windows, strict=True))
+    kinds = Counter(zip(save_list.active(n_layers), layout.dims.windows, strict=True))
     for (active, window), blocks in kinds.items():
         if is_whole(save_list, active):
             first = min(i for i in active if rules[i].op == BLOCK)

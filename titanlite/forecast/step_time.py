@@ -77,18 +77,18 @@ class StepTimeModel:
 
     def __init__(self, memory: MemoryModel, rates: Rates) -> None:
         self.memory, self.rates, self.layout = memory, rates, memory.layout
-        sizes, t, converted = memory.sizes, self.layout.tensor_parallel, self.layout.converted
+        dims, t, converted = memory.dims, self.layout.tensor_parallel, self.layout.converted
         self._block = [
             _Linear(name, K, N, n % 2 == 0, is_float8=name in converted, is_fused=self.layout.is_fused(name))
-            for n, (name, (N, K)) in enumerate(self.layout.block.weights(sizes, t).items())
+            for n, (name, (N, K)) in enumerate(self.layout.block.weights(dims, t).items())
         ]
-        V = sizes.vocab_size // t
-        self._head = _Linear(HEAD, sizes.dim, V, True, is_float8=HEAD in converted, is_fused=self.layout.is_fused(HEAD))
+        V = dims.vocab_size // t
+        self._head = _Linear(HEAD, dims.dim, V, True, is_float8=HEAD in converted, is_fused=self.layout.is_fused(HEAD))
 
     def times(self) -> Times:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
         found: dict[Activation, float] = {}
-        for window in set(self.memory.sizes.windows):
+        for window in set(self.memory.dims.windows):
             listed = [a for rule in dear(self.layout, window).values() for a in rule]
             found |= {a: self._again(a, window) for a in listed}
         return Times(found, self._elementwise()[0] / self.rates.memory / _G)
@@ -115,13 +115,13 @@ class StepTimeModel:
         again = sum(times.again(block) for block in blocks)
         matmul = self._matmul([self._head]) + n * self._matmul(self._block)
         tokens = self._in_the_open([self._head]) + n * self._in_the_open(self._block)
-        of_embedding = token_bytes(layout.tokens, memory.sizes.dim, layout.itemsize)
+        of_embedding = token_bytes(layout.tokens, memory.dims.dim, layout.itemsize)
         tokens += self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
         forward, backward = self._elementwise()
-        loss = 3 * layout.itemsize * layout.tokens * memory.sizes.vocab_size // layout.tensor_parallel
+        loss = 3 * layout.itemsize * layout.tokens * memory.dims.vocab_size // layout.tensor_parallel
         seconds = {
             "matmul": matmul,
-            "attention": sum(self._attention(window) for window in memory.sizes.windows),
+            "attention": sum(self._attention(window) for window in memory.dims.windows),
             "elementwise": (n * (forward + backward) + loss) / rates.memory / _G,
             "recomputation": again,
             "tokens": tokens,
@@ -148,7 +148,7 @@ class StepTimeModel:
         """TFLOP/s of forward and backward in a block with that window."""
         if self.layout.is_windowed(window):
             return self.rates.attention_window
-        return self.rates.attention_of(self.memory.sizes.head_width)
+        return self.rates.attention_of(self.memory.dims.head_width)
 
     def _seconds(self, layer: _Linear, product: str) -> float:
         """Of one of the three products of a layer, alone."""
@@ -186,11 +186,11 @@ class StepTimeModel:
 
     def _elementwise(self) -> tuple[float, float]:
         """Bytes that a block's forward and backward read and write outside of matmuls and attention."""
-        layout, sizes, block = self.layout, self.memory.sizes, self.layout.block
-        M, t, e, E, D = layout.tokens, layout.tensor_parallel, layout.itemsize, sizes.head_width, sizes.dim
+        layout, dims, block = self.layout, self.memory.dims, self.layout.block
+        M, t, e, E, D = layout.tokens, layout.tensor_parallel, layout.itemsize, dims.head_width, dims.dim
         # Stream and branch in, their sum and its norm out, for each sublayer; a branch in and its norm out behind it.
         norms = (2 * 4 + (2 * 2 if block.post_norms else 0)) * e * M // t * D
-        rotated, gated = e * M * (sizes.n_heads + sizes.n_kv_heads) * E // t, e * M * sizes.ffn_dim // t
+        rotated, gated = e * M * (dims.n_heads + dims.n_kv_heads) * E // t, e * M * dims.ffn_dim // t
         rotary = 2 * rotated if block.is_rotary else 0  # norms of heads in the same pass, backward with their input
         forward = norms + rotary + (block.gate_width + 1) * gated
         backward = norms + rotary + (rotated if block.qk_norms else 0) + 2 * (block.gate_width + 1) * gated

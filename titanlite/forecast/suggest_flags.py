@@ -11,7 +11,7 @@ from typing import Any
 from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.config.check import check, sequences_per_step
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, RecipeError, describe
 from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
@@ -110,19 +110,19 @@ def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList)
     None if it cannot be, or has no price.
     """
     try:
-        check(config, model.sizes, world)
-        other = MemoryModel(config, model.sizes, model.float8, world)
+        check(config, model.dims, world)
+        other = MemoryModel(config, model.dims, model.float8, world)
         return other.peak_under(save_list).total, other.symmetric_memory
     except ConfigError:
         return None
 
 
-def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, world: int) -> None:
+def check_budget(config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int) -> None:
     """Refuse a budget that no save-list keeps to.
 
     Args:
         config: with `activation_checkpoint.budget_gib`.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         world: number of processes.
 
@@ -132,7 +132,7 @@ def check_budget(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None
     budget = config.activation_checkpoint.budget_gib
     if budget is None:
         return
-    model = MemoryModel(config, sizes, float8, world)
+    model = MemoryModel(config, dims, float8, world)
     least = model.peak_under(LEAST).total
     if least <= usable(budget):
         return

@@ -57,8 +57,8 @@ def time_block(block: nn.Module, layout: Layout, device: torch.device) -> Times:
 
 
 def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: torch.dtype) -> Times:
-    sizes, M, t, S, E = layout.sizes, layout.tokens, layout.tensor_parallel, layout.seq_len, layout.sizes.head_width
-    H, K = sizes.n_heads // t, sizes.n_kv_heads // t
+    dims, M, t, S, E = layout.dims, layout.tokens, layout.tensor_parallel, layout.seq_len, layout.dims.head_width
+    H, K = dims.n_heads // t, dims.n_kv_heads // t
 
     def random(*shape: int) -> Tensor:  # with a gradient, as recomputation is part of backward
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
@@ -69,23 +69,23 @@ def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: t
         return CausalAttention(window)(*(heads.transpose(1, 2) for heads in (q, k, v)))
 
     found: dict[Activation, float] = {}
-    for window in sorted(set(sizes.windows)):
+    for window in sorted(set(dims.windows)):
         listed = [a for rule in dear(layout, window).values() for a in rule]
         found |= {a: _seconds(partial(attend, window), device) for a in listed if not a.layer}
         parts = [a for a in listed if a.layer and a not in found]
         found |= {a: _seconds(_part(block, a.op, a.layer, M, random), device) for a in parts}
 
     angles, facts = torch.randn(S, E // 2, device=device), layout.block
-    stream, attended, fed = (random(M // t, sizes.dim) for _ in range(3))
+    stream, attended, fed = (random(M // t, dims.dim) for _ in range(3))
     wqkv, _, w13, w2 = facts.layers
-    widths = dict.fromkeys(("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm"), sizes.dim)
+    widths = dict.fromkeys(("attention_norm", "ffn_norm", "post_attention_norm", "post_ffn_norm"), dims.dim)
     widths |= {"attention.q_norm": E, "attention.k_norm": E}
     named = dict(block.named_modules())
     norms: dict[str, Any] = {  # a model file's own block may call one otherwise, and need not have all
-        name: named.get(name) or RMSNorm(width, sizes.norm_eps).to(device, dtype) for name, width in widths.items()
+        name: named.get(name) or RMSNorm(width, dims.norm_eps).to(device, dtype) for name, width in widths.items()
     }
     # Backward of a joined feed-forward gates anew even if all is kept; eager mode does so once more.
-    gated = [] if layout.compiled and layout.is_joined(w2) else [random(M, facts.gate_width * sizes.ffn_dim // t)]
+    gated = [] if layout.compiled and layout.is_joined(w2) else [random(M, facts.gate_width * dims.ffn_dim // t)]
     projected = random(M if facts.qk_norms else 0, (H + 2 * K) * E)
     biased = [(random(M, len(bias)), bias)] if (bias := _linear(block, wqkv).bias) is not None else []
 
@@ -94,7 +94,7 @@ def _time_parts(block: nn.Module, layout: Layout, device: torch.device, dtype: t
         heads: Sequence[Tensor] = q, k
         if facts.qk_norms:
             scales = norms["attention.q_norm"].scale(), norms["attention.k_norm"].scale()
-            heads = norm_rope(projected, *scales, angles, angles, H // K, sizes.norm_eps)
+            heads = norm_rope(projected, *scales, angles, angles, H // K, dims.norm_eps)
         elif facts.is_rotary:
             heads = [rope(x.flatten(0, 1), angles, angles) for x in heads]
         total = stream + (norms["post_attention_norm"](attended) if facts.post_norms else attended)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_parameters
-from titanlite.config.recipe_schema import Block, ModelRecipe
+from titanlite.config.recipe_schema import Block, ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Linear, RMSNorm
@@ -68,12 +68,12 @@ def _imported(file: str) -> ModuleType:
     return module
 
 
-def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
+def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
     """Build the model of a config on the meta device.
 
     Args:
         model: `[model]`; `file` exists if it is given.
-        sizes: its dimensions.
+        dims: its dimensions.
         seq_len: tokens of a sequence.
 
     Raises:
@@ -84,7 +84,7 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
     made_by = model_class(model)
     try:
         with torch.device("meta"):
-            made = made_by(sizes, seq_len)
+            made = made_by(dims, seq_len)
     except Exception as error:
         if not model.file:
             raise
@@ -97,8 +97,8 @@ def build_model(model: Model, sizes: ModelRecipe, seq_len: int) -> Any:
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
         if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
             made.norm.fork = functools.partial(_require_call, model.file)
-    if sizes.block is not None:  # of a shipped architecture it has been refused
-        _require_such_blocks(made, sizes.block, model, sizes)
+    if dims.block is not None:  # of a shipped architecture it has been refused
+        _require_such_blocks(made, dims.block, model, dims)
     return made
 
 
@@ -126,10 +126,10 @@ def _require_call(file: str, x: Tensor) -> NoReturn:
     raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))
 
 
-def _require_such_blocks(made: nn.Module, block: Block, model: Model, sizes: ModelRecipe) -> None:
+def _require_such_blocks(made: nn.Module, block: Block, model: Model, dims: ModelDims) -> None:
     """Raise if a recipe's `[block]` has other linear layers or another number of parameters than the model."""
     has = {name: tuple(m.weight.shape) for name, m in made.named_modules() if isinstance(m, Linear)}
-    says, count = linear_layers(block, sizes), sum(parameter.numel() for parameter in made.parameters())
+    says, count = linear_layers(block, dims), sum(parameter.numel() for parameter in made.parameters())
     wrong = [name for name in {**says, **has} if says.get(name) != has.get(name)]
     if wrong:  # blocks are alike: those of the first, or else the head
         first = [name for name in wrong if name.split(".")[:2] == wrong[0].split(".")[:2]]
@@ -138,8 +138,8 @@ def _require_such_blocks(made: nn.Module, block: Block, model: Model, sizes: Mod
             for found in (says, has)
         )
         keys = "gate, or the dimensions above the table"
-    elif n_parameters(block, sizes) != count:
-        saw, want = f"{n_parameters(block, sizes):,} parameters", f"{count:,}"
+    elif n_parameters(block, dims) != count:
+        saw, want = f"{n_parameters(block, dims):,} parameters", f"{count:,}"
         keys = "qk_norms, post_norms, layer_norms and biases, and max_seq_len and tied_embeddings above the table"
     else:
         return

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.geglu import geglu
 from titanlite.kernels.rope import rope_table
 from titanlite.kernels.swiglu import BLOCK
@@ -25,13 +25,13 @@ class FeedForward(nn.Module):
     """GeGLU feed-forward.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
     """
 
-    def __init__(self, sizes: ModelRecipe) -> None:
+    def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        self.w13 = Linear(sizes.dim, {"w1": BLOCK, "w3": BLOCK}, groups=sizes.ffn_dim // BLOCK, std=INIT_STD)
-        self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=INIT_STD)
+        self.w13 = Linear(dims.dim, {"w1": BLOCK, "w3": BLOCK}, groups=dims.ffn_dim // BLOCK, std=INIT_STD)
+        self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=INIT_STD)
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -42,18 +42,18 @@ class Block(nn.Module):
     """One transformer block. A norm behind each sublayer sets the size of what is added to the residual stream.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         window: tokens that its attention sees; 0: all.
     """
 
-    def __init__(self, sizes: ModelRecipe, window: int) -> None:
+    def __init__(self, dims: ModelDims, window: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.attention = QKNormAttention(sizes, INIT_STD, INIT_STD, window)
-        self.post_attention_norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.ffn_norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.feed_forward = FeedForward(sizes)
-        self.post_ffn_norm = RMSNorm(sizes.dim, sizes.norm_eps)
+        self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.attention = QKNormAttention(dims, INIT_STD, INIT_STD, window)
+        self.post_attention_norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.feed_forward = FeedForward(dims)
+        self.post_ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -67,7 +67,7 @@ class Gemma3(nn.Module):
     """The whole model.
 
     Args:
-        sizes: its dimensions.
+        dims: its dimensions.
         seq_len: S; every sequence has this length.
 
     Attributes:
@@ -82,23 +82,23 @@ class Gemma3(nn.Module):
         "output.weight": "tp:0",
     }
 
-    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
         super().__init__()
-        self.sizes, self.seq_len = sizes, seq_len
-        self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
-        self.layers = nn.ModuleList(Block(sizes, window) for window in sizes.windows)
-        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
-        if sizes.tied_embeddings:
+        self.dims, self.seq_len = dims, seq_len
+        self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
+        self.layers = nn.ModuleList(Block(dims, window) for window in dims.windows)
+        self.norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
+        if dims.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         for name in ("cos", "sin", "local_cos", "local_sin"):
-            self.register_buffer(name, torch.empty(seq_len, sizes.head_width // 2), persistent=False)
+            self.register_buffer(name, torch.empty(seq_len, dims.head_width // 2), persistent=False)
 
     def fill_buffers(self) -> None:
         """Compute the rotary tables; call once the model is off the meta device."""
-        E, device = self.sizes.head_width, self.cos.device
-        self.cos, self.sin = (t.to(device) for t in rope_table(self.seq_len, E, self.sizes.rope_theta, None))
-        local = rope_table(self.seq_len, E, self.sizes.local_rope_theta, None)
+        E, device = self.dims.head_width, self.cos.device
+        self.cos, self.sin = (t.to(device) for t in rope_table(self.seq_len, E, self.dims.rope_theta, None))
+        local = rope_table(self.seq_len, E, self.dims.local_rope_theta, None)
         self.local_cos, self.local_sin = (t.to(device) for t in local)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Gemma3(nn.Module):
         Returns:
             Logits [M, V] in the compute dtype.
         """
-        x = self.tok_embeddings(tokens) * self.sizes.dim**0.5
+        x = self.tok_embeddings(tokens) * self.dims.dim**0.5
         for block in self.layers:
             is_local = block.attention.attend.window > 0  # type: ignore[union-attr,operator]
             x = block(x, *((self.local_cos, self.local_sin) if is_local else (self.cos, self.sin)))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.layers import CausalAttention, Embedding, LayerNorm, Linear
 
 INIT_STD = 0.02
@@ -23,18 +23,18 @@ class Attention(nn.Module):
     """Causal attention, grouped if the recipe says so.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         residual_std: standard deviation of the initial weights of the projection back to the residual stream.
     """
 
-    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+    def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
-        self.head_dim, self.queries_per_kv = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        self.head_dim, self.queries_per_kv = dims.head_width, dims.n_heads // dims.n_kv_heads
         E, R = self.head_dim, self.queries_per_kv
         parts = {"wq": R * E, "wk": E, "wv": E}
-        self.wqkv = Linear(sizes.dim, parts, groups=sizes.n_kv_heads, std=INIT_STD, bias=True)
+        self.wqkv = Linear(dims.dim, parts, groups=dims.n_kv_heads, std=INIT_STD, bias=True)
         self.attend = CausalAttention()
-        self.wo = Linear(sizes.n_heads * E, {"wo": sizes.dim}, std=residual_std, bias=True)
+        self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std, bias=True)
 
     def forward(self, x: Tensor, seq_len: int) -> Tensor:
         """[M, D] → [M, D]; each S = `seq_len` tokens are a sequence of their own."""
@@ -49,14 +49,14 @@ class FeedForward(nn.Module):
     """GELU feed-forward, in the tanh form.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         residual_std: standard deviation of the initial weights of the projection back to the residual stream.
     """
 
-    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+    def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
-        self.w1 = Linear(sizes.dim, {"w1": sizes.ffn_dim}, std=INIT_STD, bias=True)
-        self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std, bias=True)
+        self.w1 = Linear(dims.dim, {"w1": dims.ffn_dim}, std=INIT_STD, bias=True)
+        self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -67,18 +67,18 @@ class Block(nn.Module):
     """One transformer block.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         seq_len: S.
     """
 
-    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
         super().__init__()
         self.seq_len = seq_len
-        residual_std = INIT_STD / (2 * sizes.n_layers) ** 0.5
-        self.attention_norm = LayerNorm(sizes.dim, sizes.norm_eps)
-        self.attention = Attention(sizes, residual_std)
-        self.ffn_norm = LayerNorm(sizes.dim, sizes.norm_eps)
-        self.feed_forward = FeedForward(sizes, residual_std)
+        residual_std = INIT_STD / (2 * dims.n_layers) ** 0.5
+        self.attention_norm = LayerNorm(dims.dim, dims.norm_eps)
+        self.attention = Attention(dims, residual_std)
+        self.ffn_norm = LayerNorm(dims.dim, dims.norm_eps)
+        self.feed_forward = FeedForward(dims, residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -90,7 +90,7 @@ class GPT2(nn.Module):
     """The whole model.
 
     Args:
-        sizes: its dimensions.
+        dims: its dimensions.
         seq_len: S; every sequence has this length.
 
     Attributes:
@@ -107,15 +107,15 @@ class GPT2(nn.Module):
         "output.weight": "tp:0",
     }
 
-    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
         super().__init__()
-        self.sizes, self.seq_len = sizes, seq_len
-        self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
-        self.positions = Embedding(sizes.max_seq_len, sizes.dim, POSITION_STD)
-        self.layers = nn.ModuleList(Block(sizes, seq_len) for _ in range(sizes.n_layers))
-        self.norm = LayerNorm(sizes.dim, sizes.norm_eps)
-        self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
-        if sizes.tied_embeddings:
+        self.dims, self.seq_len = dims, seq_len
+        self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
+        self.positions = Embedding(dims.max_seq_len, dims.dim, POSITION_STD)
+        self.layers = nn.ModuleList(Block(dims, seq_len) for _ in range(dims.n_layers))
+        self.norm = LayerNorm(dims.dim, dims.norm_eps)
+        self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
+        if dims.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
     def fill_buffers(self) -> None:

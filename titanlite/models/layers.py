@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.norm_rope import norm_rope
@@ -157,20 +157,20 @@ class QKNormAttention(nn.Module):
     """Causal grouped-query attention whose queries and keys are normalised, head by head, before they are rotated.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         std: standard deviation of the initial weights.
         residual_std: that of the projection back to the residual stream.
         window: attend to the last so many tokens; 0: to all.
     """
 
-    def __init__(self, sizes: ModelRecipe, std: float, residual_std: float, window: int = 0) -> None:
+    def __init__(self, dims: ModelDims, std: float, residual_std: float, window: int = 0) -> None:
         super().__init__()
-        E, R = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        E, R = dims.head_width, dims.n_heads // dims.n_kv_heads
         self.queries_per_kv = R
-        self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=std)
-        self.q_norm, self.k_norm = RMSNorm(E, sizes.norm_eps), RMSNorm(E, sizes.norm_eps)
+        self.wqkv = Linear(dims.dim, {"wq": R * E, "wk": E, "wv": E}, groups=dims.n_kv_heads, std=std)
+        self.q_norm, self.k_norm = RMSNorm(E, dims.norm_eps), RMSNorm(E, dims.norm_eps)
         self.attend = CausalAttention(window)
-        self.wo = Linear(sizes.n_heads * E, {"wo": sizes.dim}, std=residual_std)
+        self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""

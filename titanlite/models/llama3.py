@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.rope import rope_table, rotated_heads
 from titanlite.kernels.swiglu import BLOCK, swiglu
 from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
@@ -28,17 +28,17 @@ class Attention(nn.Module):
     """Causal grouped-query attention.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         residual_std: standard deviation of the initial weights of the projection back to the residual stream.
     """
 
-    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+    def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
-        E, R = sizes.head_width, sizes.n_heads // sizes.n_kv_heads
+        E, R = dims.head_width, dims.n_heads // dims.n_kv_heads
         self.queries_per_kv = R
-        self.wqkv = Linear(sizes.dim, {"wq": R * E, "wk": E, "wv": E}, groups=sizes.n_kv_heads, std=INIT_STD)
+        self.wqkv = Linear(dims.dim, {"wq": R * E, "wk": E, "wv": E}, groups=dims.n_kv_heads, std=INIT_STD)
         self.attend = CausalAttention()
-        self.wo = Linear(sizes.dim, {"wo": sizes.dim}, std=residual_std)
+        self.wo = Linear(dims.dim, {"wo": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
@@ -52,14 +52,14 @@ class FeedForward(nn.Module):
     """SwiGLU feed-forward.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         residual_std: standard deviation of the initial weights of the projection back to the residual stream.
     """
 
-    def __init__(self, sizes: ModelRecipe, residual_std: float) -> None:
+    def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
-        self.w13 = Linear(sizes.dim, {"w1": BLOCK, "w3": BLOCK}, groups=sizes.ffn_dim // BLOCK, std=INIT_STD)
-        self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std)
+        self.w13 = Linear(dims.dim, {"w1": BLOCK, "w3": BLOCK}, groups=dims.ffn_dim // BLOCK, std=INIT_STD)
+        self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -70,17 +70,17 @@ class Block(nn.Module):
     """One transformer block.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
     """
 
-    def __init__(self, sizes: ModelRecipe) -> None:
+    def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         # Two sublayers a block add to the residual stream; this keeps its variance at the end independent of depth.
-        residual_std = INIT_STD / (2 * sizes.n_layers) ** 0.5
-        self.attention_norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.attention = Attention(sizes, residual_std)
-        self.ffn_norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.feed_forward = FeedForward(sizes, residual_std)
+        residual_std = INIT_STD / (2 * dims.n_layers) ** 0.5
+        self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.attention = Attention(dims, residual_std)
+        self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.feed_forward = FeedForward(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -93,7 +93,7 @@ class Llama3(nn.Module):
     """The whole model.
 
     Args:
-        sizes: its dimensions.
+        dims: its dimensions.
         seq_len: S; every sequence has this length.
 
     Attributes:
@@ -110,22 +110,22 @@ class Llama3(nn.Module):
         "output.weight": "tp:0",
     }
 
-    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
         super().__init__()
-        self.sizes, self.seq_len = sizes, seq_len
-        self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)
-        self.layers = nn.ModuleList(self.block(sizes) for _ in range(sizes.n_layers))
-        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)
-        self.output = Linear(sizes.dim, {"output": sizes.vocab_size}, std=INIT_STD)
-        if sizes.tied_embeddings:
+        self.dims, self.seq_len = dims, seq_len
+        self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
+        self.layers = nn.ModuleList(self.block(dims) for _ in range(dims.n_layers))
+        self.norm = RMSNorm(dims.dim, dims.norm_eps)
+        self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
+        if dims.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("cos", torch.empty(seq_len, sizes.head_width // 2), persistent=False)
+        self.register_buffer("cos", torch.empty(seq_len, dims.head_width // 2), persistent=False)
         self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
 
     def fill_buffers(self) -> None:
         """Compute the rotary table; call once the model is off the meta device."""
-        sizes = self.sizes
-        table = rope_table(self.seq_len, sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
+        dims = self.dims
+        table = rope_table(self.seq_len, dims.head_width, dims.rope_theta, dims.rope_scaling)
         self.cos, self.sin = (t.to(self.cos.device) for t in table)
 
     def forward(self, tokens: Tensor) -> Tensor:

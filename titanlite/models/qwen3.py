@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.models import llama3
 from titanlite.models.layers import QKNormAttention
 
@@ -18,12 +18,12 @@ class Block(llama3.Block):
     """One transformer block: Llama's with another attention.
 
     Args:
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
     """
 
-    def __init__(self, sizes: ModelRecipe) -> None:
-        super().__init__(sizes)
-        self.attention = QKNormAttention(sizes, llama3.INIT_STD, self.feed_forward.w2.std)
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__(dims)
+        self.attention = QKNormAttention(dims, llama3.INIT_STD, self.feed_forward.w2.std)
 
 
 class Qwen3(llama3.Llama3):

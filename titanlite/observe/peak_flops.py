@@ -16,7 +16,7 @@ import time
 import torch
 from torch import nn
 
-from titanlite.config.recipe_schema import ModelRecipe, twice_attended
+from titanlite.config.recipe_schema import ModelDims, twice_attended
 from titanlite.models.layers import CausalAttention, Linear
 
 # First match wins: the special board before the general one.
@@ -72,7 +72,7 @@ def dense_bf16_flops(name: str) -> float | None:
     return next((flops for pattern, flops in _DENSE_BF16 if re.search(rf"\b(?:{pattern})\b", name)), None)
 
 
-def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
+def flops_per_token(model: nn.Module, dims: ModelDims, seq_len: int) -> int:
     """Count the FLOPs of forward and backward for one token, as MFU counts them.
 
     Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
@@ -86,7 +86,7 @@ def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
 
     Args:
         model: its linear layers hold the matmul parameters, on the meta device or anywhere.
-        sizes: its dimensions.
+        dims: its dimensions.
         seq_len: tokens per sequence (S).
 
     Returns:
@@ -94,7 +94,7 @@ def flops_per_token(model: nn.Module, sizes: ModelRecipe, seq_len: int) -> int:
     """
     matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
     seen = sum(twice_attended(m.window, seq_len) for m in model.modules() if isinstance(m, CausalAttention))
-    return 6 * matmul_parameters + 6 * seen * sizes.n_heads * sizes.head_width
+    return 6 * matmul_parameters + 6 * seen * dims.n_heads * dims.head_width
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:

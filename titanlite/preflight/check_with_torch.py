@@ -26,7 +26,7 @@ def check_with_torch(checked: CheckedRun) -> None:
         from titanlite.models.find import build_model
         from titanlite.models.layers import Linear
 
-        model = build_model(config.model, checked.dimensions, config.training.seq_len)
+        model = build_model(config.model, checked.dims, config.training.seq_len)
         without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), checked.origin)
         if checked.float8 is not None:
             layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
@@ -35,6 +35,6 @@ def check_with_torch(checked: CheckedRun) -> None:
         from titanlite.activation_checkpoint.apply import check_names, layers_of
 
         if model is None:
-            check_names(save_list, layout_of(config, checked.dimensions, checked.float8).block.layers)
+            check_names(save_list, layout_of(config, checked.dims, checked.float8).block.layers)
         else:
             check_names(save_list, layers_of(model.layers))

@@ -13,7 +13,7 @@ from titanlite.checkpoint.publish import complete_steps, step_folder
 from titanlite.checkpoint.resume import (
     other_text,
     read_state,
-    saved_dimensions,
+    saved_dims,
 )
 from titanlite.config.architectures import ARCHITECTURES, block_of, linear_layers
 from titanlite.config.build import show
@@ -23,7 +23,7 @@ from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_loa
 from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
-from titanlite.config.recipe_schema import Block, Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import Block, Float8Recipe, ModelDims, SaveList
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
@@ -61,7 +61,7 @@ class CheckedRun:
     """
 
     config: Config
-    dimensions: ModelRecipe
+    dims: ModelDims
     save_list: SaveList | None
     float8: Float8Recipe | None
     origin: Origin
@@ -114,11 +114,11 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
 
     dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
     attempt(lambda: check_homes(config, origin))
-    dimensions = attempt(lambda: _dimensions(config, origin), "model", "job.recipe_dirs")
+    dims = attempt(lambda: _dims(config, origin), "model", "job.recipe_dirs")
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
-    if given and dimensions is not None and is_right("job"):
+    if given and dims is not None and is_right("job"):
         needs = ("checkpoint", "model")
-        attempt(lambda: _resumes(config) or check_initial_load_path(config, dimensions, origin), *needs)
+        attempt(lambda: _resumes(config) or check_initial_load_path(config, dims, origin), *needs)
     is_chosen_later, save_list = save_name == recipes.AUTO, None
     if not is_chosen_later:
         save_list = attempt(
@@ -131,8 +131,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if float8 and (name := recipes.current_name("float8", float8_name, dirs)) != float8_name:
         hints = (f'float8.recipe = "{float8_name}" is the old name of "{name}"; it still works, but write the new one',)
         config = replace(config, float8=replace(config.float8, recipe=name))
-    attempt(lambda: check(config, dimensions, world_size, origin, unread))
-    vocab_size = dimensions.vocab_size if dimensions is not None and is_right("model", *given) else None
+    attempt(lambda: check(config, dims, world_size, origin, unread))
+    vocab_size = dims.vocab_size if dims is not None and is_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if is_right("training", "parallelism") else None
     inputs = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation")
     if inputs is not None and config.checkpoint.enable and config.job.strict:
@@ -140,40 +140,40 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
-    if dimensions is not None:
-        block, shapes = block_of(config.model, dimensions), ("model", "parallelism", *_OF_SHAPES)
+    if dims is not None:
+        block, shapes = block_of(config.model, dims), ("model", "parallelism", *_OF_SHAPES)
         if not config.model.file:
-            attempt(lambda: _check_decay(config, dimensions, origin), "optimizer.weight_decay_exclude", "model")
+            attempt(lambda: _check_decay(config, dims, origin), "optimizer.weight_decay_exclude", "model")
         if is_chosen_later and world_size is not None:
             needs = ("activation_checkpoint", "float8", "training", *shapes)
-            attempt(lambda: check_budget(config, dimensions, float8, world_size), *needs)
+            attempt(lambda: check_budget(config, dims, float8, world_size), *needs)
         if float8 and block is not None:
-            attempt(lambda: _check_filters(config, dimensions, block, origin), "float8", "model")
-            attempt(lambda: _check_layers(config, dimensions, float8, block, origin), "float8", *shapes)
+            attempt(lambda: _check_filters(config, dims, block, origin), "float8", "model")
+            attempt(lambda: _check_layers(config, dims, float8, block, origin), "float8", *shapes)
             needs = ("parallelism.async_tensor_parallel", "float8", "job.strict", *shapes)
-            attempt(lambda: _check_fused(config, dimensions, float8, block, origin), *needs)
+            attempt(lambda: _check_fused(config, dims, float8, block, origin), *needs)
             if world_size is not None:
-                attempt(lambda: _check_gathers(config, dimensions, float8, world_size), "float8", *shapes)
+                attempt(lambda: _check_gathers(config, dims, float8, world_size), "float8", *shapes)
         if save_list:
             needs = ("activation_checkpoint", "float8.recipe", *shapes)
-            attempt(lambda: _check_save_list(config, dimensions, float8, save_list), *needs)
+            attempt(lambda: _check_save_list(config, dims, float8, save_list), *needs)
     named = config.data.tokenizer if "data.tokenizer" in origin.places else port.tokenizer
     is_text = inputs is None or inputs.sources["data.source"].kind != "tokens"
     if BOS in port.left_out and not (is_text and has_bos(named)):
         port = port.without_bos()
-    if problems or dimensions is None or inputs is None:
+    if problems or dims is None or inputs is None:
         said = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in said if text))
     cut = cut_schedule(config)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
     hints += unread_environment(config) + (cut if is_look else ())
-    few = other_vocabulary(config, inputs, dimensions.vocab_size)
+    few = other_vocabulary(config, inputs, dims.vocab_size)
     warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
-    warnings += unaligned_vocabulary(config, dimensions) + (() if is_look else cut)
+    warnings += unaligned_vocabulary(config, dims) + (() if is_look else cut)
     hints += (inputs.unused,) if inputs.unused else ()
     if given and not _resumes(config):
         warnings += other_tokenizer(config, inputs.sources) + other_training(config)
-    return CheckedRun(config, dimensions, save_list, float8, origin, inputs, port, hints, warnings)
+    return CheckedRun(config, dims, save_list, float8, origin, inputs, port, hints, warnings)
 
 
 def _resumes(config: Config) -> bool:
@@ -193,41 +193,41 @@ def _check_tokenizer(config: Config, inputs: Inputs) -> None:
         other_text(folder, said["state"], "", inputs.fingerprint, strict=True)
 
 
-def _dimensions(config: Config, origin: Origin) -> ModelRecipe:
+def _dims(config: Config, origin: Origin) -> ModelDims:
     """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
     if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
-        return saved_dimensions(RunFolder.of(config).checkpoints, config.checkpoint.resume)
-    return recipes.model_dimensions(config, origin)
+        return saved_dims(RunFolder.of(config).checkpoints, config.checkpoint.resume)
+    return recipes.model_dims(config, origin)
 
 
-def _check_save_list(config: Config, sizes: ModelRecipe, float8: Float8Recipe | None, save_list: SaveList) -> None:
+def _check_save_list(config: Config, dims: ModelDims, float8: Float8Recipe | None, save_list: SaveList) -> None:
     """Refuse a list that cannot work for the model, if its blocks are known."""
-    if block_of(config.model, sizes) is not None:
-        check_save_list(save_list, sizes, layout_of(config, sizes, float8), config.job.strict)
+    if block_of(config.model, dims) is not None:
+        check_save_list(save_list, dims, layout_of(config, dims, float8), config.job.strict)
 
 
-def _check_decay(config: Config, sizes: ModelRecipe, origin: Origin) -> None:
+def _check_decay(config: Config, dims: ModelDims, origin: Origin) -> None:
     """Refuse patterns that match no parameter of a shipped architecture."""
-    names = parameter_names(ARCHITECTURES[config.model.name].block, sizes)
+    names = parameter_names(ARCHITECTURES[config.model.name].block, dims)
     without_decay(config.optimizer.weight_decay_exclude, names, origin)
 
 
-def _check_filters(config: Config, sizes: ModelRecipe, block: Block, origin: Origin) -> None:
+def _check_filters(config: Config, dims: ModelDims, block: Block, origin: Origin) -> None:
     """Refuse filters that match no layer."""
-    require_matches(config.float8.filter_fqns, list(linear_layers(block, sizes)), origin)
+    require_matches(config.float8.filter_fqns, list(linear_layers(block, dims)), origin)
 
 
-def _left_alone(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block) -> dict[str, str | None]:
+def _left_alone(config: Config, dims: ModelDims, float8: Float8Recipe, block: Block) -> dict[str, str | None]:
     """Say of each linear layer why a recipe does not convert it, or None."""
     filters = config.float8.filter_fqns
-    layers = linear_layers(block, sizes, config.parallelism.tensor_parallel_degree)
+    layers = linear_layers(block, dims, config.parallelism.tensor_parallel_degree)
     tokens = config.training.local_batch_size * config.training.seq_len
     return {name: left_alone(name, shape, tokens, float8, filters) for name, shape in layers.items()}
 
 
-def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
+def _check_layers(config: Config, dims: ModelDims, float8: Float8Recipe, block: Block, origin: Origin) -> None:
     """Refuse a recipe that converts no layer, or not all that the user's own filters leave to it."""
-    whys = _left_alone(config, sizes, float8, block)
+    whys = _left_alone(config, dims, float8, block)
     filters = config.float8.filter_fqns
     odd = odd_sizes({name: why for name, why in whys.items() if why}, filters)
     if config.job.strict and odd and None in whys.values():
@@ -247,10 +247,10 @@ def _check_layers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, bloc
         problems.raise_all(RecipeError)
 
 
-def _check_fused(config: Config, sizes: ModelRecipe, float8: Float8Recipe, block: Block, origin: Origin) -> None:
+def _check_fused(config: Config, dims: ModelDims, float8: Float8Recipe, block: Block, origin: Origin) -> None:
     """Refuse to fuse collectives with products that take none, where a recipe leaves no others."""
     is_asked, why = config.job.strict and config.parallelism.async_tensor_parallel, obstacle(float8)
-    if is_asked and why and not any(_left_alone(config, sizes, float8, block).values()):
+    if is_asked and why and not any(_left_alone(config, dims, float8, block).values()):
         recipe = show(config.float8.recipe)
         want = f"false where all linear layers are in float8 and float8.recipe = {recipe} {why}"
         fix = "async_tensor_parallel = false; job.strict = false trains with nothing fused"
@@ -269,13 +269,13 @@ def _check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> Non
         problems.raise_all()
 
 
-def _check_gathers(config: Config, sizes: ModelRecipe, float8: Float8Recipe, world: int) -> None:
+def _check_gathers(config: Config, dims: ModelDims, float8: Float8Recipe, world: int) -> None:
     """Refuse shards that FSDP cannot gather in float8."""
-    layout = layout_of(config, sizes, float8)
+    layout = layout_of(config, dims, float8)
     if float8.fsdp_all_gather != "float8":
         return
     t = layout.tensor_parallel
-    rows = {name: shape[0] for name, shape in layout.block.weights(sizes, t).items() if layout.is_own(name)}
-    if layout.is_own(HEAD) and not sizes.tied_embeddings:
-        rows[HEAD] = sizes.vocab_size // t
+    rows = {name: shape[0] for name, shape in layout.block.weights(dims, t).items() if layout.is_own(name)}
+    if layout.is_own(HEAD) and not dims.tied_embeddings:
+        rows[HEAD] = dims.vocab_size // t
     require_equal_shards(rows, world // t // config.parallelism.data_parallel_replicate_degree)

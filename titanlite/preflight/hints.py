@@ -11,7 +11,7 @@ from typing import Any
 from titanlite.config.build import show
 from titanlite.config.config_json_keys import DROPOUT
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.prepare import Inputs
 from titanlite.data.sources import Source
@@ -143,17 +143,17 @@ def _without_dropout(config: Config, said: Mapping[str, Any]) -> tuple[str, ...]
     return (f"{asked} in the config.json of checkpoint.initial_load_path {why}",) if asked else ()
 
 
-def unaligned_vocabulary(config: Config, sizes: ModelRecipe) -> tuple[str, ...]:
+def unaligned_vocabulary(config: Config, dims: ModelDims) -> tuple[str, ...]:
     """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes.
 
     Args:
         config: the run.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
 
     Returns:
         One text, or none.
     """
-    ranks, size = config.parallelism.tensor_parallel_degree, sizes.vocab_size
+    ranks, size = config.parallelism.tensor_parallel_degree, dims.vocab_size
     if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
         return ()
     larger = -(-size // (64 * ranks)) * 64 * ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 from titanlite.byte_size import byte_size
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.build import show
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, Report, describe
 
@@ -20,12 +20,12 @@ _GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
 
 
-def lack_of_memory(config: Config, sizes: ModelRecipe, world: int = 1, on_host: int | None = None) -> Report | None:
+def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int | None = None) -> Report | None:
     """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
 
     Args:
         config: checked.
-        sizes: the model's dimensions.
+        dims: the model's dimensions.
         world: number of processes.
         on_host: those of this host; not given: all of them.
 
@@ -33,12 +33,12 @@ def lack_of_memory(config: Config, sizes: ModelRecipe, world: int = 1, on_host: 
         The refusal of a start, which a host with GPUs need not heed; None if there is enough, or the model's size is
         not known without its file.
     """
-    block = block_of(config.model, sizes)
+    block = block_of(config.model, dims)
     if block is None:
         return None
     each, replicas = 8 + _MOMENTS[config.optimizer.state_dtype], config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
-    need, there = n_parameters(block, sizes) * each * replicas * on_host // world, _memory_of_host()
+    need, there = n_parameters(block, dims) * each * replicas * on_host // world, _memory_of_host()
     if need <= there:
         return None
     want = f"weights, gradients and moments that fit in {byte_size(there, need)}, which it has; in float32"

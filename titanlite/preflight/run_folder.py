@@ -29,7 +29,7 @@ from titanlite.config.schema import Config, Model
 from titanlite.durable import earlier, is_at, open_plain, read_plain, require_writable, room_in, write_durably
 from titanlite.errors import ConfigError, FolderLostError, Problem, describe
 from titanlite.json_file import parse_json
-from titanlite.recipes import model_dimensions
+from titanlite.recipes import model_dims
 from titanlite.redact import redact_tree, redact_urls
 
 _AT_WORK_S = 60.0  # status.json is renewed every ten seconds while steps are made
@@ -297,7 +297,7 @@ class RunFolder:
         was = default | before
         changed = [key for key in was if was[key] != now.get(key)]
         identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
-        sizes_was, sizes_now = _dimensions(was, config), _dimensions(now, config)
+        sizes_was, sizes_now = _dims(was, config), _dims(now, config)
         problems: list[Problem] = []
         for key in identity:
             # A dimension that is not given is the flavor's, and another flavor may have the same ones.
@@ -336,7 +336,7 @@ class RunFolder:
             raise ConfigError(describe(str(self.path), [problem]))
 
 
-def _dimensions(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits.
 
     Nor if a value in the file has another type than its key, which nobody has checked.
@@ -344,10 +344,10 @@ def _dimensions(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
     keys = {field.name for field in fields(Model)}
     model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
     try:
-        sizes = asdict(model_dimensions(replace(config, model=model)))
+        dims = asdict(model_dims(replace(config, model=model)))
     except (ConfigError, TypeError):
         return {}
-    return {key: value for key, value in sizes.items() if key not in ("help", "refs")}
+    return {key: value for key, value in dims.items() if key not in ("help", "refs")}
 
 
 def _has_content(path: Path) -> bool:

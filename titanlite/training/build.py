@@ -24,7 +24,7 @@ from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.rng import seed_all
 from titanlite.config.check import uses_copy_engines
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
@@ -60,7 +60,7 @@ class Run:
     """
 
     config: Config
-    sizes: ModelRecipe
+    dims: ModelDims
     memory: MemoryModel
     no_copy_engines: str | None
     save_list: SaveList
@@ -93,13 +93,13 @@ def fastest_attention() -> AbstractContextManager[object]:
 
 
 def build(
-    config: Config, sizes: ModelRecipe, save_list: SaveList | None, float8: Float8Recipe | None, device: torch.device
+    config: Config, dims: ModelDims, save_list: SaveList | None, float8: Float8Recipe | None, device: torch.device
 ) -> Run:
     """Assemble a run with fresh weights.
 
     Args:
         config: checked.
-        sizes: the model's dimensions, overrides applied.
+        dims: the model's dimensions, overrides applied.
         save_list: which activations are kept; None: the fastest list within `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
         device: this process's; the process group exists.
@@ -114,10 +114,10 @@ def build(
     receipt.add("environment", None, _environment(device), count=1)
     tokens = config.training.local_batch_size * config.training.seq_len  # M
 
-    model = build_model(config.model, sizes, config.training.seq_len)
+    model = build_model(config.model, dims, config.training.seq_len)
     if mesh.tp_group is not None:
         dtype = getattr(torch, config.training.mixed_precision_param)
-        plan = plan_layers(model, tokens, mesh.tp_size, dtype, sizes.widths).layers
+        plan = plan_layers(model, tokens, mesh.tp_size, dtype, dims.widths).layers
         apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
     warnings: tuple[str, ...] = ()
     if float8 is not None:
@@ -125,7 +125,7 @@ def build(
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
-    memory, chosen = MemoryModel(replace(config, parallelism=parallelism), sizes, float8, dist.get_world_size()), None
+    memory, chosen = MemoryModel(replace(config, parallelism=parallelism), dims, float8, dist.get_world_size()), None
     if save_list is None:
         chosen = _choose(model, config, memory, device)
         save_list = chosen.save_list
@@ -146,7 +146,7 @@ def build(
     precompute_scales(parameters, mesh.fsdp)
     return Run(
         config=config,
-        sizes=sizes,
+        dims=dims,
         memory=memory,
         no_copy_engines=obstacle,
         save_list=save_list,

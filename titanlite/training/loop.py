@@ -173,7 +173,7 @@ class Loop:
         state = {"samples": self.batches.position, "validation_due": validation_due} | self.data
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         state["sequences_per_step"] = self.batches.global_batch_size
-        state |= identity_of(self.run.config, self.run.sizes)
+        state |= identity_of(self.run.config, self.run.dims)
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))
         else:

@@ -304,14 +304,14 @@ def _add_attention(run: Run, blocks: int, receipt: Receipt) -> None:
 
 def _attention_backend(run: Run) -> str:
     """Name the kernels that are chosen for this run's shapes and dtype, for each window that layers have."""
-    sizes, training = run.sizes, run.config.training
+    dims, training = run.dims, run.config.training
     shape, dtype = (training.local_batch_size, training.seq_len), getattr(torch, training.mixed_precision_param)
     # Some kernels have no backward for some shapes, hence requires_grad.
     q, k, v = (
         torch.empty(
-            *shape, heads // run.mesh.tp_size, sizes.head_width, dtype=dtype, device=run.mesh.device, requires_grad=True
+            *shape, heads // run.mesh.tp_size, dims.head_width, dtype=dtype, device=run.mesh.device, requires_grad=True
         ).transpose(1, 2)
-        for heads in (sizes.n_heads, sizes.n_kv_heads, sizes.n_kv_heads)
+        for heads in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
     )
     windows = sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)})
     return ", ".join(dict.fromkeys(CausalAttention(window).kernel(q, k, v) for window in windows))

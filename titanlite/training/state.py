@@ -66,7 +66,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     folder = step_folder(checkpoints.root, step)
 
     state, notices = checkpoints.load(
-        step, tensors, lambda state: check_state(folder, state, run.config, run.sizes, per_step)
+        step, tensors, lambda state: check_state(folder, state, run.config, run.dims, per_step)
     )
     restore_rng(tensors)
     precompute_scales(run.parameters, run.mesh.fsdp)

@@ -71,7 +71,7 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
 
 def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:
     """Refuse logits of a model file's own that lack some: the loss would take the targets beyond for other ranks'."""
-    want = [tokens, run.sizes.vocab_size]
+    want = [tokens, run.dims.vocab_size]
     if run.mesh.tp_size == 1 and list(logits.shape) != want:  # tensor parallelism has its own look at the head
         saw, file = f"logits of shape {list(logits.shape)}", os.path.abspath(run.config.model.file)
         problem = of_function(type(run.model).forward, file, saw, f"{want}: [M, V]", "return all of them")

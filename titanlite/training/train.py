@@ -14,7 +14,7 @@ from titanlite.checkpoint.publish import complete_steps, step_folder
 from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
 from titanlite.data.batches import TrainBatches, ValidationBatches
@@ -53,7 +53,7 @@ _SAID_OF_A_PEER = re.compile("connection (closed|reset) by peer|remote process e
 
 def train(
     config: Config,
-    sizes: ModelRecipe,
+    dims: ModelDims,
     save_list: SaveList | None,
     float8: Float8Recipe | None,
     folder: RunFolder,
@@ -65,7 +65,7 @@ def train(
 
     Args:
         config: checked.
-        sizes: the model's dimensions, overrides applied.
+        dims: the model's dimensions, overrides applied.
         save_list: which activations are kept; None: chosen to keep to `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
         folder: claimed by rank 0.
@@ -112,7 +112,7 @@ def train(
         try:
             cleanup.enter_context(stop)
             with folder.write_errors_explained():
-                _train(config, sizes, save_list, float8, folder, console, status, guard, stop, cleanup)
+                _train(config, dims, save_list, float8, folder, console, status, guard, stop, cleanup)
         except KeyboardInterrupt:
             with suppress(OSError):
                 say_stopped()
@@ -140,7 +140,7 @@ def train(
 
 def _train(
     config: Config,
-    sizes: ModelRecipe,
+    dims: ModelDims,
     save_list: SaveList | None,
     float8: Float8Recipe | None,
     folder: RunFolder,
@@ -152,11 +152,11 @@ def _train(
 ) -> None:
     """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
     rank, local_rank = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    shards = prepare(config.data.source, config.data, sizes.vocab_size, progress=local_rank == 0)
+    shards = prepare(config.data.source, config.data, dims.vocab_size, progress=local_rank == 0)
     held_out = None
     if config.validation.enable:
         held_out = prepare(
-            config.validation.source, config.data, sizes.vocab_size, progress=local_rank == 0, key="validation.source"
+            config.validation.source, config.data, dims.vocab_size, progress=local_rank == 0, key="validation.source"
         )
 
     device = start_process_group(config.comm)
@@ -166,9 +166,9 @@ def _train(
     if held_out is not None:  # ranks that validate on unequal numbers of batches would wait for each other
         _check_same("validation.source", held_out.fingerprint)
     cleanup.enter_context(fastest_attention())
-    memory = MemoryModel(config, sizes, float8, dist.get_world_size())
+    memory = MemoryModel(config, dims, float8, dist.get_world_size())
     with explained(memory, save_list or LEAST, device):
-        run = build(config, sizes, save_list, float8, device)
+        run = build(config, dims, save_list, float8, device)
     if text := foreseen(run.memory, save_list, measure(device)):
         console.warning(text)
     for text in run.warnings:
@@ -180,7 +180,7 @@ def _train(
         if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
             what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
             console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
-        for text in add_data(run.receipt, key, source.meta, sizes.vocab_size):
+        for text in add_data(run.receipt, key, source.meta, dims.vocab_size):
             if rank == 0:
                 console.warning(text)
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k, console.warning)
@@ -216,7 +216,7 @@ def _train(
     if metrics is not None and config.metrics.wandb != "off":
         wandb = WandbRun(config, folder.path, folder.metrics, console.warning)
     cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)) if wandb else None)
-    flops = flops_per_token(run.model, sizes, seq_len)
+    flops = flops_per_token(run.model, dims, seq_len)
     report = Report(
         config,
         flops,

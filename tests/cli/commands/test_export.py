@@ -15,7 +15,7 @@ import titanlite.commands.export
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Data, Model, Training
 from titanlite.config.write import to_toml
 from titanlite.data.documents import Tally
@@ -26,7 +26,7 @@ from titanlite.errors import CheckpointError
 from titanlite.models.find import build_model
 from titanlite.preflight.run_folder import RunFolder
 
-SIZES = ModelRecipe("", n_layers=2, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, norm_eps=1e-5)
+SIZES = ModelDims("", n_layers=2, dim=32, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, norm_eps=1e-5)
 
 
 def make_run(

@@ -13,7 +13,7 @@ from titanlite.config.build import build
 from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.schema import Config, Job, Model
-from titanlite.recipes import load, model_dimensions, names
+from titanlite.recipes import load, model_dims, names
 
 
 def test_all_kinds_and_names_with_their_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_the_recipe_of_a_folder_is_what_was_exported(
     )
     # A head's width is said, also where it is dim / n_heads.
     said = replace(sizes, head_dim=sizes.head_width) if architecture in ("qwen3", "gemma3") else sizes
-    assert replace(model_dimensions(config), help="", refs=()) == replace(said, help="", refs=())
+    assert replace(model_dims(config), help="", refs=()) == replace(said, help="", refs=())
 
 
 def test_a_recipe_cannot_have_the_name_that_stands_for_a_folder(

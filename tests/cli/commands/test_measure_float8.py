@@ -43,7 +43,7 @@ def test_each_layer_once_in_the_sizes_of_one_rank() -> None:
 
 def test_the_names_are_those_that_filters_match() -> None:
     with torch.device("meta"):
-        model = Llama3(debug().dimensions, 128)
+        model = Llama3(debug().dims, 128)
     found = {name for name, module in model.named_modules() if isinstance(module, Linear)}
     for layer in layers(debug()):
         assert any(layer.name in name for name in found)

@@ -115,8 +115,8 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     few = sharding_plan(run)
     monkeypatch.setattr(layers, "stand_ins", lambda model: (model, [[n] for n in range(len(model.layers))]))
     all_of_them = sharding_plan(run)
-    assert len(few.stand_for) < len(all_of_them.stand_for) == run.dimensions.n_layers
-    assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dimensions.n_layers))
+    assert len(few.stand_for) < len(all_of_them.stand_for) == run.dims.n_layers
+    assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dims.n_layers))
 
     def lines(text: str) -> list[list[str]]:
         return sorted(line.split() for line in text.splitlines())
@@ -131,11 +131,11 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(
 
 BAD = {
     "an embedding of parts of rows": ('"tok_embeddings.weight": "tp:0"', '"tok_embeddings.weight": "tp:1"'),
-    "a linear layer of torch's": ('Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std)',
-                                  "nn.Linear(sizes.ffn_dim, sizes.dim, bias=False)"),
-    "a parameter of the model's own": ("        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)\n",
-                                       "        self.norm = RMSNorm(sizes.dim, sizes.norm_eps)\n"
-                                       "        self.scale = nn.Parameter(torch.ones(sizes.dim))\n"),
+    "a linear layer of torch's": ('Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std)',
+                                  "nn.Linear(dims.ffn_dim, dims.dim, bias=False)"),
+    "a parameter of the model's own": ("        self.norm = RMSNorm(dims.dim, dims.norm_eps)\n",
+                                       "        self.norm = RMSNorm(dims.dim, dims.norm_eps)\n"
+                                       "        self.scale = nn.Parameter(torch.ones(dims.dim))\n"),
     "a norm of the user's own": ("self.norm = RMSNorm(", "self.norm = type('Norm', (RMSNorm,), {})("),
     "a head that is whole": ('"output.weight": "tp:0"', '"output.weight": "replicate"'),
     "a stream that is whole": ('        "@tok_embeddings": "tp:0",\n', '        "@tok_embeddings": "replicate",\n'),
@@ -167,7 +167,7 @@ def test_what_the_trainer_refuses_is_refused_in_its_words(
         flags += ["--activation_checkpoint.recipe", str(tmp_path / "odd.toml")]
     asked = checked_run(["--config", DEBUG, *flags], world_size=2)
     with ranks_that_move_nothing(2), pytest.raises(TitanliteError) as refused:
-        build(asked.config, asked.dimensions, asked.save_list, asked.float8, torch.device("cpu"))
+        build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cpu"))
     assert main(["plan", DEBUG, *flags, "--world", "2"]) == 2
     words = str(refused.value)
     if bad == "a filter without a layer":

@@ -36,7 +36,7 @@ def checked(*flags: str) -> CheckedRun:
 
 
 def layout_of(run: CheckedRun) -> Layout:
-    return activation_bytes.layout_of(run.config, run.dimensions, run.float8)
+    return activation_bytes.layout_of(run.config, run.dims, run.float8)
 
 
 def totals_of(run: CheckedRun, name: str | None = None) -> Totals:
@@ -82,7 +82,7 @@ def test_rules_and_inputs_add_up_to_the_total(name: str, flags: list[str], compi
     run = checked("--activation_checkpoint.recipe", name, "--compile.enable", compiled, *flags)
     layout = layout_of(run)
     kept = sum(p.held * p.blocks for p in prices(run))
-    inputs = run.dimensions.n_layers * 2 * layout.tokens * run.dimensions.dim // layout.tensor_parallel
+    inputs = run.dims.n_layers * 2 * layout.tokens * run.dims.dim // layout.tensor_parallel
     assert totals_of(run).held == pytest.approx(kept + inputs)
 
 
@@ -90,12 +90,12 @@ def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
     """Forward is a third of a step; the head, 6·D·V a token, is not in a block. t ranks share the work evenly."""
     for degree in ("1", "2", "4"):
         run = checked("--parallelism.tensor_parallel_degree", degree)
-        sizes, layout = run.dimensions, layout_of(run)
+        dims, layout = run.dims, layout_of(run)
         dear = [a for a in activations(layout) if "mm" in a.op or "attention" in a.op]
         with torch.device("meta"):
-            flops = flops_per_token(Llama3(sizes, 8), sizes, layout.seq_len)
-        step = (flops - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
-        assert 3 * sizes.n_layers * sum(a.flops for a in dear) * int(degree) == step
+            flops = flops_per_token(Llama3(dims, 8), dims, layout.seq_len)
+        step = (flops - 6 * dims.dim * dims.vocab_size) * layout.tokens
+        assert 3 * dims.n_layers * sum(a.flops for a in dear) * int(degree) == step
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
@@ -103,21 +103,21 @@ def test_other_architectures_have_one(name: str) -> None:
     """Rules and inputs add up, and so do FLOPs: those that MFU counts."""
     flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "256"]
     run = checked(*flags, "--activation_checkpoint.recipe", "attention")
-    sizes, layout = run.dimensions, layout_of(run)
+    dims, layout = run.dims, layout_of(run)
     kept = sum(p.held * p.blocks for p in prices(run))
-    assert totals_of(run).held == pytest.approx(kept + sizes.n_layers * 2 * layout.tokens * sizes.dim)
-    dear = [a for window in sizes.windows for a in activations(layout, window) if "mm" in a.op or "attention" in a.op]
+    assert totals_of(run).held == pytest.approx(kept + dims.n_layers * 2 * layout.tokens * dims.dim)
+    dear = [a for window in dims.windows for a in activations(layout, window) if "mm" in a.op or "attention" in a.op]
     with torch.device("meta"):
-        model = model_class(Model(name=name))(sizes, 256)  # type: ignore[arg-type]
-    step = (flops_per_token(model, sizes, 256) - 6 * sizes.dim * sizes.vocab_size) * layout.tokens
+        model = model_class(Model(name=name))(dims, 256)  # type: ignore[arg-type]
+    step = (flops_per_token(model, dims, 256) - 6 * dims.dim * dims.vocab_size) * layout.tokens
     assert 3 * sum(a.flops for a in dear) == step
 
 
 def test_a_model_of_which_nothing_is_said_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
+    mine, dims = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
     mine.write_text(inspect.getsource(llama3))
-    sizes.parent.mkdir()
-    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
+    dims.parent.mkdir()
+    dims.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     flags = ["--model.file", str(mine), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", CONFIG, "--activation-checkpoint", *flags, "--training.seq_len", "64"]) == 2
     want = "want: [block] in its recipe, which says what its blocks are made of"
@@ -152,8 +152,8 @@ def test_matmuls_computes_nothing_dear_again() -> None:
     """No more than 5 FLOPs an element of the stream: the mean squares of norms."""
     for degree in ("1", "2"):
         run = checked("--activation_checkpoint.recipe", "matmuls", "--parallelism.tensor_parallel_degree", degree)
-        layout, sizes = layout_of(run), run.dimensions
-        assert totals_of(run).flops <= 5 * sizes.n_layers * layout.tokens * sizes.dim
+        layout, dims = layout_of(run), run.dims
+        assert totals_of(run).flops <= 5 * dims.n_layers * layout.tokens * dims.dim
 
 
 RULE = '[[rules]]\nop = "{}"\naction = "save"\n{}'

@@ -56,7 +56,7 @@ def test_every_shipped_config_passes(path: Path) -> None:
         checked = checked_run(["--config", str(path)], world_size=world)
         assert checked.config.job.name == path.stem
         assert checked.hints == ()
-        is_small = checked.dimensions.vocab_size == 256  # the others name their model, and the ids of `bytes`
+        is_small = checked.dims.vocab_size == 256  # the others name their model, and the ids of `bytes`
         assert [text.partition(":")[2] for text in checked.warnings] == [] if is_small else [LITTLE]
     floats = checked_run(["--config", str(path), "--float8.recipe", "rowwise"], world_size=None)
     assert floats.float8 == load("float8", "rowwise")
@@ -244,7 +244,7 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     assert problem.fix.startswith('model.flavor = "from_checkpoint", and no other dimensions')
 
     checked = checked_run([*given, "--model.flavor", "from_checkpoint"])
-    assert replace(checked.dimensions, help="", refs=()) == replace(sizes, help="", refs=())
+    assert replace(checked.dims, help="", refs=()) == replace(sizes, help="", refs=())
     assert checked.warnings == ()
     for n_layers in (9, sizes.n_layers):
         beside = (

@@ -14,7 +14,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps, train
 from titanlite import recipes
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Float8
 from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.blocks import BlockScaledFloat8
@@ -28,14 +28,14 @@ from titanlite.training import build
 from titanlite.training.build import Run
 
 CPU = torch.device("cpu")
-SIZES = ModelRecipe("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
 BLOCK = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 ALL = tuple(f"layers.0.{layer}" for layer in BLOCK)
 
 
-def convert(sizes: ModelRecipe = SIZES, filter_fqns: tuple[str, ...] = (), tokens: int = 32) -> Conversion:
+def convert(dims: ModelDims = SIZES, filter_fqns: tuple[str, ...] = (), tokens: int = 32) -> Conversion:
     with torch.device("meta"):
-        model = Llama3(sizes, 16)
+        model = Llama3(dims, 16)
     done = apply_float8(model, recipes.load("float8", "rowwise"), filter_fqns, CPU, tokens, shards=2)
     plain = {name for name, module in model.named_modules() if getattr(module, "matmul", None) is nn.functional.linear}
     assert plain == set(done.skipped)
@@ -248,7 +248,7 @@ def of_float8(run: Run) -> Entry:
 def all_converted(run: Run) -> None:
     """Else it would be bfloat16 that trains as bfloat16 does."""
     entry = of_float8(run)
-    assert entry.count == len(BLOCK) * run.sizes.n_layers, entry.skipped
+    assert entry.count == len(BLOCK) * run.dims.n_layers, entry.skipped
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,12 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
         assert counts[2] - counts[0] == {"allreduce_": 2}
         assert not counts[0] - counts[2]
         # `reduce_amax` adds what the receipt declares, one for each layer and step; and one more for all weights.
-        n = len(BLOCK) * run.sizes.n_layers if "TP" in layout else 0
+        n = len(BLOCK) * run.dims.n_layers if "TP" in layout else 0
         assert [said.get("maxima reduced over tensor-parallel ranks") for said in applied] == [None, n or None, None]
         assert counts[1] - counts[2] == ({"all_reduce": 2 * (n + 1)} if n else {})
         assert not counts[2] - counts[1]
 
-        layers = {f"layers.{n}.{layer}" for n in range(run.sizes.n_layers) for layer in BLOCK}
+        layers = {f"layers.{n}.{layer}" for n in range(run.dims.n_layers) for layer in BLOCK}
         assert gathered == layers
         for name in layers:
             parameter = run.model.get_parameter(f"{name}.weight")

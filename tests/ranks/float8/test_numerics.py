@@ -63,7 +63,7 @@ def test_every_layer_is_measured_under_every_layout(recipe: str, layout: str, tm
         run = assemble(asked)
         take_steps(run, 1)
         found = look(run)
-        names = [f"layers.{n}.{layer}" for n in range(run.sizes.n_layers) for layer in LAYERS]
+        names = [f"layers.{n}.{layer}" for n in range(run.dims.n_layers) for layer in LAYERS]
         assert sorted(name.partition(".")[2] for name in found if "sqnr" in name) == sorted(names)
         contract = recipes.load("float8", recipe).contract
         assert contract is not None

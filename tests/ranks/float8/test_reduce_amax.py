@@ -26,7 +26,7 @@ from tests.support.held_for_backward import Compiled
 from tests.support.ranks import run_ranks
 from tests.support.short_run import whole
 from titanlite import recipes
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import Float8Weight
@@ -39,7 +39,7 @@ from titanlite.sharding.layers import plan_layers
 
 CPU = torch.device("cpu")
 M, K, N, S = 64, 96, 128, 32
-SIZES = ModelRecipe("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 MATRICES = ("weight", *(f"{layer}.weight" for layer in LAYERS))
 TENSORWISE = replace(recipes.load("float8", "tensorwise"), fsdp_all_gather="high_precision")

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Compile, Config, Float8, Optimizer, Parallelism, Training
 from titanlite.data.batches import Batch
 from titanlite.float8.convert import apply_float8
@@ -38,7 +38,7 @@ from titanlite.training.step import train_step, validation_loss
 
 CPU = torch.device("cpu")
 S, V, LR = 32, 64, 1e-2
-SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=V, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=V, rope_theta=1e4, norm_eps=1e-5)
 LEFT_ALONE = ("layers.0.attention.wo",)  # in bfloat16, in one unit with weights in float8; the head is in float8
 OPTIMIZER = Optimizer(lr=LR)
 # Right after an update, and after another pass that trains nothing.

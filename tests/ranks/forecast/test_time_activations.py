@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES, Block
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.float8.convert import apply_float8
 from titanlite.forecast.activation_bytes import Layout
@@ -24,21 +24,21 @@ from titanlite.sharding.layers import plan_layers
 
 CPU = torch.device("cpu")
 LAYERS = Block().layers
-SIZES = ModelRecipe("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
 def layout(**options: object) -> Layout:
-    common = {"sizes": SIZES, "tokens": 128, "seq_len": 64, "itemsize": 4, "compiled": False}
+    common = {"dims": SIZES, "tokens": 128, "seq_len": 64, "itemsize": 4, "compiled": False}
     return Layout(**{**common, **options})  # type: ignore[arg-type]
 
 
-def meta_model(sizes: ModelRecipe = SIZES) -> Llama3:
+def meta_model(dims: ModelDims = SIZES) -> Llama3:
     with torch.device("meta"):
-        return Llama3(sizes, 64)
+        return Llama3(dims, 64)
 
 
 def check(times: Times, of: Layout) -> None:
-    listed = [dear(of, window) for window in of.sizes.windows]
+    listed = [dear(of, window) for window in of.dims.windows]
     assert set(times.activations) == {a for rules in listed for rule in rules.values() for a in rule}
     assert all(seconds > 0 for seconds in (*times.activations.values(), times.elementwise))
 
@@ -65,21 +65,21 @@ def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma3"])
 def test_other_architectures(name: str) -> None:
-    sizes = recipes.load("model", f"{name}-debug")
+    dims = recipes.load("model", f"{name}-debug")
     with torch.device("meta"):
-        model = model_class(Model(name=name))(sizes, 64)  # type: ignore[arg-type]
-    of = layout(sizes=sizes, block=ARCHITECTURES[name].block)
+        model = model_class(Model(name=name))(dims, 64)  # type: ignore[arg-type]
+    of = layout(dims=dims, block=ARCHITECTURES[name].block)
     check(time_block(model.layers[0], of, CPU), of)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_a_block_of_ones_own_may_call_its_norms_otherwise(name: str) -> None:
-    sizes = recipes.load("model", f"{name}-debug")
+    dims = recipes.load("model", f"{name}-debug")
     with torch.device("meta"):
-        block = model_class(Model(name=name))(sizes, 64).layers[0]  # type: ignore[arg-type,index]
+        block = model_class(Model(name=name))(dims, 64).layers[0]  # type: ignore[arg-type,index]
     block.norm1 = block.attention_norm
     del block.attention_norm
-    of = layout(sizes=sizes, block=ARCHITECTURES[name].block)
+    of = layout(dims=dims, block=ARCHITECTURES[name].block)
     check(time_block(block, of, CPU), of)
 
 
@@ -97,10 +97,10 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
 
 def test_a_wider_matmul_takes_longer() -> None:
     """64 times the work: on a busy machine, too, the median of five is longer."""
-    wide = ModelRecipe("", 1, 128, 4, 2, 64 * 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+    wide = ModelDims("", 1, 128, 4, 2, 64 * 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
-    def of_w13(sizes: ModelRecipe) -> float:
-        times = time_block(meta_model(sizes).layers[0], layout(sizes=sizes), CPU).activations
+    def of_w13(dims: ModelDims) -> float:
+        times = time_block(meta_model(dims).layers[0], layout(dims=dims), CPU).activations
         return next(seconds for a, seconds in times.items() if (a.op, a.layer) == ("aten.mm.default", LAYERS[2]))
 
     narrow_s, wide_s = of_w13(SIZES), of_w13(wide)

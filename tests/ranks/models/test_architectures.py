@@ -25,7 +25,7 @@ from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import ARCHITECTURES, n_parameters
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
+from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
 from titanlite.config.write import to_toml
 from titanlite.errors import CheckpointError
@@ -42,24 +42,24 @@ from titanlite.sharding.layers import plan_layers, planned_layers
 
 S, B = 16, 2  # over four ranks a rank has half a sequence: those of the second half are at other positions
 COMMON = {"help": "", "n_layers": 3, "dim": 32, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 512, "vocab_size": 48}
-QWEN3 = ModelRecipe(**COMMON, norm_eps=1e-6, rope_theta=1e4, head_dim=8)
+QWEN3 = ModelDims(**COMMON, norm_eps=1e-6, rope_theta=1e4, head_dim=8)
 GEMMA3 = {"rope_theta": 1e6, "local_rope_theta": 1e4, "head_dim": 8, "window": 5, "global_every": 3}
 SCALING = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8)
 CASES = {
-    "llama3": ("llama3", ModelRecipe(**COMMON, norm_eps=1e-5, rope_theta=1e4, rope_scaling=SCALING)),
+    "llama3": ("llama3", ModelDims(**COMMON, norm_eps=1e-5, rope_theta=1e4, rope_scaling=SCALING)),
     "qwen3": ("qwen3", QWEN3),
     "qwen3, tied": ("qwen3", dataclasses.replace(QWEN3, tied_embeddings=True)),
-    "gemma3": ("gemma3", ModelRecipe(**COMMON, norm_eps=1e-6, **GEMMA3, tied_embeddings=True)),
-    "gpt2": ("gpt2", ModelRecipe(**{**COMMON, "n_kv_heads": 8}, norm_eps=1e-5, max_seq_len=20, tied_embeddings=True)),
+    "gemma3": ("gemma3", ModelDims(**COMMON, norm_eps=1e-6, **GEMMA3, tied_embeddings=True)),
+    "gpt2": ("gpt2", ModelDims(**{**COMMON, "n_kv_heads": 8}, norm_eps=1e-5, max_seq_len=20, tied_embeddings=True)),
 }
 GOLDEN = Path(__file__).with_name("transformers_logits.json")
 EXPORTED = Path(__file__).with_name("transformers_folders.json")
 
 
 def on_meta(case: str) -> nn.Module:
-    name, sizes = CASES[case]
+    name, dims = CASES[case]
     with torch.device("meta"):
-        return model_class(Model(name=name))(sizes, S)  # type: ignore[arg-type]
+        return model_class(Model(name=name))(dims, S)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -95,14 +95,14 @@ def tokens_of(case: str) -> tuple[Tensor, Tensor]:
 
 def exported(case: str, model: nn.Module, folder: Path) -> Path:
     """What `titanlite export` makes of a run's checkpoint that holds the model."""
-    name, sizes = CASES[case]
+    name, dims = CASES[case]
     config = Config(model=Model(name=name), training=Training(seq_len=S))  # type: ignore[arg-type]
     run = RunFolder(folder / "run")
     run.path.mkdir()
     run.record(to_toml(config))
     weights = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    moments = {"optimizer/exp_avg/norm.weight": torch.zeros(sizes.dim)}
-    Checkpoints(run.checkpoints, keep=0).save(7, weights | moments, {"tokenizer": "bytes"} | identity_of(config, sizes))
+    moments = {"optimizer/exp_avg/norm.weight": torch.zeros(dims.dim)}
+    Checkpoints(run.checkpoints, keep=0).save(7, weights | moments, {"tokenizer": "bytes"} | identity_of(config, dims))
     assert export_command([str(run.path), "--dtype", "float32", "--out", str(folder / "out")]) == 0
     return folder / "out"
 
@@ -149,9 +149,9 @@ def test_logits_are_those_that_transformers_gave(case: str) -> None:
 
 def loaded(case: str, folder: Path) -> nn.Module:
     """A model with the weights of a folder that its config accepts."""
-    name, sizes = CASES[case]
+    name, dims = CASES[case]
     config = Config(model=Model(name=name), checkpoint=Checkpoint(initial_load_path=str(folder)))  # type: ignore[arg-type]
-    check_initial_load_path(config, sizes, Origin("config"))
+    check_initial_load_path(config, dims, Origin("config"))
     model = empty(case, torch.float32)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_a_head_that_is_not_the_embedding_is_loaded_as_the_message_says(tmp_path
     config = Config(
         model=Model(name="qwen3", flavor="from_checkpoint"), checkpoint=Checkpoint(initial_load_path=str(folder))
     )
-    assert not recipes.model_dimensions(config).tied_embeddings
+    assert not recipes.model_dims(config).tied_embeddings
     require_same_weights(loaded("qwen3", folder), model)
 
 
@@ -287,11 +287,11 @@ def test_parameters_of_the_published_sizes() -> None:
     assert published.keys() == {name for name in recipes.names("model") if not name.endswith("-debug")}
     for name in recipes.names("model"):
         architecture = name.partition("-")[0]
-        sizes = recipes.load("model", name)
+        dims = recipes.load("model", name)
         with torch.device("meta"):
-            model = model_class(Model(name=architecture))(sizes, 8)  # type: ignore[arg-type]
+            model = model_class(Model(name=architecture))(dims, 8)  # type: ignore[arg-type]
         count = sum(p.numel() for p in model.parameters())
-        assert count == n_parameters(ARCHITECTURES[architecture].block, sizes), name
+        assert count == n_parameters(ARCHITECTURES[architecture].block, dims), name
         assert count == published.get(name, count), name
 
 

@@ -157,7 +157,7 @@ def test_a_run_refuses_it_too(mine: list[str], tmp_path: Path) -> None:
     say(tmp_path, "biases = true")
     asked = checked(tmp_path, 2, mine)
     with pytest.raises(ConfigError, match=r"model recipe mine-small: 1 problem\n  \[block\] = "):
-        build_model(asked.config.model, asked.dimensions, 64)
+        build_model(asked.config.model, asked.dims, 64)
 
 
 def test_a_part_that_a_run_looks_for_is_missed(mine: list[str], tmp_path: Path) -> None:
@@ -253,10 +253,10 @@ def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Pat
             r"  in <module>: INIT_STD = 1 / 0 = ZeroDivisionError: division by zero",
         ),
         (
-            "self.head_dim, self.queries_per_kv = sizes.head_width,",
-            "self.head_dim, self.queries_per_kv = sizes.width,",
-            r"  in __init__: self.head_dim, .* = AttributeError: 'ModelRecipe' object has no attribute 'width'\n"
-            r" +want: Mine\(sizes, seq_len\) to build the model",
+            "self.head_dim, self.queries_per_kv = dims.head_width,",
+            "self.head_dim, self.queries_per_kv = dims.width,",
+            r"  in __init__: self.head_dim, .* = AttributeError: 'ModelDims' object has no attribute 'width'\n"
+            r" +want: Mine\(dims, seq_len\) to build the model",
         ),
         (
             "h = x + self.attention",

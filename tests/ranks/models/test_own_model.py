@@ -18,7 +18,7 @@ from titanlite.train import main as train_main
 
 SIZES = recipes.load("model", "llama3-debug")
 
-W2 = 'self.w2 = Linear(sizes.ffn_dim, {"w2": sizes.dim}, std=residual_std)'
+W2 = 'self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std)'
 IMPORT = "from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm\n"
 
 
@@ -28,12 +28,12 @@ def in_front_of(line: str, code: str) -> Change:
 
 def in_model(code: str) -> Change:
     """At the end of the model's `__init__`."""
-    return in_front_of("if sizes.tied_embeddings:", code)
+    return in_front_of("if dims.tied_embeddings:", code)
 
 
 def in_block(code: str) -> Change:
     """Behind the last part of a block."""
-    line = "self.feed_forward = FeedForward(sizes, residual_std)"
+    line = "self.feed_forward = FeedForward(dims, residual_std)"
     return line, f"{line}\n        {code}"
 
 
@@ -56,7 +56,7 @@ def refused(folder: Path, *changes: Change) -> str:
             "self.layers[1].feed_forward = self.layers[0].feed_forward",
             "layers.0.feed_forward = the same module as layers.1.feed_forward",
         ),
-        ("self.layers = nn.ModuleList([Block(sizes)] * 4)", "layers.0 = the same module as layers.1 and 2 more"),
+        ("self.layers = nn.ModuleList([Block(dims)] * 4)", "layers.0 = the same module as layers.1 and 2 more"),
         ("self.norm = self.layers[0].attention_norm", "layers.0.attention_norm = the same module as norm"),
         ("self.norm.weight = self.layers[0].ffn_norm.weight", "layers.0.ffn_norm.weight = the same parameter as norm."),
         ("self.head = self.output", "output = the same module as head"),
@@ -80,9 +80,9 @@ def test_a_tied_head_is_not_refused(tmp_path: Path) -> None:
 
 
 SECOND = """class Second(Block):
-    def __init__(self, sizes):
-        super().__init__(sizes)
-        self.gate = Linear(sizes.dim, {"gate": sizes.dim}, std=INIT_STD)
+    def __init__(self, dims):
+        super().__init__(dims)
+        self.gate = Linear(dims.dim, {"gate": dims.dim}, std=INIT_STD)
 
     def forward(self, x, cos, sin):
         h = x - self.attention(self.attention_norm(x), cos, sin)
@@ -93,9 +93,9 @@ SECOND = """class Second(Block):
 
 
 def test_blocks_of_two_classes_keep_their_own_forward_under_a_save_list(tmp_path: Path) -> None:
-    two = "(Block, Second)[n % 2](sizes) for n in range(sizes.n_layers)"
+    two = "(Block, Second)[n % 2](dims) for n in range(dims.n_layers)"
     model = "class Mine(nn.Module)"
-    flags = mine(tmp_path, (model, SECOND + model), ("self.block(sizes) for _ in range(sizes.n_layers)", two))
+    flags = mine(tmp_path, (model, SECOND + model), ("self.block(dims) for _ in range(dims.n_layers)", two))
     truth = train(tmp_path, 1, flags, steps=1)
     (tmp_path / "list.toml").write_text(
         'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "matmul"\nmodule = ["gate", "wo"]\naction = "save"\n'
@@ -149,18 +149,18 @@ def derived(kind: str, weight: str) -> Change:
     return IMPORT, f"{IMPORT}\nclass More({kind}):\n    def __init__(self, *args, **kwargs): {init}\n"
 
 
-SCALE = "self.scale = nn.Parameter(torch.empty(sizes.dim))"
-EMBEDDING = "self.tok_embeddings = Embedding(sizes.vocab_size, sizes.dim, INIT_STD)"
+SCALE = "self.scale = nn.Parameter(torch.empty(dims.dim))"
+EMBEDDING = "self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)"
 NO_LAYERS_OF_OURS: dict[str, list[Change]] = {
     "the model = Mine that holds scale": [in_model(SCALE)],
     "layers.0 = Block that holds scale": [in_block(SCALE)],
     "layers.0.feed_forward.w2 = torch.nn.Linear that holds weight, bias": [
-        (W2, "self.w2 = nn.Linear(sizes.ffn_dim, sizes.dim)")
+        (W2, "self.w2 = nn.Linear(dims.ffn_dim, dims.dim)")
     ],
     "tok_embeddings = torch.nn.Embedding that holds weight": [
-        (EMBEDDING, "self.tok_embeddings = nn.Embedding(sizes.vocab_size, sizes.dim)")
+        (EMBEDDING, "self.tok_embeddings = nn.Embedding(dims.vocab_size, dims.dim)")
     ],
-    "norm = torch.nn.LayerNorm that holds weight, bias": [in_model("self.norm = nn.LayerNorm(sizes.dim)")],
+    "norm = torch.nn.LayerNorm that holds weight, bias": [in_model("self.norm = nn.LayerNorm(dims.dim)")],
     "layers.0.scales = torch.nn.ParameterList that holds 0": [
         in_block("self.scales = nn.ParameterList([torch.empty(1)])")
     ],
@@ -168,8 +168,8 @@ NO_LAYERS_OF_OURS: dict[str, list[Change]] = {
         derived("Linear", "scale"),
         (W2, W2.replace("Linear(", "More(")),
     ],
-    "norm = More that holds bias": [derived("RMSNorm", "bias"), in_model("self.norm = More(sizes.dim, 1e-5)")],
-    "norm = RMSNorm that holds shift": [in_model("self.norm.shift = nn.Parameter(torch.empty(sizes.dim))")],
+    "norm = More that holds bias": [derived("RMSNorm", "bias"), in_model("self.norm = More(dims.dim, 1e-5)")],
+    "norm = RMSNorm that holds shift": [in_model("self.norm.shift = nn.Parameter(torch.empty(dims.dim))")],
 }
 
 
@@ -183,7 +183,7 @@ def test_weights_in_no_layer_of_ours_are_refused(saw: str, tmp_path: Path) -> No
     ("change", "saw"),
     [
         (in_block("self.scales = [nn.Parameter(torch.empty(1))]"), "layers.0.scales = a tensor that is no buffer"),
-        (in_block("self.slope = torch.ones(sizes.dim)"), "layers.0.slope = a tensor that is no buffer"),
+        (in_block("self.slope = torch.ones(dims.dim)"), "layers.0.slope = a tensor that is no buffer"),
         (in_block("self.norms = {1: RMSNorm(8, 1e-5)}"), "layers.0.norms = RMSNorm that torch does not find"),
         (in_model("self.bfloat16()"), "tok_embeddings.weight = torch.bfloat16"),
         (
@@ -211,7 +211,7 @@ def test_all_of_it_is_said_at_once_and_of_alike_blocks_once(tmp_path: Path) -> N
 
 def test_plan_and_a_run_refuse_it_under_any_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under tensor parallelism no layer of `blocks.0` had the collectives of the plan's `layers.0`, in silence."""
-    blocks = "self.layers = nn.ModuleList(self.block(sizes) for _ in range(sizes.n_layers))"
+    blocks = "self.layers = nn.ModuleList(self.block(dims) for _ in range(dims.n_layers))"
     two_names = f"{blocks.replace('layers', 'blocks', 1)}; self.layers = nn.ModuleList(self.blocks)"
     flags = [*mine(tmp_path, (blocks, two_names)), "--job.dump_folder", str(tmp_path / "runs")]
     for layout in (["--world", "2"], TP_2):
@@ -224,10 +224,10 @@ def test_plan_and_a_run_refuse_it_under_any_layout(tmp_path: Path, monkeypatch: 
 
 ROTARY = """
 class Rotary(nn.Module):
-    def __init__(self, sizes, seq_len):
+    def __init__(self, dims, seq_len):
         super().__init__()
-        self.table = seq_len, sizes.head_width, sizes.rope_theta, sizes.rope_scaling
-        self.register_buffer("cos", torch.empty(seq_len, sizes.head_width // 2), persistent=False)
+        self.table = seq_len, dims.head_width, dims.rope_theta, dims.rope_scaling
+        self.register_buffer("cos", torch.empty(seq_len, dims.head_width // 2), persistent=False)
         self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
 
     def fill(self):
@@ -239,12 +239,12 @@ class Rotary(nn.Module):
 """
 ONE_ROTARY = [
     (IMPORT, IMPORT + ROTARY),
-    in_model("one = Rotary(sizes, seq_len)\n        for block in self.layers: block.attention.rotary = one"),
+    in_model("one = Rotary(dims, seq_len)\n        for block in self.layers: block.attention.rotary = one"),
     (
         "heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)",
         "heads = self.rotary(self.wqkv(x), self.queries_per_kv)",
     ),
-    in_front_of("sizes = self.sizes\n", "self.layers[0].attention.rotary.fill()"),
+    in_front_of("dims = self.dims\n", "self.layers[0].attention.rotary.fill()"),
 ]
 
 
@@ -258,7 +258,7 @@ def test_one_table_for_all_blocks_trains_as_shipped(tmp_path: Path) -> None:
 
 TENSORS_SHARED = in_model(
     "for block in self.layers[1:]:\n"
-    "            other = block.attention.rotary = Rotary(sizes, seq_len)\n"
+    "            other = block.attention.rotary = Rotary(dims, seq_len)\n"
     "            other.cos, other.sin = one.cos, one.sin"
 )
 

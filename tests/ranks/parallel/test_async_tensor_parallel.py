@@ -35,7 +35,7 @@ from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.activation_checkpoint.operations import FUSED
-from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.lowering import lowered
@@ -54,10 +54,8 @@ from titanlite.sharding.layers import plan_layers
 
 # No two layers of a block have local weights of the same shape, transposed or not: a call tells its layer.
 SIZES = {
-    "cpu": ModelRecipe(
-        "", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5
-    ),
-    "cuda": ModelRecipe(
+    "cpu": ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5),
+    "cuda": ModelDims(
         "", 1, 1024, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=512, rope_theta=1e4, norm_eps=1e-5
     ),
 }
@@ -150,9 +148,9 @@ class Ran(NamedTuple):
 
 
 @functools.cache
-def plan_of(device: str, sizes: ModelRecipe, ranks: int) -> dict[str, LayerPlan]:
+def plan_of(device: str, dims: ModelDims, ranks: int) -> dict[str, LayerPlan]:
     with torch.device("meta"):
-        return plan_layers(Llama3(sizes, S[device]), 2 * S[device], ranks).layers
+        return plan_layers(Llama3(dims, S[device]), 2 * S[device], ranks).layers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -162,12 +160,12 @@ def _planned() -> None:
         plan_of("cpu", dataclasses.replace(SIZES["cpu"], n_layers=n_layers), 2)
 
 
-def assembled(mesh: DeviceMesh, fused: bool, sizes: ModelRecipe, save_list: SaveList, biased: bool = False) -> Llama3:
+def assembled(mesh: DeviceMesh, fused: bool, dims: ModelDims, save_list: SaveList, biased: bool = False) -> Llama3:
     device = mesh.device_type
     with torch.device("meta"):
-        model = Llama3(sizes, S[device])
+        model = Llama3(dims, S[device])
     group = Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
-    apply_tensor_parallel(model, plan_of(device, sizes, mesh.size()), mesh, group, fused)
+    apply_tensor_parallel(model, plan_of(device, dims, mesh.size()), mesh, group, fused)
     apply_activation_checkpoint(model, save_list)
     model.to_empty(device=device)
     model.fill_buffers()
@@ -194,11 +192,11 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 def run_block(mesh: DeviceMesh, case: Case, fused: bool) -> Ran:
     device, ranks, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
-    sizes, tokens = SIZES[device], case.batch * S[device]
-    model = assembled(mesh, fused, sizes, case.save_list, case.biased)
+    dims, tokens = SIZES[device], case.batch * S[device]
+    model = assembled(mesh, fused, dims, case.save_list, case.biased)
     block, cos, sin = model.layers[0].to(case.dtype), model.cos, model.sin
     rng = torch.Generator().manual_seed(case.batch)
-    whole = [torch.randn(tokens, sizes.dim, generator=rng) for _ in range(2)]
+    whole = [torch.randn(tokens, dims.dim, generator=rng) for _ in range(2)]
     x, upstream = (t.chunk(ranks)[rank].to(device, case.dtype) for t in whole)
     x.requires_grad_()
     if case.backend:
@@ -309,13 +307,13 @@ def test_block_compiled_to_machine_code(tmp_path):
 def accumulate(mesh: DeviceMesh, fused: bool, dtype: torch.dtype, save_list: SaveList, between: Callable) -> Ran:
     """The gradients of several layers, summed over micro-batches of different tokens."""
     device = mesh.device_type
-    sizes = dataclasses.replace(SIZES[device], n_layers=LAYERS)
-    model = assembled(mesh, fused, sizes, save_list).to(dtype)
+    dims = dataclasses.replace(SIZES[device], n_layers=LAYERS)
+    model = assembled(mesh, fused, dims, save_list).to(dtype)
     model.fill_buffers()
     rng, losses = torch.Generator().manual_seed(0), []
     forward, backward = Calls(layers_by_shape(model)), Calls(layers_by_shape(model))
     for _ in range(MICRO_BATCHES):
-        tokens = torch.randint(sizes.vocab_size, (2 * S[device],), generator=rng).to(device)
+        tokens = torch.randint(dims.vocab_size, (2 * S[device],), generator=rng).to(device)
         with Between(between), forward:
             loss = model(tokens).float().square().sum()
         with Between(between), backward:

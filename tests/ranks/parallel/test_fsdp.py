@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.float8.weight import local_data
 from titanlite.models.layers import Embedding
@@ -27,7 +27,7 @@ from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
-SIZES = ModelRecipe("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 S = 8
 
 

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.config.architectures import Block
-from titanlite.config.recipe_schema import Float8Recipe, ModelRecipe
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.forecast.activation_bytes import Layout
@@ -26,7 +26,7 @@ from titanlite.parallel.mesh import build_mesh
 
 D, H, K, F, S = 64, 4, 2, 512, 48
 LAYERS = Block().layers
-SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 CPU = torch.device("cpu")
 
 

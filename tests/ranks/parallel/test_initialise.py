@@ -9,12 +9,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.layers import LayerNorm, Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
 
-SIZES = ModelRecipe("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
 def test_a_tied_weight_is_drawn_as_the_embedding():

@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.count_collectives import CountCollectives
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import apply_tensor_parallel, is_replicated, reduce_replicated_gradients
 from titanlite.sharding.layers import plan_layers
 
-SIZES = ModelRecipe("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
 def split(tied: bool = False) -> Llama3:
@@ -93,7 +93,7 @@ def test_collectives_of_a_step(tmp_path):
         run = assemble(asked)
         with CountCollectives() as seen:
             take_steps(run, 1)
-        L = run.sizes.n_layers
+        L = run.dims.n_layers
         functional = {name: n for name, n in seen.counts.items() if "into_tensor" in name or "scatter_tensor" in name}
         assert functional == {
             "all_gather_into_tensor": 4 * L + 3,  # wqkv, w13, and in backward wo, w2; embedding, output, loss

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from tests.support.ranks import run_ranks
 from titanlite import recipes
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
@@ -24,12 +24,12 @@ from titanlite.sharding.layers import plan_layers, planned_layers
 from titanlite.sharding.plan import REPLICATE
 
 TOKENS = 16
-SIZES = ModelRecipe("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
-def on_meta(sizes: ModelRecipe, **annotations: str) -> Llama3:
+def on_meta(dims: ModelDims, **annotations: str) -> Llama3:
     with torch.device("meta"):
-        model = Llama3(sizes, TOKENS // 2)
+        model = Llama3(dims, TOKENS // 2)
     model.sharding = {**Llama3.sharding, **annotations}  # type: ignore[misc]
     return model
 
@@ -42,8 +42,8 @@ def of_the_whole_model(model: nn.Module, annotations: Mapping[str, str], ranks: 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("n_layers", [1, 2, 4])
 def test_two_blocks_stand_for_all(n_layers: int, tied: bool) -> None:
-    sizes = dataclasses.replace(recipes.load("model", "llama3-debug"), n_layers=n_layers, tied_embeddings=tied)
-    model = on_meta(sizes)
+    dims = dataclasses.replace(recipes.load("model", "llama3-debug"), n_layers=n_layers, tied_embeddings=tied)
+    model = on_meta(dims)
     layers = plan_layers(model, TOKENS, 2).layers
     assert layers == of_the_whole_model(model, Llama3.sharding, 2)
     assert set(layers) == {name for name, module in model.named_modules() if module._parameters}

@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.sharding.execute import compare_with_one_process
 from titanlite import recipes
 from titanlite.commands.sharding_table import sharding_plan
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
@@ -37,12 +37,12 @@ from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.plan import REPLICATE, Plan, local_shape
 
 TOKENS = 512
-SIZES = ModelRecipe("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
-def on_meta(sizes: ModelRecipe, tokens: int = TOKENS) -> tuple[Llama3, Tensor]:
+def on_meta(dims: ModelDims, tokens: int = TOKENS) -> tuple[Llama3, Tensor]:
     with torch.device("meta"):
-        model = Llama3(sizes, tokens // 2)
+        model = Llama3(dims, tokens // 2)
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
         return model, torch.empty(tokens, dtype=torch.long)
@@ -91,7 +91,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     """As `titanlite plan` derives it: of two blocks of a kind, which stand for the others, or of all."""
     model, _ = on_meta(recipes.load("model", f"llama3-{size}"))
     if every_block:
-        each = [[n] for n in range(model.sizes.n_layers)]
+        each = [[n] for n in range(model.dims.n_layers)]
         monkeypatch.setattr("titanlite.sharding.layers.stand_ins", lambda model: (model, each))
     flags = {"model.flavor": size, "parallelism.tensor_parallel_degree": tp}
     flags |= {"training.seq_len": TOKENS // 2, "training.local_batch_size": 2}
@@ -101,7 +101,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     began = time.process_time()  # of this process: other work on the machine does not count
     planned = sharding_plan(checked)
     took = time.process_time() - began
-    assert len(planned.stand_for) == (model.sizes.n_layers if every_block else 2)
+    assert len(planned.stand_for) == (model.dims.n_layers if every_block else 2)
     placements, collectives = hand_written(model)
     began_layers = time.process_time()
     layers = plan_layers(model, TOKENS, tp).layers
@@ -113,7 +113,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     moved = [(name, c) for c in planned.plan.collectives for name in planned.names(c.module)]
     assert Counter((name, c.direction, c.kind, c.shape) for name, c in moved) == collectives
     assert all(c.dtype == "bfloat16" and c.asked for _, c in moved)
-    bytes_of_tokens = TOKENS * model.sizes.dim * 2 * (tp - 1) // tp
+    bytes_of_tokens = TOKENS * model.dims.dim * 2 * (tp - 1) // tp
     assert {c.wire_bytes for _, c in moved if c.kind != "all_reduce"} == {bytes_of_tokens}
     assert took < 10
 
@@ -152,9 +152,9 @@ def test_the_plan_is_what_the_layers_do(tmp_path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_plan_computes_llama(tied: bool, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # statistics in float64
-    sizes = dataclasses.replace(SIZES, tied_embeddings=tied)
+    dims = dataclasses.replace(SIZES, tied_embeddings=tied)
     with torch.device("meta"):
-        model, tokens = Llama3(sizes, 8).double(), torch.empty(16, dtype=torch.long)
+        model, tokens = Llama3(dims, 8).double(), torch.empty(16, dtype=torch.long)
     graph = export(model, [tokens])
     plan = derive(graph, {"tp": 4}, Llama3.sharding)[0]
 

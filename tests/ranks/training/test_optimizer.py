@@ -212,7 +212,7 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
 
     def body() -> None:
         run = assemble(asked)
-        model = Llama3(run.sizes, run.config.training.seq_len)
+        model = Llama3(run.dims, run.config.training.seq_len)
         model.fill_buffers()
         initialise(model, run.config.training.seed)
         norms = [p for n, p in model.named_parameters() if "norm" in n]
@@ -259,7 +259,7 @@ def test_with_torchtitans_keys_twenty_steps_are_its_optimizer_and_schedule(tmp_p
 
     def body() -> None:
         run = assemble(asked)
-        model = Llama3(run.sizes, run.config.training.seq_len)
+        model = Llama3(run.dims, run.config.training.seq_len)
         model.fill_buffers()
         initialise(model, run.config.training.seed)
         adamw = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

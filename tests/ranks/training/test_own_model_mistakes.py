@@ -136,11 +136,11 @@ REQUIRED: dict[str, tuple[Change, str]] = {
         r"Mine.norm = nothing\n +want: an nn.Module\n +fix:  self.norm in place of self.nrm",
     ),
     "an __init__ of one": (
-        ("(self, sizes: ModelRecipe, seq_len: int)", "(self, sizes: ModelRecipe, *, length: int)"),
-        r"line \d+  Mine.__init__ = TypeError: .*\n +want: Mine\(sizes, seq_len\) to build",
+        ("(self, dims: ModelDims, seq_len: int)", "(self, dims: ModelDims, *, length: int)"),
+        r"line \d+  Mine.__init__ = TypeError: .*\n +want: Mine\(dims, seq_len\) to build",
     ),
     "no super().__init__": (
-        ("        super().__init__()\n        self.sizes, self", "        self.sizes, self"),
+        ("        super().__init__()\n        self.dims, self", "        self.dims, self"),
         r"line \d+  in __init__: self.tok_embeddings = .* = AttributeError: cannot assign module before",
     ),
     "an import that ends the process": (

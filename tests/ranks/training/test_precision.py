@@ -64,7 +64,7 @@ def test_dtypes(layout, tmp_path):
         with ReducedDtypes() as reduced:
             take_steps(run, 1)
         assert logits == {torch.bfloat16}
-        assert len(computed) == 4 * run.sizes.n_layers + 3  # norms of blocks run as `fork` and `add`
+        assert len(computed) == 4 * run.dims.n_layers + 3  # norms of blocks run as `fork` and `add`
         assert set(computed.values()) == {torch.bfloat16}
         assert tables == {torch.float32}  # rounded, slow frequencies would not tell neighbours apart
         assert {local_data(p).dtype for p in run.parameters} == gradients == {torch.float32}

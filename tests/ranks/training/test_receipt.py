@@ -129,7 +129,7 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     run = SimpleNamespace(
-        sizes=recipes.load("model", "gemma3-debug"),  # H = 8, K = 4, E = 32
+        dims=recipes.load("model", "gemma3-debug"),  # H = 8, K = 4, E = 32
         config=Config(training=Training(seq_len=96, local_batch_size=2)),
         mesh=SimpleNamespace(device=torch.device("cpu"), tp_size=2),
         model=torch.nn.ModuleList([CausalAttention(window) for window in (32, 32, 0, 32)]),
@@ -281,7 +281,7 @@ RETURNED, FEED_FORWARD = "return h + self.feed_forward(normed)", "self.feed_forw
 FORK = "normed, x = self.attention_norm.fork(x)"
 COUNTS = (FORK, f"self.seen += 1; x = x * (1 + 0.1 * self.seen)\n        {FORK}")
 BUFFER = 'self.register_buffer("seen", torch.empty(1), persistent=False)'
-EMPTY = "sizes = self.sizes\n        for block in self.layers: block.seen.zero_()\n"
+EMPTY = "dims = self.dims\n        for block in self.layers: block.seen.zero_()\n"
 LIST = [
     (
         "def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:\n",
@@ -293,7 +293,7 @@ LIST = [
 ]
 CHANGING = {
     "buffer": (
-        [COUNTS, (FEED_FORWARD, f"{BUFFER}\n        {FEED_FORWARD}"), ("sizes = self.sizes\n", EMPTY)],
+        [COUNTS, (FEED_FORWARD, f"{BUFFER}\n        {FEED_FORWARD}"), ("dims = self.dims\n", EMPTY)],
         "written",
     ),
     "number": ([COUNTS, (FEED_FORWARD, f"self.seen = 0\n        {FEED_FORWARD}")], "written"),

@@ -15,7 +15,7 @@ from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.activation_checkpoint.rules import BlockRules, kernels
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Config, Model
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
@@ -27,7 +27,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
-SIZES = ModelRecipe("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 FORWARD_SHAPES = {
     "wqkv": ([S, D], [D, D * (H + 2 * K) // H]),
     "wo": ([S, D], [D, D]),
@@ -61,11 +61,11 @@ def save_list(*rules: SaveRule, default: str = "recompute") -> SaveList:
 
 
 def backward_ops(
-    saved: SaveList, compiled: bool, sizes: ModelRecipe = SIZES, model_type: type[Llama3] = Llama3
+    saved: SaveList, compiled: bool, dims: ModelDims = SIZES, model_type: type[Llama3] = Llama3
 ) -> tuple[Counter[str], SaveListUse, list[torch.Tensor]]:
     """Forward products and attention in backward, how the rules matched, and the gradients."""
     torch._dynamo.reset()
-    model = model_type(sizes, S)
+    model = model_type(dims, S)
     model.fill_buffers()
     initialise(model, seed=0)
     use = apply_activation_checkpoint(model, saved)
@@ -76,7 +76,7 @@ def backward_ops(
     loss = model(tokens).float().square().mean()
     with CountForwardOps() as ops:
         loss.backward()
-    ops.counts["wo"] -= sizes.n_layers  # its gradient has the same shapes
+    ops.counts["wo"] -= dims.n_layers  # its gradient has the same shapes
     return +ops.counts, use, [p.grad for p in model.parameters() if p.grad is not None]
 
 
@@ -162,7 +162,7 @@ def test_whole_blocks_are_left_alone(compiled):
 @pytest.mark.parametrize("name", recipes.names("activation_checkpoint"))
 def test_each_rule_of_a_shipped_list_is_used(name):
     shipped = recipes.load("activation_checkpoint", name)
-    _, use, _ = backward_ops(shipped, compiled=False, sizes=replace(SIZES, n_layers=8))
+    _, use, _ = backward_ops(shipped, compiled=False, dims=replace(SIZES, n_layers=8))
     local = {i for i, rule in enumerate(shipped.rules) if rule.op != "communication"}  # there is none of one process
     assert {i for i in range(len(shipped.rules)) if use.matches[i]} == local
 
@@ -173,13 +173,13 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     """Each rule matches something of its blocks, and where it names matmuls, the same as in Llama 3: w1 is w13."""
     shipped = recipes.load("activation_checkpoint", name)
     config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
-    sizes = replace(recipes.model_dimensions(config), n_layers=6)
-    layout = layout_of(config, sizes, None)
-    check_save_list(shipped, sizes, layout, strict=True)
+    dims = replace(recipes.model_dims(config), n_layers=6)
+    layout = layout_of(config, dims, None)
+    check_save_list(shipped, dims, layout, strict=True)
     with torch.device("meta"):
-        use = apply_activation_checkpoint(model_class(config.model)(sizes, S), shipped)
+        use = apply_activation_checkpoint(model_class(config.model)(dims, S), shipped)
     assert use.blocks == (0 if name == "none" else 6)
-    of_llama = layout_of(replace(config, model=Model()), sizes, None)
+    of_llama = layout_of(replace(config, model=Model()), dims, None)
     kept = [[p.matches for p in rule_prices(of, shipped) if p.rule.op == "matmul"] for of in (layout, of_llama)]
     assert kept[0] == kept[1]
 
@@ -249,8 +249,8 @@ def test_attention_that_is_not_seen_before_it_runs_is_recomputed_and_reported(co
 class Dropping(Llama3):
     """With dropout behind the products of each block."""
 
-    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
-        super().__init__(sizes, seq_len)
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
+        super().__init__(dims, seq_len)
         for block in self.layers:
             for layer in (block.attention.wo, block.feed_forward.w2):
                 layer.register_forward_hook(lambda module, inputs, output: dropout(output, 0.5))
@@ -270,8 +270,8 @@ def test_random_numbers_are_drawn_again_alike(case, compiled):
 class DroppingOnceMore(Dropping):
     """With a second kind of dropout, of another name."""
 
-    def __init__(self, sizes: ModelRecipe, seq_len: int) -> None:
-        super().__init__(sizes, seq_len)
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
+        super().__init__(dims, seq_len)
         for block in self.layers:
             block.feed_forward.w13.register_forward_hook(lambda module, x, y: torch.native_dropout(y, 0.5, True)[0])
 
@@ -295,9 +295,9 @@ def test_random_numbers_of_which_some_are_kept_are_refused():
     ],
 )
 def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs(recipe, runs):
-    sizes, tokens = replace(SIZES, dim=128), 128
+    dims, tokens = replace(SIZES, dim=128), 128
     for op in ("aten.mm.default", "titanlite.scaled_matmul.default", "titanlite.block_scaled_matmul.default"):
-        model, listed = Llama3(sizes, tokens), save_list(ATTENTION, SaveRule(op, "save"))
+        model, listed = Llama3(dims, tokens), save_list(ATTENTION, SaveRule(op, "save"))
         if recipe != "none":
             float8 = recipes.load("float8", recipe)
             done = apply_float8(model, float8, ("output",), torch.device("cpu"), tokens, shards=1)

@@ -11,7 +11,7 @@ from titanlite.config.check import check, last_step, sequences_per_step
 from titanlite.config.problems import Origin, Place
 from titanlite.config.ranges import RANGES
 from titanlite.config.read import schema_keys
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
@@ -28,7 +28,7 @@ def changed(config: Config, **values: object) -> Config:
     return config
 
 
-def message(config: Config, model: ModelRecipe = LLAMA_8B, world: int | None = None) -> str:
+def message(config: Config, model: ModelDims = LLAMA_8B, world: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         check(config, model, world)
     return str(caught.value)

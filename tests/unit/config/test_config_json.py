@@ -10,7 +10,7 @@ from titanlite.config.config_json import _meaning, check_initial_load_path, reci
 from titanlite.config.config_json_keys import DROPOUT, LEFT_OUT, WITHOUT_EFFECT
 from titanlite.config.hugging_face import LAYOUTS, config_json, weight_files
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Checkpoint, Config, Model
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
@@ -31,7 +31,7 @@ def make_folder(folder: Path, name: str = "llama3", flavor: str = "8B", **over: 
     return folder
 
 
-def recipe(folder: Path) -> ModelRecipe:
+def recipe(folder: Path) -> ModelDims:
     """Of a folder, but for where it is."""
     problems = Problems(Origin("config"))
     found = recipe_of(str(folder), problems, "--from")
@@ -123,7 +123,7 @@ OF_ONE = {
 PUBLISHED = ["llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M"]
 
 
-def made_of(folder: Path) -> ModelRecipe | str:
+def made_of(folder: Path) -> ModelDims | str:
     try:
         return recipe(folder)
     except ConfigError as error:
@@ -421,9 +421,9 @@ def test_an_index_names_no_file_elsewhere(name: object, tmp_path: Path) -> None:
 def test_of_a_folder_of_another_size_of_the_same_shapes_the_epsilon_tells(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     config = Config(model=Model(name="llama3", flavor="8B"), checkpoint=Checkpoint(initial_load_path=str(folder)))
-    sizes = replace(load("model", "llama3-8B"), norm_eps=2e-5)
+    dims = replace(load("model", "llama3-8B"), norm_eps=2e-5)
     with pytest.raises(ConfigError, match="rms_norm_eps = 2e-05"):
-        check_initial_load_path(config, sizes, Origin("config"))
+        check_initial_load_path(config, dims, Origin("config"))
 
 
 @pytest.mark.parametrize(

@@ -526,7 +526,7 @@ def test_sizes_that_are_called_otherwise_have_the_same_dimensions() -> None:
     for (name, flavor), expected in there.items():
         keys = {"model.name": name, "model.flavor": flavor, "data.tokenizer": "bytes"}
         Path("run.toml").write_text(tomli_w.dumps(nested(follow(keys, validate(keys)[1]))))
-        m = checked_run(["--config", "run.toml"]).dimensions
+        m = checked_run(["--config", "run.toml"]).dims
         scaling = m.rope_scaling and m.rope_scaling.factor
         sizes = (m.n_layers, m.dim, m.n_heads, m.n_kv_heads, m.head_dim, m.ffn_dim, m.vocab_size, m.rope_theta)
         assert (*sizes, m.norm_eps, m.tied_embeddings, scaling) == expected

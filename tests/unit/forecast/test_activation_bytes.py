@@ -19,7 +19,7 @@ from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.config.architectures import ARCHITECTURES, Block
-from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.forecast.activation_bytes import Layout
 from titanlite.forecast.block_price import held_without_checkpointing, price
@@ -27,9 +27,9 @@ from titanlite.models.find import model_class
 
 # Every width differs from every other, so that no formula is right by accident; M = 96.
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
-SIZES = ModelRecipe("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 LAYERS = Block().layers
-OF_BLOCKS: dict = {"sizes": replace(SIZES, dim=128, ffn_dim=640), "batch": 8}
+OF_BLOCKS: dict = {"dims": replace(SIZES, dim=128, ffn_dim=640), "batch": 8}
 LISTS = recipes.names("activation_checkpoint")
 FLOAT8 = [None, "tensorwise", "rowwise"]
 MODES = ["eager", "compiled"]
@@ -40,7 +40,7 @@ FEW = ["none", "every_second_matmul"]
 
 def predicted(save_list: SaveList, layout: Layout) -> Held:
     """Bytes and matmuls of the first block by the price list; 8 matmuls are backward's own."""
-    (window,) = layout.sizes.windows
+    (window,) = layout.dims.windows
     if save_list.default == "save":
         return Held(held_without_checkpointing(layout), 8)
     active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(1))
@@ -55,7 +55,7 @@ def measured(
     float8: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     fused: bool = False,
-    sizes: ModelRecipe = SIZES,
+    dims: ModelDims = SIZES,
     batch: int = B,
     architecture: str = "llama3",
 ) -> tuple[Held, Held]:
@@ -63,10 +63,10 @@ def measured(
     world = dist.get_world_size() if dist.is_initialized() else 1
     tokens = batch * S
     block = ARCHITECTURES[architecture].block
-    model = build(sizes, S, save_list, float8, dtype, tokens, fused, model_class(Model(name=architecture)))  # type: ignore[arg-type]
-    found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, sizes.dim, dtype))
+    model = build(dims, S, save_list, float8, dtype, tokens, fused, model_class(Model(name=architecture)))  # type: ignore[arg-type]
+    found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, dims.dim, dtype))
     layout = Layout(
-        sizes=sizes,
+        dims=dims,
         tokens=tokens,
         seq_len=S,
         tensor_parallel=world,
@@ -145,21 +145,21 @@ SOME = {name: recipes.load("activation_checkpoint", name) for name in FEW}
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_architectures(other, float8, own):
     """In float8 only without a list, where that differs most."""
-    name, sizes = OTHERS[other]
+    name, dims = OTHERS[other]
     # Compiled, gemma3 without a window is gemma3 with one, but for the operator of attention, which the others have.
     # Only gpt2 has other statistics than llama3.
     compiled = other != "gemma3 global" and (own != "statistics and casts" or other == "gpt2")
     for mode in MODES if compiled else ["eager"]:
-        check(mode, *measured((SOME | OWN)[own], mode, float8, sizes=sizes, architecture=name))
+        check(mode, *measured((SOME | OWN)[own], mode, float8, dims=dims, architecture=name))
 
 
 @pytest.mark.parametrize("other", ["gpt2", *slow("qwen3", "gemma3 local")])
 def test_other_architectures_under_tensor_parallelism(other):
-    name, sizes = OTHERS[other]
+    name, dims = OTHERS[other]
     with ranks_that_move_nothing(2):
         for own, fused in (("none", False), ("none", True), ("every_second_matmul", False)):
             for mode in MODES if own == "none" and not fused else ["eager"]:
-                found = measured(SOME[own], mode, fused=fused, sizes=sizes, architecture=name)
+                found = measured(SOME[own], mode, fused=fused, dims=dims, architecture=name)
                 check((own, mode, fused), *found)
 
 

@@ -29,14 +29,14 @@ LAYOUTS += [(*LAYOUTS[1], "--parallelism.async_tensor_parallel"), ("--compile.en
 def model_of(*flags: str) -> MemoryModel:
     config = str(shipped_folder("configs") / "llama3_8b.toml")
     run = checked_run(["--config", config, *flags], world_size=4)
-    return MemoryModel(run.config, run.dimensions, run.float8, 4)
+    return MemoryModel(run.config, run.dims, run.float8, 4)
 
 
 def times_of(model: MemoryModel) -> Times:
     """As an H200 might have them; attention costs more for its bytes than a matmul, elementwise work least."""
     seconds = {
         a: a.flops / 7e14 + a.moved / 2e12
-        for window in set(model.sizes.windows)
+        for window in set(model.dims.windows)
         for listed in dear(model.layout, window).values()
         for a in listed
     }
@@ -113,8 +113,8 @@ def test_the_list_is_an_ordinary_one(flags: tuple[str, ...], tmp_path: Path) -> 
         assert model.peak(block_prices(model.layout, loaded)).total == choice.peak
         assert all(rule.op in in_words(choice) for rule in loaded.rules)
         with torch.device("meta"):
-            llama = Llama3(replace(model.sizes, n_layers=1), 1)
-        llama.layers = nn.ModuleList(copy(llama.layers[0]) for _ in range(model.sizes.n_layers))
+            llama = Llama3(replace(model.dims, n_layers=1), 1)
+        llama.layers = nn.ModuleList(copy(llama.layers[0]) for _ in range(model.dims.n_layers))
         apply_activation_checkpoint(llama, loaded)  # which refuses what a run cannot keep
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from tests.support.held_for_backward import Peak, stream
 from tests.support.measured import arguments, measured_runs
 from titanlite import recipes
-from titanlite.config.recipe_schema import ModelRecipe, SaveList, SaveRule
+from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.float8.convert import apply_float8
@@ -49,7 +49,7 @@ def checked(model: str, world: int, name: str, *flags: str) -> CheckedRun:
 
 def peak_of(run: CheckedRun, world: int, follow: bool | None = None) -> Memory:
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dimensions, run.float8, world)
+    memory = MemoryModel(run.config, run.dims, run.float8, world)
     if follow is not None:
         memory.gradients_follow = follow
     return memory.peak(block_prices(memory.layout, run.save_list))
@@ -71,9 +71,7 @@ def test_measured_runs_that_keep_nothing(row: dict[str, Any]) -> None:
     run = checked_run(arguments(row), world_size=row["world"])
     off = peak_of(run, row["world"]).total / GIB / row["reserved_gib"] - 1
     config = run.config
-    is_usual = (
-        config.float8.recipe == "none" and run.dimensions.n_layers == 32 and config.training.local_batch_size == 2
-    )
+    is_usual = config.float8.recipe == "none" and run.dims.n_layers == 32 and config.training.local_batch_size == 2
     assert -MARGIN < off < (0.02 if is_usual else 0.045)
 
 
@@ -84,7 +82,7 @@ def test_measured_runs_before(row: dict[str, Any]) -> None:
     run = checked_run(arguments(row), world_size=row["world"])
     memory = peak_of(run, row["world"], follow=row["world"] == 1)
     tokens = 2 * 8192 // run.config.parallelism.tensor_parallel_degree
-    kept = (2 * 4 - 2) * tokens * run.dimensions.dim if memory.logits else 0
+    kept = (2 * 4 - 2) * tokens * run.dims.dim if memory.logits else 0
     assert (memory.total + kept) / GIB == pytest.approx(row["reserved_gib"], rel=0.015)
 
 
@@ -193,14 +191,14 @@ def test_parameters_are_those_of_the_model(name: str, ranks: int) -> None:
     flags = ["--model.name", name, "--model.flavor", "debug", TP, str(ranks), "--training.seq_len", "64"]
     run = checked("8b", ranks, "full", *flags)
     with torch.device("meta"):
-        model = model_class(run.config.model)(run.dimensions, 64)
+        model = model_class(run.config.model)(run.dims, 64)
         plans = plan_layers(model, 128, ranks).layers if ranks > 1 else {}
     count = 0
     for full_name, parameter in model.named_parameters():
         module, _, own_name = full_name.rpartition(".")
         is_split = ranks > 1 and plans[module].placements[own_name].is_shard()
         count += parameter.numel() // (ranks if is_split else 1)
-    assert MemoryModel(run.config, run.dimensions, run.float8, ranks).parameters == count
+    assert MemoryModel(run.config, run.dims, run.float8, ranks).parameters == count
 
 
 def test_eight_gpus_hold_less_of_the_model_and_as_much_of_the_rest() -> None:
@@ -238,7 +236,7 @@ def test_copy_engines_are_those_of_a_host() -> None:
     """Of eight GPUs, over which tensor parallelism goes first: 405B of TP 8 has a shard on each of eight hosts."""
     for world, tensor, expected in ((2, "1", True), (8, "1", True), (16, "1", False), (8, "4", True), (16, "8", False)):
         run = checked("8b", world, "none", TP, tensor, "--parallelism.fsdp_copy_engines=default")
-        model = MemoryModel(run.config, run.dimensions, run.float8, world)
+        model = MemoryModel(run.config, run.dims, run.float8, world)
         assert model.copy_engines == expected
         assert (model.symmetric_memory > 0) == expected
     pushed = peak("8b", 4, "none", COPIES)
@@ -291,7 +289,7 @@ def test_more_kept_is_more_held() -> None:
 
 def test_whole_blocks_are_priced_as_a_list_that_saves_everything() -> None:
     run = checked("8b", 4, "none")
-    memory = MemoryModel(run.config, run.dimensions, run.float8, 4)
+    memory = MemoryModel(run.config, run.dims, run.float8, 4)
     whole = SaveList("", "recompute", (SaveRule("block", "save"),))
     everything = recipes.load("activation_checkpoint", "none")
     assert block_prices(memory.layout, whole) == block_prices(memory.layout, everything)
@@ -312,10 +310,10 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     Not predicted are vectors: of the vocabulary at most an id and a scale, 12 bytes, and of tokens a dozen of float32.
     The gradient of the norm's weight comes after the worst.
     """
-    sizes = ModelRecipe("", 1, 128, 4, 2, 128, vocab_size=1024, rope_theta=1e4, norm_eps=1e-5, tied_embeddings=tied)
-    D, V, float8 = sizes.dim, sizes.vocab_size, None if recipe == "none" else recipes.load("float8", recipe)
+    dims = ModelDims("", 1, 128, 4, 2, 128, vocab_size=1024, rope_theta=1e4, norm_eps=1e-5, tied_embeddings=tied)
+    D, V, float8 = dims.dim, dims.vocab_size, None if recipe == "none" else recipes.load("float8", recipe)
     with torch.device("meta"):
-        model = Llama3(sizes, tokens)
+        model = Llama3(dims, tokens)
     if float8:
         apply_float8(model, float8, (), torch.device("cpu"), tokens, shards=1)
     weight = inner = torch.randn(V, D).bfloat16()
@@ -334,7 +332,7 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
 
     training = Training(seq_len=tokens, local_batch_size=1, global_batch_size=2)  # so that gradients are there always
     config = Config(training=training, float8=Float8(recipe, filter_fqns=()), compile=Compile(compiled))
-    predicted = MemoryModel(config, sizes, float8, world=1).peak([])
+    predicted = MemoryModel(config, dims, float8, world=1).peak([])
     embedding = 0 if tied else 2 * V * D  # of one shard, so that it stays
     assert predicted.gathered_weights == embedding + inner.nbytes + 2 * D
     vectors = 12 * V + 12 * 4 * tokens

@@ -31,7 +31,7 @@ def model(
 def step_of(argv: list[str], world: int, device: str) -> tuple[StepTimeModel, StepTime]:
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dimensions, run.float8, world)
+    memory = MemoryModel(run.config, run.dims, run.float8, world)
     predicted = StepTimeModel(memory, measured_rates(device))
     return predicted, predicted.step(block_prices(memory.layout, run.save_list))
 
@@ -121,12 +121,12 @@ def test_elementwise_work_moves_its_tensors(
     result. A bias is added in a pass that there is, but for that of attention; its gradient is a sum."""
     flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "512"]
     predicted, step = model("1b", 1, "none", *flags)
-    sizes, M = predicted.memory.sizes, 2 * 512
-    D, F, E, H, K = sizes.dim, sizes.ffn_dim, sizes.head_width, sizes.n_heads, sizes.n_kv_heads
+    dims, M = predicted.memory.dims, 2 * 512
+    D, F, E, H, K = dims.dim, dims.ffn_dim, dims.head_width, dims.n_heads, dims.n_kv_heads
     numbers = 2 * of_stream * M * D + sum(rotated) * M * (H + K) * E + sum(gated) * M * F
     if biases:
         numbers += 2 * M * (H + 2 * K) * E + M * ((H + 2 * K) * E + D + F + D)
-    numbers = sizes.n_layers * numbers + 3 * M * sizes.vocab_size
+    numbers = dims.n_layers * numbers + 3 * M * dims.vocab_size
     assert step.elementwise == pytest.approx(2 * numbers / 2950e9 * 1e3)
 
 
@@ -194,7 +194,7 @@ def test_more_kept_is_less_computed_again() -> None:
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(MemoryModel(run.config, run.dimensions, run.float8, 4))
+    problem = unrated(MemoryModel(run.config, run.dims, run.float8, 4))
     assert problem is not None
     assert problem.where == where
 
@@ -205,7 +205,7 @@ def test_reductions_of_one_number_have_no_rates(ranks: int, tmp_path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
     flags = [FLOAT8, str(tmp_path / "mine.toml"), TP, str(ranks)]
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(MemoryModel(run.config, run.dimensions, run.float8, 4))
+    problem = unrated(MemoryModel(run.config, run.dims, run.float8, 4))
     assert (problem is None) == (ranks == 1)
     assert problem is None or "reduce_amax" in problem.want
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from titanlite import recipes
 from titanlite.config.read import read_config
-from titanlite.config.recipe_schema import ModelRecipe, RopeScaling
+from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
-GQA = ModelRecipe(
+GQA = ModelDims(
     "", n_layers=2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=48, rope_theta=1e4, norm_eps=1e-5
 )
 VARIANTS = {
@@ -40,26 +40,26 @@ def separate_weights(model: Llama3) -> dict[str, Tensor]:
     return {name: w.detach().double().requires_grad_() for name, w in weights.items()}
 
 
-def plain_forward(w: dict[str, Tensor], sizes: ModelRecipe, tokens: Tensor, frequencies: Tensor) -> Tensor:
+def plain_forward(w: dict[str, Tensor], dims: ModelDims, tokens: Tensor, frequencies: Tensor) -> Tensor:
     """Llama 3 on one sequence, as the paper says it: a projection for each part, a softmax for each head."""
-    S, E = len(tokens), sizes.dim // sizes.n_heads
+    S, E = len(tokens), dims.dim // dims.n_heads
     turns = torch.polar(torch.ones((), dtype=torch.float64), torch.outer(torch.arange(S).double(), frequencies))
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + sizes.norm_eps) ** -0.5 * weight
+        return x * (x.square().mean(-1, keepdim=True) + dims.norm_eps) ** -0.5 * weight
 
     def rotate(head: Tensor) -> Tensor:
         turned = torch.complex(head[:, : E // 2], head[:, E // 2 :]) * turns
         return torch.cat((turned.real, turned.imag), dim=-1)
 
     x = w["tok_embeddings"][tokens]
-    for layer in range(sizes.n_layers):
+    for layer in range(dims.n_layers):
         p = f"layers.{layer}."
         h = norm(x, w[p + "attention_norm"])
         q, k, v = (h @ w[f"{p}attention.w{part}"].T for part in "qkv")
         heads = []
-        for head in range(sizes.n_heads):
-            shared = head * sizes.n_kv_heads // sizes.n_heads
+        for head in range(dims.n_heads):
+            shared = head * dims.n_kv_heads // dims.n_heads
             mine, theirs = slice(head * E, (head + 1) * E), slice(shared * E, (shared + 1) * E)
             scores = rotate(q[:, mine]) @ rotate(k[:, theirs]).T / math.sqrt(E)
             future = torch.ones(S, S).triu(1).bool()
@@ -73,8 +73,8 @@ def plain_forward(w: dict[str, Tensor], sizes: ModelRecipe, tokens: Tensor, freq
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_equals_a_plain_implementation(variant):
-    sizes, S = VARIANTS[variant], 24
-    model = Llama3(sizes, S)
+    dims, S = VARIANTS[variant], 24
+    model = Llama3(dims, S)
     model.fill_buffers()
     initialise(model, seed=0)
     rng = torch.Generator().manual_seed(0)
@@ -83,13 +83,13 @@ def test_equals_a_plain_implementation(variant):
             parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=0.1)
     weights = separate_weights(model)
     # Not from the model: its own test holds the table against the definition, this one the use of it.
-    frequencies = sizes.rope_theta ** -(torch.arange(0, 16, 2).double() / 16)
-    if sizes.rope_scaling is not None:
+    frequencies = dims.rope_theta ** -(torch.arange(0, 16, 2).double() / 16)
+    if dims.rope_scaling is not None:
         frequencies = torch.atan2(model.sin[1], model.cos[1]).double()  # below one turn: the angle is the frequency
-        assert frequencies[-1] < 0.2 * sizes.rope_theta ** -(14 / 16)
+        assert frequencies[-1] < 0.2 * dims.rope_theta ** -(14 / 16)
 
-    tokens = torch.randint(sizes.vocab_size, (2 * S,), generator=rng)  # two sequences, packed
-    truth = torch.cat([plain_forward(weights, sizes, sequence, frequencies) for sequence in tokens.split(S)])
+    tokens = torch.randint(dims.vocab_size, (2 * S,), generator=rng)  # two sequences, packed
+    truth = torch.cat([plain_forward(weights, dims, sequence, frequencies) for sequence in tokens.split(S)])
     upstream = torch.randn(truth.shape, generator=rng)
     got = model(tokens)
     got.backward(upstream)
@@ -106,7 +106,7 @@ def test_equals_a_plain_implementation(variant):
             parts, wanted = {name: module.weight.grad}, {name: weights[name].grad}
         else:
             continue
-        if sizes.tied_embeddings and name in ("tok_embeddings", "output"):
+        if dims.tied_embeddings and name in ("tok_embeddings", "output"):
             wanted = dict.fromkeys(parts, weights["tok_embeddings"].grad + weights["output"].grad)
         for part, gradient in parts.items():
             assert (gradient - wanted[part]).abs().max() <= 2e-5 * wanted[part].abs().max(), f"{name} {part}"
@@ -140,11 +140,11 @@ def test_fuse_and_split_are_inverse(n, groups, parts):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_shipped_config_builds(path):
     config, origin = read_config(path)
-    sizes = recipes.model_dimensions(config, origin)
+    dims = recipes.model_dims(config, origin)
     with torch.device("meta"):
-        model = Llama3(sizes, config.training.seq_len)
+        model = Llama3(dims, config.training.seq_len)
     logits = model(torch.zeros(config.training.seq_len, dtype=torch.int64, device="meta"))
-    assert logits.shape == (config.training.seq_len, sizes.vocab_size)
+    assert logits.shape == (config.training.seq_len, dims.vocab_size)
 
 
 @pytest.mark.parametrize("n_layers", [2, 8])
@@ -165,8 +165,8 @@ def test_initial_values_are_normal_and_no_two_parts_are_alike(n_layers):
 
 
 def test_initial_loss_is_that_of_a_guess():
-    sizes = recipes.load("model", "llama3-debug")
-    model = Llama3(sizes, 32)
+    dims = recipes.load("model", "llama3-debug")
+    model = Llama3(dims, 32)
     model.fill_buffers()
     initialise(model, seed=0)
     tokens = torch.randint(256, (65,), generator=torch.Generator().manual_seed(0))

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from titanlite import recipes
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.peak_flops import dense_bf16_flops, flops_per_token, peak_flops
 
-TINY = ModelRecipe(
+TINY = ModelDims(
     help="", n_layers=3, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, rope_theta=1e4, norm_eps=1e-5
 )
-LLAMA_8B = ModelRecipe(
+LLAMA_8B = ModelDims(
     help="", n_layers=32, dim=4096, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256, rope_theta=5e5,
     norm_eps=1e-5,
 )  # fmt: skip
@@ -86,22 +86,22 @@ def test_matmul_flops_agree_with_counting_the_operations():
     assert counter.get_total_flops() == B * S * (flops_of_llama(TINY, S) + other_half)
 
 
-def flops_of_llama(sizes: ModelRecipe, seq_len: int) -> int:
+def flops_of_llama(dims: ModelDims, seq_len: int) -> int:
     with torch.device("meta"):
-        return flops_per_token(Llama3(sizes, seq_len), sizes, seq_len)
+        return flops_per_token(Llama3(dims, seq_len), dims, seq_len)
 
 
 @pytest.mark.parametrize("seq_len", [16, 32, 64])
 def test_layers_with_a_window_count_what_they_see(seq_len):
-    sizes = recipes.load("model", "gemma3-debug")  # four layers, the third of which is global; windows of 32
+    dims = recipes.load("model", "gemma3-debug")  # four layers, the third of which is global; windows of 32
     with torch.device("meta"):
-        model = Gemma3(sizes, seq_len)
+        model = Gemma3(dims, seq_len)
     seen = [min(i + 1, window) for window in (32, 32, seq_len, 32) for i in range(seq_len)]
-    matmul = 256 * sizes.vocab_size + 4 * (256 * 32 * (8 + 4 + 4 + 8) + 3 * 256 * 512)
+    matmul = 256 * dims.vocab_size + 4 * (256 * 32 * (8 + 4 + 4 + 8) + 3 * 256 * 512)
     expected = 6 * matmul + 12 * sum(seen) / seq_len * 8 * 32
     # MFU takes half of S for (S + 1) / 2 and leaves out the diagonal's half, in a window as in the whole.
     diagonal = sum(0.5 * min(window, seq_len) / seq_len for window in (32, 32, seq_len, 32))
-    assert flops_per_token(model, sizes, seq_len) == expected - 12 * diagonal * 8 * 32
+    assert flops_per_token(model, dims, seq_len) == expected - 12 * diagonal * 8 * 32
 
 
 def test_llama_8b_by_hand():

@@ -22,11 +22,11 @@ def refused(
     shapes: list[tuple[int, ...]],
     axes: Mapping[str, int],
     annotations: Mapping[str, str],
-    sizes: Mapping[str, int] | None = None,
+    dims: Mapping[str, int] | None = None,
 ) -> str:
     inputs = [torch.empty(shape, device="meta") for shape in shapes]
     with pytest.raises(ShardingError) as caught:
-        plan_model(model.to("meta"), inputs, axes, annotations, sizes)
+        plan_model(model.to("meta"), inputs, axes, annotations, dims)
     return str(caught.value)
 
 

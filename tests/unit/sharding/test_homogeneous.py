@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.models.llama3 import Block, Llama3
 from titanlite.sharding import layers
@@ -16,7 +16,7 @@ from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.representative_blocks import stand_ins
 
 TOKENS = 16
-SIZES = ModelRecipe("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 Through = Callable[["Mine", Tensor], Tensor]
 
@@ -45,7 +45,7 @@ def one_by_one(model: Mine, x: Tensor) -> Tensor:
 
 
 def by_keyword(model: Mine, x: Tensor) -> Tensor:
-    x = x * model.sizes.dim**0.5
+    x = x * model.dims.dim**0.5
     for block in model.layers:
         x = block(x, sin=model.sin, cos=model.cos)
     return x * torch.tensor(0.5, device=x.device)

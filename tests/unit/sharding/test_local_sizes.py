@@ -132,7 +132,7 @@ def of_all_features(h: Tensor, _: FeedForward) -> Tensor:
 def test_what_differs_on_a_rank_is_refused_by_its_line(inside: Inside, words: list[str]) -> None:
     message = refused([inside])
     assert message.startswith(f"{__file__}: 1 problem\n  line ")
-    assert "fix:  take sizes from the model's dimensions, as self.width = sizes.ffn_dim in __init__" in message
+    assert "fix:  take dims from the model's dimensions, as self.width = dims.ffn_dim in __init__" in message
     assert all(word in message for word in words), message
 
 
@@ -178,7 +178,7 @@ def test_the_whole_message() -> None:
         f"  line {line}  layers.*.feed_forward: return self.w2(self.inside(h, self)) = "
         "aten.div.Tensor with other = 384 on one of 2 ranks\n"
         "      want: other = 768, as in one process\n"
-        "      fix:  take sizes from the model's dimensions, as self.width = sizes.ffn_dim in __init__, "
+        "      fix:  take dims from the model's dimensions, as self.width = dims.ffn_dim in __init__, "
         "not from a tensor's shape or len(); or tensor_parallel_degree = 1"
     )
 

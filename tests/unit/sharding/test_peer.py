@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.dtensor_llama import Block, Norm, parallel
 from titanlite.commands.one_rank import ranks_that_move_nothing
-from titanlite.config.recipe_schema import ModelRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.llama3 import Llama3
 from titanlite.sharding.derive import plan_model
 
-SIZES = ModelRecipe("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+SIZES = ModelDims("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 TP, B, S = 4, 2, 8
 JOINED = {"wq": "wqkv", "wk": "wqkv", "wv": "wqkv", "w1": "w13", "w3": "w13"}
 
