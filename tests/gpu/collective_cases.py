@@ -26,7 +26,7 @@ from tests.support.needs import slow
 from titanlite.kernels import all_gather_matmul as gather_stem
 from titanlite.kernels import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.lowering import lowered
-from titanlite.kernels.products import FLOAT8, out_dtype_of
+from titanlite.kernels.products import FLOAT8, out_dtype_of, out_shapes, scales_travel
 from titanlite.kernels.shapes import split
 
 E4M3, E5M2 = FLOAT8
@@ -664,7 +664,7 @@ def gather_given(case: Gather, device: str, group: Ranks, r: int, kind: str, rou
     shard = rng.operand(shape, case.dtype)
     operands = [shard, *(rng.operand(other, other_dtype) for other in others)]
     out_dtype = out_dtype_of(case.dtype, case.out_dtype)
-    products = gather_stem.out_shapes(whole, operands[1:], case.form)
+    products = out_shapes(whole, operands[1:], case.form)
     if case.bias:
         operands += [rng.operand(product[-1:], case.bias_dtype or out_dtype) for product in products]
     given = Given(operands)
@@ -724,7 +724,7 @@ def gather_truths(case: Gather, every: list[Given], ranks) -> Truths:
                 other = rest[i] * every[r].scales[1 + i].double() if every[r].scales else rest[i]
                 product = valued @ other if case.form.startswith("left") else other @ valued
                 results[-1].append(product + rest[n + i] if case.bias else product)
-            if every[0].scales and gather_stem.scales_travel(case.scale_of, case.dim, gathered.ndim):
+            if every[0].scales and scales_travel(case.scale_of, case.dim, gathered.ndim):
                 rows = [s.expand(*o[0].shape[:-1], 1) for o, s in zip(of, scales, strict=True)]
                 results[-1].append(torch.cat(rows, case.dim))
         return results

@@ -1,6 +1,7 @@
 """Imports run downward only, in the order of CONTRIBUTING.md."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,38 @@ def test_imports_run_downward(path: Path) -> None:
         return
     upward = {name for name in imports(path) if ROW[name] < ROW[own]}
     assert not upward, f"{own} imports {upward}"
+
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules that a module imports: within functions and for type checking too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names & set(MODULES)
+
+
+def cycle(imported: dict[str, set[str]]) -> list[str] | None:
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    found = cycle({name: imported_modules(path) for name, path in MODULES.items()})
+    assert found is None, " ← ".join(found)
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": set()}) is None
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) is not None

@@ -22,7 +22,7 @@ from torch import Tensor
 from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity
 from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.collectives import Group, maximum
-from titanlite.kernels.float8_cast import cast_to, scale_of
+from titanlite.kernels.float8_scales import cast_to, scale_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _E8M0 = 127  # exponents of E8M0 reach from -127 to 127

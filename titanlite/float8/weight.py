@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from titanlite.kernels.collectives import Group, maximum
-from titanlite.kernels.float8_cast import cast_by, cast_rows, scale_of
+from titanlite.kernels.float8_cast import cast_by, cast_rows
+from titanlite.kernels.float8_scales import scale_of
 
 _aten = torch.ops.aten
 

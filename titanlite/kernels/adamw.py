@@ -59,8 +59,6 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], 
         ValueError: on a GPU, tensors that are not contiguous, or of another dtype or size.
     """
     if state.updates.is_cuda and state.parameters:
-        from titanlite.kernels.device.adamw import Update
-
         return Update(state).step
     return functools.partial(_definition, state)
 
@@ -89,3 +87,55 @@ def _definition(state: AdamWState, gradients: list[Tensor], lr: float, divisor: 
         for narrow, updated in zip(kept, (exp_avg, exp_avg_sq), strict=True):
             if narrow is not updated:
                 narrow.copy_(updated)
+
+
+class Update:
+    """The kernel that updates a state. Gradients may lie elsewhere in every step, its own tensors stay."""
+
+    def __init__(self, state: AdamWState) -> None:
+        from titanlite.kernels.device.adamw import BLOCK
+
+        first, moment, device = state.parameters[0], state.exp_avg[0], state.updates.device
+        sizes = torch.tensor([p.numel() for p in state.parameters])
+        per_tensor = (sizes + BLOCK - 1) // BLOCK
+        firsts = per_tensor.cumsum(0) - per_tensor
+        owners = torch.arange(len(sizes)).repeat_interleave(per_tensor)
+        placed = [
+            _distances("parameter", state.parameters, first, state),
+            _distances("exp_avg", state.exp_avg, moment, state),
+            _distances("exp_avg_sq", state.exp_avg_sq, moment, state),
+        ]
+        self.state = state
+        self.blocks = int(per_tensor.sum())
+        self.aligned = bool((sizes % 4 == 0).all()) and all(aligned for _, aligned in placed)
+        self.distances = torch.tensor([found for found, _ in placed]).to(device)
+        self.owners = owners.int().to(device)
+        self.numbers = (torch.arange(self.blocks) - firsts[owners]).int().to(device)
+        self.sizes = sizes.to(device)
+        self.decays = torch.tensor(state.weight_decays, dtype=torch.float32, device=device)
+        self.betas = torch.tensor([state.beta1, state.beta2], dtype=torch.float64, device=device)
+
+    def step(self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """Apply one update; the arguments are those of what `adamw` returns."""
+        from titanlite.kernels.device import adamw as device
+
+        state, first = self.state, self.state.parameters[0]
+        found, aligned = _distances("gradient", gradients, first, state)
+        distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
+        corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
+        device._adamw[(self.blocks,)](
+            first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
+            corrections, divisor, skip,
+            lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
+            self.aligned and aligned, device.BLOCK, num_warps=device.WARPS,  # type: ignore[call-arg]  # the launch takes it
+        )  # fmt: skip
+
+
+def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:
+    """How many elements behind `base` each tensor lies, and whether all begin at a multiple of 16 bytes."""
+    for i, (t, p) in enumerate(zip(tensors, state.parameters, strict=True)):
+        if t.dtype != base.dtype or t.numel() != p.numel() or not t.is_contiguous():
+            found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
+            raise ValueError(f"AdamW: {kind} {i} is {found}; it must be {base.dtype}, contiguous, {p.numel()} elements")
+    addresses, start = [t.data_ptr() for t in tensors], base.data_ptr()
+    return [(a - start) // base.itemsize for a in addresses], not any(a % 16 for a in addresses)

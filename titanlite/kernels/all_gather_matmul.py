@@ -19,6 +19,8 @@ Float8 operands carry scales. G has one for the tensor, equal on all ranks ("ten
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,17 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
-from titanlite.kernels.products import FLOAT8, check_together, out_dtype_of, product, product_shape
+from titanlite.kernels.products import (
+    FLOAT8,
+    check_together,
+    gather_scale,
+    gradient_of_bias,
+    gradient_of_right,
+    out_dtype_of,
+    out_shapes,
+    products,
+    scales_travel,
+)
 from titanlite.kernels.shapes import split
 
 FORMS = ("left", "right", "left_t", "right_t")
@@ -107,54 +119,6 @@ def definition(
     return [gathered, *multiplied]
 
 
-def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
-    """Whether the scales of a gathered tensor are gathered with it."""
-    return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
-
-
-def products(
-    gathered: Tensor,
-    scale: Tensor | None,
-    form: str,
-    others: list[Tensor],
-    biases: list[Tensor],
-    other_scales: list[Tensor],
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> list[Tensor]:
-    """The products of the gathered tensor, plain."""
-    operand = gathered.t() if form.endswith("_t") else gathered
-    outs: list[Tensor] = []
-    for i, other in enumerate(others):
-        bias, other_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
-        if form.startswith("left"):
-            outs.append(product(operand, other, bias, scale, other_scale, out_dtype, fast_accum))
-        else:
-            turned = scale.reshape(1, -1) if scale is not None and scale.numel() > 1 else scale
-            outs.append(product(other, operand, bias, other_scale, turned, out_dtype, fast_accum))
-    return outs
-
-
-def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, size: int, group: str) -> Tensor | None:
-    """The scale of the gathered tensor: [], or [..., 1] by row."""
-    if scale is None or scale_of == "tensor":
-        return scale
-    rows = [*shard.shape[:-1], 1]
-    if scale_of == "row" and dim == shard.ndim - 1:
-        return scale.view(rows)
-    if scale_of == "shard":
-        scale = scale.expand(rows)
-    return gather_dim(scale.reshape(rows), dim, size, named_group(group))
-
-
-def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:
-    """Shape of each product."""
-    operand = gathered[::-1] if form.endswith("_t") else gathered
-    if form.startswith("left"):
-        return [product_shape(operand, other.shape) for other in others]
-    return [product_shape(other.shape, operand) for other in others]
-
-
 def check(
     shard: Tensor,
     others: list[Tensor],
@@ -197,8 +161,8 @@ def check(
     for name, given in (("biases", biases), ("other_scales", other_scales)):
         if given and len(given) != len(others):
             raise ValueError(f"{op}: {len(given)} {name} for {len(others)} products; want one each")
-    products = out_shapes([*shard.shape[:dim], size, *shard.shape[dim + 1 :]], others, form)
-    for i, (bias, shape) in enumerate(zip(biases, products, strict=False)):
+    shapes = out_shapes([*shard.shape[:dim], size, *shard.shape[dim + 1 :]], others, form)
+    for i, (bias, shape) in enumerate(zip(biases, shapes, strict=False)):
         if list(bias.shape) != shape[-1:]:
             raise ValueError(f"{op}: biases[{i}] of shape {list(bias.shape)}; want {shape[-1:]}")
     for i, (other_scale, other) in enumerate(zip(other_scales, others, strict=False)):
@@ -222,7 +186,45 @@ def check(
             raise ValueError(f"{op}: scales by shard of a tensor split along the contracted dim; want one scale")
 
 
-lowering.define("all_gather_matmul", definition, lowering.all_gather_matmul)
+def _on_gpus(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):
+    """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
+    biases, scale, scale_of, other_scales, out_dtype, fast_accum = rest
+    call = (
+        lowering.key_of(group, shard, *others, *biases, scale, *other_scales),
+        len(others),
+        dim,
+        size,
+        form,
+        scale_of,
+        out_dtype,
+        fast_accum,
+    )
+    known = lowering.implementations.get(call)
+    if known is None:
+        check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+        at = dim % shard.ndim
+        whole = lowering.dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
+        what = (
+            f"{shard.dtype} {whole} gathered along dim {at}, {form}, scaled by {scale_of}, to "
+            f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}"
+        )
+        reason, run, ranks = lowering.no_peer_access(group), definition, named_group(group)
+        if reason is None:
+            from titanlite.kernels.device import all_gather_matmul as device
+
+            reason = device.obstacle(shard, others, dim, size, ranks.size, form, scale_of)
+        reason = lowering.agree("all_gather_matmul", group, what, lowering.shapes_of(*others), reason)
+        if reason is None:
+            plan = device.plan(shard, others, dim, size, ranks, form, scale, scale_of, out_dtype, fast_accum)
+            run = partial(device.all_gather_matmul, plan)
+        counter = lowering.counted("all_gather_matmul", group, lowering.shapes_of(shard, *others), reason)
+        known = lowering.implementations[call] = counter, run
+    counter, run = known
+    lowering.lowered[counter] += 1
+    return run(shard, others, dim, size, group, form, *rest)
+
+
+lowering.define("all_gather_matmul", definition, _on_gpus)
 
 
 @torch.library.register_fake("titanlite::all_gather_matmul")
@@ -304,23 +306,7 @@ def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> 
     return grad @ (gathered.t() if form == "right" else gathered)
 
 
-def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient of a bias [N] of that dtype, rounded once."""
-    return grad.flatten(0, -2).sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
-
-
-def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
-    """Gradient of `right` in `left @ right`, lying in memory as `right` does.
-
-    A weight [N, K] is passed as its transpose; a gradient of other strides would cost a copy for each weight.
-    """
-    left, grad = left.flatten(0, -2), grad.flatten(0, -2)
-    if right.stride(0) == 1:
-        return (grad.t() @ left).t()
-    return left.t() @ grad
-
-
-lowering.differentiate("all_gather_matmul", lowering.all_gather_matmul, _tensors, _save, _backward)
+lowering.differentiate("all_gather_matmul", _on_gpus, _tensors, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.all_gather_matmul)

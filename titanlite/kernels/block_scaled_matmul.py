@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
-from titanlite.kernels.float8_cast import BLOCK
+from titanlite.kernels.float8_scales import BLOCK
 
 
 def obstacle(device: torch.device) -> str | None:

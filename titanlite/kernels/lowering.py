@@ -11,7 +11,6 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
-from titanlite.kernels.products import DECLARED, NOTHING, out_dtype_of
+from titanlite.kernels.products import DECLARED, NOTHING
 
 
 class Lowered(NamedTuple):
@@ -115,74 +114,8 @@ def differentiate(
     _library.impl(name, call, "Autograd", with_keyset=True)
 
 
-def all_gather_matmul(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):
-    """The operator on a GPU: fused where that is possible, its definition otherwise."""
-    biases, scale, scale_of, other_scales, out_dtype, fast_accum = rest
-    call = (
-        _call(group, shard, *others, *biases, scale, *other_scales),
-        len(others),
-        dim,
-        size,
-        form,
-        scale_of,
-        out_dtype,
-        fast_accum,
-    )
-    known = _verdicts.get(call)
-    if known is None:
-        from titanlite.kernels import all_gather_matmul as stem
-
-        stem.check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
-        at = dim % shard.ndim
-        whole = _dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
-        what = (
-            f"{shard.dtype} {whole} gathered along dim {at}, {form}, scaled by {scale_of}, to "
-            f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}"
-        )
-        reason, run, ranks = no_peer_access(group), stem.definition, named_group(group)
-        if reason is None:
-            from titanlite.kernels.device import all_gather_matmul as device
-
-            reason = device.obstacle(shard, others, dim, size, ranks.size, form, scale_of)
-        reason = agree("all_gather_matmul", group, what, _shapes(*others), reason)
-        if reason is None:
-            plan = device.plan(shard, others, dim, size, ranks, form, scale, scale_of, out_dtype, fast_accum)
-            run = partial(device.all_gather_matmul, plan)
-        known = _verdicts[call] = _row("all_gather_matmul", group, _shapes(shard, *others), reason), run
-    row, run = known
-    lowered[row] += 1
-    return run(shard, others, dim, size, group, form, *rest)
-
-
-def matmul_reduce_scatter(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *rest: Any) -> Tensor:
-    """The operator on a GPU: fused where that is possible, its definition otherwise."""
-    bias, left_scales, right_scales, out_dtype, fast_accum = rest
-    call = _call(group, *lefts, *rights, bias, *left_scales, *right_scales), dim, len(lefts), out_dtype, fast_accum
-    known = _verdicts.get(call)
-    if known is None:
-        from titanlite.kernels import matmul_reduce_scatter as stem
-
-        stem.check(lefts, rights, dim, group, bias, left_scales, right_scales)
-        shapes = _shapes(*lefts, *rights)
-        dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
-        product = _dims([*lefts[0].shape[:-1], rights[0].shape[-1]])
-        what = f"{product} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
-        reason, run, ranks = no_peer_access(group), stem.definition, named_group(group)
-        if reason is None:
-            from titanlite.kernels.device import matmul_reduce_scatter as device
-
-            reason = device.obstacle(lefts, rights, ranks.size)
-        reason = agree("matmul_reduce_scatter", group, what, shapes, reason)
-        if reason is None:
-            run = partial(device.matmul_reduce_scatter, device.plan(lefts, rights, dim, ranks, out_dtype, fast_accum))
-        known = _verdicts[call] = _row("matmul_reduce_scatter", group, shapes, reason), run
-    row, run = known
-    lowered[row] += 1
-    return run(lefts, rights, dim, group, *rest)
-
-
-def _row(op: str, group: str, shapes: str, reason: str | None) -> Lowered:
-    """What is counted of a call; if it should have been fused and is not, that is said, by one rank."""
+def counted(op: str, group: str, shapes: str, reason: str | None) -> Lowered:
+    """Return the row that counts a call; one rank warns of one that should have been fused and is not."""
     row = Lowered(op, shapes, reason, reason in DECLARED)
     if row.reason and not row.declared and named_group(group).rank == 0:
         _logger.warning("%s of %s is not fused: %s", op, shapes, reason)
@@ -247,20 +180,23 @@ def _said_by_all(group: dist.ProcessGroup, own: Any) -> list[Any]:
     return said
 
 
-_verdicts: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
-"""Of calls that have been checked, by everything that the check looks at: how they are counted, and what runs them."""
+implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
+"""Cache of validated calls: key → (counter, implementation)."""
 
 
-def _call(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
+def key_of(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
+    """Return what of a group and of operands a call's validation looks at."""
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return (process_group, *(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors))
 
 
-def _shapes(*tensors: Tensor) -> str:
-    return ", ".join(_dims(t.shape) for t in tensors)
+def shapes_of(*tensors: Tensor) -> str:
+    """Write the shapes of tensors: "8×6, 6×3"."""
+    return ", ".join(dims(t.shape) for t in tensors)
 
 
-def _dims(shape: Iterable[int]) -> str:
+def dims(shape: Iterable[int]) -> str:
+    """Write a shape: "8×6"."""
     return "×".join(map(str, shape))
 
 

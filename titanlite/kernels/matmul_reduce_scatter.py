@@ -8,15 +8,25 @@ that two runs give the same bits (`titanlite/kernels/device/`).
 
 import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
-from titanlite.kernels.all_gather_matmul import all_gather_matmul, gradient_of_bias, gradient_of_right
+from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import named_group, scatter_dim
-from titanlite.kernels.products import FLOAT8, check_together, out_dtype_of, product, product_shape
+from titanlite.kernels.products import (
+    FLOAT8,
+    check_together,
+    gradient_of_bias,
+    gradient_of_right,
+    out_dtype_of,
+    product,
+    product_shape,
+)
 from titanlite.kernels.shapes import split
 
 
@@ -133,7 +143,34 @@ def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -
     return shape
 
 
-lowering.define("matmul_reduce_scatter", definition, lowering.matmul_reduce_scatter)
+def _on_gpus(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *rest: Any) -> Tensor:
+    """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
+    bias, left_scales, right_scales, out_dtype, fast_accum = rest
+    operands = lowering.key_of(group, *lefts, *rights, bias, *left_scales, *right_scales)
+    call = operands, dim, len(lefts), out_dtype, fast_accum
+    known = lowering.implementations.get(call)
+    if known is None:
+        check(lefts, rights, dim, group, bias, left_scales, right_scales)
+        shapes = lowering.shapes_of(*lefts, *rights)
+        dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
+        whole = lowering.dims([*lefts[0].shape[:-1], rights[0].shape[-1]])
+        what = f"{whole} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
+        reason, run, ranks = lowering.no_peer_access(group), definition, named_group(group)
+        if reason is None:
+            from titanlite.kernels.device import matmul_reduce_scatter as device
+
+            reason = device.obstacle(lefts, rights, ranks.size)
+        reason = lowering.agree("matmul_reduce_scatter", group, what, shapes, reason)
+        if reason is None:
+            run = partial(device.matmul_reduce_scatter, device.plan(lefts, rights, dim, ranks, out_dtype, fast_accum))
+        counter = lowering.counted("matmul_reduce_scatter", group, shapes, reason)
+        known = lowering.implementations[call] = counter, run
+    counter, run = known
+    lowering.lowered[counter] += 1
+    return run(lefts, rights, dim, group, *rest)
+
+
+lowering.define("matmul_reduce_scatter", definition, _on_gpus)
 
 
 @torch.library.register_fake("titanlite::matmul_reduce_scatter")
@@ -180,7 +217,7 @@ def _backward(ctx, grads):
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 
-lowering.differentiate("matmul_reduce_scatter", lowering.matmul_reduce_scatter, _tensors, _save, _backward)
+lowering.differentiate("matmul_reduce_scatter", _on_gpus, _tensors, _save, _backward)
 
 
 @register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)

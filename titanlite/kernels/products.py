@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from titanlite.kernels.collectives import gather_dim, named_group
 from titanlite.kernels.shapes import unviewed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -91,6 +92,70 @@ def product(
     accumulated = torch.promote_types(left.dtype, torch.float32)
     wide = left.to(accumulated) @ right.to(accumulated)
     return unviewed((wide if bias is None else wide + bias).to(dtype), shape)
+
+
+def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
+    """Whether the scales of a gathered tensor are gathered with it."""
+    return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
+
+
+def products(
+    gathered: Tensor,
+    scale: Tensor | None,
+    form: str,
+    others: list[Tensor],
+    biases: list[Tensor],
+    other_scales: list[Tensor],
+    out_dtype: torch.dtype | None,
+    fast_accum: bool,
+) -> list[Tensor]:
+    """The products of the gathered tensor, plain."""
+    operand = gathered.t() if form.endswith("_t") else gathered
+    outs: list[Tensor] = []
+    for i, other in enumerate(others):
+        bias, other_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
+        if form.startswith("left"):
+            outs.append(product(operand, other, bias, scale, other_scale, out_dtype, fast_accum))
+        else:
+            turned = scale.reshape(1, -1) if scale is not None and scale.numel() > 1 else scale
+            outs.append(product(other, operand, bias, other_scale, turned, out_dtype, fast_accum))
+    return outs
+
+
+def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, size: int, group: str) -> Tensor | None:
+    """The scale of the gathered tensor: [], or [..., 1] by row."""
+    if scale is None or scale_of == "tensor":
+        return scale
+    rows = [*shard.shape[:-1], 1]
+    if scale_of == "row" and dim == shard.ndim - 1:
+        return scale.view(rows)
+    if scale_of == "shard":
+        scale = scale.expand(rows)
+    return gather_dim(scale.reshape(rows), dim, size, named_group(group))
+
+
+def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:
+    """Shape of each product."""
+    operand = gathered[::-1] if form.endswith("_t") else gathered
+    if form.startswith("left"):
+        return [product_shape(operand, other.shape) for other in others]
+    return [product_shape(other.shape, operand) for other in others]
+
+
+def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of a bias [N] of that dtype, rounded once."""
+    return grad.flatten(0, -2).sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
+
+
+def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
+    """Gradient of `right` in `left @ right`, lying in memory as `right` does.
+
+    A weight [N, K] is passed as its transpose; a gradient of other strides would cost a copy for each weight.
+    """
+    left, grad = left.flatten(0, -2), grad.flatten(0, -2)
+    if right.stride(0) == 1:
+        return (grad.t() @ left).t()
+    return left.t() @ grad
 
 
 def scaled_product(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.kernels import lowering
-from titanlite.kernels.float8_cast import cast_to, scale_of
+from titanlite.kernels.float8_scales import cast_to, scale_of
 
 BLOCK = 128
 """Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width, so that any split of the

@@ -19,7 +19,7 @@ from titanlite.float8 import emulated, fused, numerics, weight
 from titanlite.float8.emulated import Cast
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.numerics import float8_numerics
-from titanlite.kernels.float8_cast import cast_to
+from titanlite.kernels.float8_scales import cast_to
 from titanlite.models.layers import Linear
 from titanlite.training.build import Run, fastest_attention
 from titanlite.training.step import train_step

@@ -71,19 +71,17 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
             for dim in (0, -2) if rank else (0, 0):
                 none: list[Tensor] = []
                 biases = [torch.zeros(other.shape[1])] * rank
-                lowering.all_gather_matmul(
-                    shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None, False
-                )
+                gather._on_gpus(shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None, False)
                 bias = torch.zeros(other.shape[1]) if rank else None
-                lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None, False)
+                scatter._on_gpus([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None, False)
         assert next(calls) == 4  # two operators with w, and two with another shape
         for _ in range(2):  # a weight that does not divide: what stays on a rank need not be equal
-            (out,) = lowering.all_gather_matmul(
+            (out,) = gather._on_gpus(
                 shard, [torch.ones(6, 7 - rank)], 0, 7, group, "left", [], None, "tensor", none, None, False
             )[1:]
             assert out.shape == (7, 7 - rank)
             left, right = torch.ones(8, 7 - rank), torch.ones(7 - rank, 2)
-            out = lowering.matmul_reduce_scatter([left], [right], 0, group, None, none, none, None, False)
+            out = scatter._on_gpus([left], [right], 0, group, None, none, none, None, False)
             assert torch.equal(out, torch.full((4, 2), 13.0))
         assert next(calls) == 4 + 1 + 2
         # One rank says of each new call that it is not fused; all of the 4 × 2 + 2 are counted.
@@ -92,7 +90,7 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
         assert said == ([] if rank else [f"{row.op} of {row.shapes} is not fused: no GPU" for row in lowered])
         unequal = torch.zeros(6, 7 - 2 * rank)
         with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×5 scattered"):
-            lowering.matmul_reduce_scatter([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
+            scatter._on_gpus([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
 
     run_ranks(body, tmp_path)
 
@@ -145,7 +143,7 @@ def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
     def body() -> None:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         shard = torch.zeros(4, 6, dtype=torch.bfloat16)
-        lowering.all_gather_matmul(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
+        gather._on_gpus(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
         assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", declared=True)]
 
     run_ranks(body, tmp_path)

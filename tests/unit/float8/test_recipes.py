@@ -14,7 +14,7 @@ from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import FusedFloat8
 from titanlite.float8.matmul import Float8Matmul, lowering_of, torchao_config
 from titanlite.float8.scope import obstacle
-from titanlite.kernels.float8_cast import cast_to
+from titanlite.kernels.float8_scales import cast_to
 from titanlite.kernels.linear import Matmul
 
 NAMES = recipes.names("float8")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.compile_only import compiling
-from titanlite.kernels.adamw import AdamWState, adamw
+from titanlite.kernels.adamw import AdamWState, Update, adamw
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EPS = torch.finfo(torch.float32).eps
@@ -78,7 +78,7 @@ def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(sizes, at_once):
     got, one = state(SIZES[sizes], torch.float32, "cpu"), torch.ones(())
     gradients = [normal(n, 7, "cpu") for n in SIZES[sizes]]
     with compiling() as compiled:
-        device.Update(got).step(gradients, LR, one, one * 0)
+        Update(got).step(gradients, LR, one, one * 0)
     ptx = compiled["_adamw"].asm["ptx"]
     moved = [(way, int(n or 1)) for way, n in re.findall(r"\b(ld|st)\.global(?:\.v([24]))?\.b32 ", ptx)]
     times = device.BLOCK // (32 * device.WARPS) // at_once  # by each thread

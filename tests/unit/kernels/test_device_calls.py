@@ -33,9 +33,9 @@ pytest.importorskip("triton")
 import triton
 
 from tests.support.compile_only import _Driver, fake_channel
-from titanlite.kernels import all_gather_matmul as gather_definition
+from titanlite.kernels import all_gather_matmul as gather_stem
 from titanlite.kernels import collectives, lowering
-from titanlite.kernels.all_gather_matmul import out_shapes
+from titanlite.kernels import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import (
     block_cast,
@@ -51,7 +51,7 @@ from titanlite.kernels.device import (
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
 from titanlite.kernels.float8_cast import _blocks_like
-from titanlite.kernels.products import NOTHING, SLOWER
+from titanlite.kernels.products import NOTHING, SLOWER, out_shapes, scales_travel
 
 LOADED_FIRST = ["load", "load", "run", "run"]  # rule 4 of the kernels
 
@@ -127,7 +127,7 @@ def launches(monkeypatch) -> Iterator[Launches]:
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_resolve_process_group", place)
     monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
     monkeypatch.setattr(lowering, "agree", lambda op, group, what, own, reason: reason)
-    monkeypatch.setattr(lowering, "_verdicts", {})
+    monkeypatch.setattr(lowering, "implementations", {})
     monkeypatch.setattr(lowering, "lowered", Counter())
     triton.runtime.driver.set_active(_Driver())
     yield found
@@ -152,12 +152,8 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
         rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
         other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
     rest = (biases, scale, case.scale_of, other_scales, case.out_dtype, False)
-    gathered, out, *scales = lowering.all_gather_matmul(
-        shard, [other], case.dim, whole[case.dim], "g", case.form, *rest
-    )
-    assert len(scales) == (
-        case.dtype in FLOAT8 and gather_definition.scales_travel(case.scale_of, case.dim, shard.ndim)
-    )
+    gathered, out, *scales = gather_stem._on_gpus(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
+    assert len(scales) == (case.dtype in FLOAT8 and scales_travel(case.scale_of, case.dim, shard.ndim))
     for result, shape in ((gathered, whole), (out, product), *((scale, [*whole[:-1], 1]) for scale in scales)):
         assert (list(result.shape), result.stride()) == (shape, torch.empty(shape, device="meta").stride())
 
@@ -177,7 +173,7 @@ def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
     if case.dtype in FLOAT8:
         left, right = [*rows, 1] if case.left_scale_of == "row" else [], [1, N] if case.right_scale_of == "row" else []
         scales = [[torch.ones(shape) for _ in inner] for shape in (left, right)]
-    out = lowering.matmul_reduce_scatter(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
+    out = scatter_stem._on_gpus(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
     assert (list(out.shape), out.stride()) == (own, torch.empty(own, device="meta").stride())
 
 
@@ -202,13 +198,13 @@ def test_cases(ranks: int, launches: Launches):
 def gather_rows(x: Tensor, w: Tensor, **changed) -> list[Tensor]:
     to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None}
     to |= {"fast_accum": False} | changed
-    return lowering.all_gather_matmul(x, [w], 0, 4 * x.shape[0], "g", "left", *to.values())
+    return gather_stem._on_gpus(x, [w], 0, 4 * x.shape[0], "g", "left", *to.values())
 
 
 def scatter_rows(xs: list[Tensor], ws: list[Tensor], **changed) -> Tensor:
     to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None}
     to |= {"fast_accum": False} | changed
-    return lowering.matmul_reduce_scatter(xs, ws, 0, "g", *to.values())
+    return scatter_stem._on_gpus(xs, ws, 0, "g", *to.values())
 
 
 def test_biases_of_two_dtypes(launches: Launches):
@@ -236,7 +232,7 @@ def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Laun
     for rank, ranks in ((1, 4), (0, 2)):
         launches.join(rank, ranks)
         launches.arguments.clear()
-        lowering.all_gather_matmul(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
+        gather_stem._on_gpus(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
         out = scatter_rows([torch.zeros(512, 64, dtype=BF16)], [w])
         assert out.shape == (512 // ranks, 256)
         assert all(named["RANKS"] == ranks for named in launches.arguments if "RANKS" in named)

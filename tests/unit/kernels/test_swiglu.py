@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.kernels.float8_cast import cast_to, scale_of
+from titanlite.kernels.float8_scales import cast_to, scale_of
 from titanlite.kernels.swiglu import BLOCK, swiglu, swiglu_cast, swiglu_grad, swiglu_grad_cast
 from titanlite.kernels.swiglu import _swiglu_grad as defined_grad
 

@@ -4,12 +4,8 @@ torch's takes a launch for each handful of tensors and writes the clipped gradie
 float32 where 28 are needed, at three quarters of memory's speed (`scripts/bench/optimizer.py`).
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from titanlite.kernels.adamw import AdamWState
 
 BLOCK = 1024
 """Parameters of a thread block."""
@@ -54,51 +50,3 @@ def _adamw(
         tl.store(parameter + to_p + at, p, mask=inside)
         tl.store(moment + to_m + at, m.to(moment.dtype.element_ty), mask=inside)
         tl.store(moment + to_v + at, v.to(moment.dtype.element_ty), mask=inside)
-
-
-class Update:
-    """The blocks of a state, and where its tensors lie. Gradients lie elsewhere in every step."""
-
-    def __init__(self, state: AdamWState) -> None:
-        first, moment, device = state.parameters[0], state.exp_avg[0], state.updates.device
-        sizes = torch.tensor([p.numel() for p in state.parameters])
-        per_tensor = (sizes + BLOCK - 1) // BLOCK
-        firsts = per_tensor.cumsum(0) - per_tensor
-        owners = torch.arange(len(sizes)).repeat_interleave(per_tensor)
-        placed = [
-            _distances("parameter", state.parameters, first, state),
-            _distances("exp_avg", state.exp_avg, moment, state),
-            _distances("exp_avg_sq", state.exp_avg_sq, moment, state),
-        ]
-        self.state = state
-        self.blocks = int(per_tensor.sum())
-        self.aligned = bool((sizes % 4 == 0).all()) and all(aligned for _, aligned in placed)
-        self.distances = torch.tensor([found for found, _ in placed]).to(device)
-        self.owners = owners.int().to(device)
-        self.numbers = (torch.arange(self.blocks) - firsts[owners]).int().to(device)
-        self.sizes = sizes.to(device)
-        self.decays = torch.tensor(state.weight_decays, dtype=torch.float32, device=device)
-        self.betas = torch.tensor([state.beta1, state.beta2], dtype=torch.float64, device=device)
-
-    def step(self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """What `titanlite.kernels.adamw.adamw` returns."""
-        state, first = self.state, self.state.parameters[0]
-        found, aligned = _distances("gradient", gradients, first, state)
-        distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
-        corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
-        _adamw[(self.blocks,)](
-            first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
-            corrections, divisor, skip,
-            lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
-            self.aligned and aligned, BLOCK, num_warps=WARPS,
-        )  # fmt: skip
-
-
-def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:
-    """How many elements behind `base` each tensor lies, and whether all begin at a multiple of 16 bytes."""
-    for i, (t, p) in enumerate(zip(tensors, state.parameters, strict=True)):
-        if t.dtype != base.dtype or t.numel() != p.numel() or not t.is_contiguous():
-            found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
-            raise ValueError(f"AdamW: {kind} {i} is {found}; it must be {base.dtype}, contiguous, {p.numel()} elements")
-    addresses, start = [t.data_ptr() for t in tensors], base.data_ptr()
-    return [(a - start) // base.itemsize for a in addresses], not any(a % 16 for a in addresses)

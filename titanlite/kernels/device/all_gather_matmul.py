@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.all_gather_matmul import gather_scale, out_shapes, products
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.device.channel import COUNTERS, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
@@ -38,7 +37,16 @@ from titanlite.kernels.device.specialised import (
     teams,
 )
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, MAX_RANKS, NOTHING, SLOWER, out_dtype_of
+from titanlite.kernels.products import (
+    FLOAT8,
+    MAX_RANKS,
+    NOTHING,
+    SLOWER,
+    gather_scale,
+    out_dtype_of,
+    out_shapes,
+    products,
+)
 from titanlite.kernels.shapes import Split, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.float8_cast import scale_of, to_bytes
 from titanlite.kernels.device.launch import launch
-from titanlite.kernels.float8_cast import BLOCK
+from titanlite.kernels.float8_scales import BLOCK
 
 _WORD = (
     "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}x2.f32 low, $2, $1; cvt.rn.satfinite.{0}x2.f32 high, $4, $3;"

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.launch import cdiv, launch
-from titanlite.kernels.float8_cast import EPS as LEAST
+from titanlite.kernels.float8_scales import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
 ROWS, COLUMNS = 128, 128
@@ -46,7 +46,7 @@ def _quotient(most, value):
 
 @triton.jit
 def scale_of(amax, most, POW2: tl.constexpr):
-    """Scale and unit for maxima, given as the bits of float32; `titanlite.kernels.float8_cast.scale_of` says which."""
+    """Return scale and unit for maxima, given as the bits of float32, as `float8_scales.scale_of` has them."""
     if POW2:
         amax = tl.maximum(amax, tl.full((), EPS, tl.float32).to(tl.int32, bitcast=True))
         top = most.to(tl.int32, bitcast=True)

@@ -1,0 +1,54 @@
+"""Scales of float8 tensors, and the elementwise cast by them.
+
+They are torchao's (`torchao.float8.float8_utils.amax_to_scale`): a quotient in float64, rounded to float32. Rounded
+down to a power of two they are taken from exponent and mantissa, where torchao takes a logarithm: the same bits unless
+the quotient is within its rounding of the next power, which maxima in bfloat16 or float8 never are.
+"""
+
+import torch
+from torch import Tensor
+
+EPS = 1e-12
+"""The least maximum that a scale is made of."""
+
+BLOCK = 128
+"""Columns of a block that has a scale of its own, and rows if it is as high as it is wide."""
+
+_TOPS = {
+    dtype: int(torch.tensor(torch.finfo(dtype).max, device="cpu").view(torch.int32))
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+}
+"""Greatest numbers, as the bits of a float32."""
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """What takes numbers up to `amax` to the range of a float8 dtype.
+
+    Args:
+        amax: any shape; at least EPS is assumed.
+        dtype: float8.
+        pow2: round down to a power of two.
+
+    Returns:
+        The scale and its inverse, the value of one unit; float32, NaN where `amax` is not finite and `pow2` is set.
+    """
+    if not pow2:
+        scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
+        return scale, scale.reciprocal()
+    amax, top = amax.float().clamp(min=EPS), _TOPS[dtype]
+    # A mantissa above that of the greatest number carries into the exponent; what is not finite becomes NaN.
+    exponent = 254 + (top >> 23) - 127 - ((amax.view(torch.int32) + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
+    of_numbers = amax - amax
+    return tuple((e << 23).view(torch.float32) + of_numbers for e in (exponent, 254 - exponent))  # type: ignore[return-value]
+
+
+def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x · scale` in float8: what is too large becomes the largest, NaN stays. Elementwise, for compilers to fuse.
+
+    Args:
+        x: any shape and float dtype.
+        scale: float32, broadcast.
+        dtype: float8.
+    """
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-most, most).to(dtype)
