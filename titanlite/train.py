@@ -48,7 +48,7 @@ def main() -> None:
     from titanlite.training.train import train  # torch is imported here, not before
 
     watched = launcher if run.config.job.stop_with_launcher else None
-    train(run.config, run.dims, run.save_list, run.float8, folder, notices, warnings, watched)
+    train(run, folder, notices, warnings, watched)
 
 
 if __name__ == "__main__":

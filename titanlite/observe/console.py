@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
-from titanlite.observe.metrics import Float8Row, StepRow, ValidationRow
+from titanlite.observe.metrics import Float8Row, Row, StepRow
 from titanlite.redact import redact
 
 if TYPE_CHECKING:
@@ -58,31 +58,15 @@ class Console:
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._bar: tuple[Progress, TaskID] | None = None
 
-    def step(self, row: StepRow) -> None:
-        """Show one logged step."""
-        self._seconds.append(row.seconds)
-        left = (self._total - row.step) * statistics.median(self._seconds)
-        line = step_line(row, self._total, left)
-        self._log(line)
-        if self._rank == 0:
-            self._show(line, done=row.step)
-
-    def validation(self, row: ValidationRow) -> None:
-        """Show one validation."""
-        line = f"{_progress(row.step, self._total)}  validation loss {row.validation_loss:.4f}"
-        self._log(line)
-        if self._rank == 0:
-            self._show(line, done=row.step)
-
-    def float8(self, row: Float8Row) -> None:
-        """Show the layer whose product is the least exact, and the most that a layer clamps and loses."""
-        sqnr = {key: number for key, number in row.layers.items() if key.startswith("float8_output_sqnr_db.")}
-        worst = min(sqnr, key=sqnr.__getitem__)
-        clamped, lost = (
-            max(number for key, number in row.layers.items() if f"_{what}." in key) for what in ("saturated", "flushed")
-        )
-        line = f"{_progress(row.step, self._total)}  float8 at least {sqnr[worst]:.1f} dB, {worst.partition('.')[2]}; "
-        line += f"at most {clamped:.2%} beyond the range, {lost:.2%} became zero"
+    def write(self, row: Row) -> None:
+        """Show one row in a line."""
+        if isinstance(row, StepRow):
+            self._seconds.append(row.seconds)
+            line = step_line(row, self._total, (self._total - row.step) * statistics.median(self._seconds))
+        elif isinstance(row, Float8Row):
+            line = f"{_progress(row.step, self._total)}  {_float8(row)}"
+        else:
+            line = f"{_progress(row.step, self._total)}  validation loss {row.validation_loss:.4f}"
         self._log(line)
         if self._rank == 0:
             self._show(line, done=row.step)
@@ -203,6 +187,17 @@ def duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{h}:{m:02}:{s:02}"
+
+
+def _float8(row: Float8Row) -> str:
+    """The layer whose product is the least exact, and the most that a layer clamps and loses."""
+    sqnr = {key: number for key, number in row.layers.items() if key.startswith("float8_output_sqnr_db.")}
+    worst = min(sqnr, key=sqnr.__getitem__)
+    clamped, lost = (
+        max(number for key, number in row.layers.items() if f"_{what}." in key) for what in ("saturated", "flushed")
+    )
+    line = f"float8 at least {sqnr[worst]:.1f} dB, {worst.partition('.')[2]}; "
+    return line + f"at most {clamped:.2%} beyond the range, {lost:.2%} became zero"
 
 
 def _progress(step: int, total: int) -> str:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from titanlite.durable import LOOK_S, append_plain, earlier, is_at, open_plain, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
@@ -77,6 +77,14 @@ class Float8Row:
 
 
 Row = StepRow | ValidationRow | Float8Row
+
+
+class Observer(Protocol):
+    """Something that is given each row when it is logged: a console, a file, a page."""
+
+    def write(self, row: Row) -> None:
+        """Take one row."""
+        ...
 
 
 class MetricsFile:

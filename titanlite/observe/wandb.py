@@ -25,6 +25,7 @@ from pathlib import Path
 
 from titanlite.config.schema import Config
 from titanlite.durable import open_plain, read_plain, write_durably
+from titanlite.observe.metrics import Row
 from titanlite.redact import redact, redact_tree
 
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
@@ -90,8 +91,8 @@ class WandbRun:
         os.set_blocking(reports, False)
         self._tell(json.dumps(work))
 
-    def row_written(self) -> None:
-        """Note that metrics.jsonl has one row more, and warn of what has failed meanwhile. Never waits."""
+    def write(self, row: Row) -> None:
+        """Count a row, which its process takes from metrics.jsonl; warn of what has failed meanwhile. Never waits."""
         self._rows += 1
         if self._process is not None and not self._failed:
             self._hear(self._process.poll())

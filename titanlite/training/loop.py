@@ -19,6 +19,7 @@ from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.durable import LOOK_S
 from titanlite.errors import DataError, FolderLostError
 from titanlite.float8.numerics import float8_numerics
+from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
 from titanlite.preflight.run_folder import RunFolder
@@ -35,7 +36,7 @@ ROLL_CALL = 0.5
 """Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Loop:
     """One run with everything around it."""
 
@@ -45,6 +46,7 @@ class Loop:
     checkpoints: Checkpoints
     background: Background | None  # what writes them, if training does not wait for it
     report: Report
+    metrics: MetricsFile | None  # on rank 0
     profiler: Profiler
     watchdog: Watchdog
     stop: StopSignals
@@ -196,7 +198,8 @@ class Loop:
         """Flush the rows to disk on rank 0, which alone has the file, and may find the disk full."""
         self._keep_folder()
         with self.folder.write_errors_explained():
-            self.report.sync()
+            if self.metrics:
+                self.metrics.sync()
 
     def _say_saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:

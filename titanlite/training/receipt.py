@@ -1,4 +1,4 @@
-"""The receipt's entries that no feature adds by itself: of the data, and what the first step shows.
+"""The receipt's entries that no feature adds by itself: what the first step shows.
 
 Everything is read off the run itself: dtypes off real tensors, the attention back end off torch's own choice for this
 run's shapes, the rules of the save-list off their matches.
@@ -13,8 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.activation_checkpoint.rules import rule_in_words
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.data.shards import Meta
-from titanlite.data.tokenizer import few_ids
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.forecast.choose_save_list import in_words
@@ -29,50 +27,6 @@ from titanlite.parallel.tensor import ParallelLinear, VocabParallelEmbedding, is
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.receipt import Receipt, Skipped
 from titanlite.training.build import Run
-
-
-def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[str]:
-    """Add what a source gave, and what of it is not trained on.
-
-    Args:
-        receipt: of the run.
-        key: "data.source" or "validation.source".
-        meta: of its shards.
-        vocab_size: of the model.
-
-    Returns:
-        Warnings: of bad records which were skipped, as many named as there are places kept of; of text that the
-        tokenizer does not know; and of token files with few of the model's ids.
-    """
-    applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
-    if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
-        applied["skipped_files"] = len(meta.skipped)
-    if meta.tokenizer:  # token files do not say where a document ends
-        applied["documents"] = meta.documents
-    unnamed = meta.n_bad_records - len(meta.bad_records)
-    more = [f"and {unnamed:,} more"] * (unnamed > 0)
-    left_out = [Skipped(record, "a bad record", is_told=True) for record in (*meta.bad_records, *more)]
-    rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
-    left_out += [Skipped(what, rule) for what in meta.skipped]
-    if meta.max_tokens:
-        applied["max_tokens"] = meta.max_tokens
-        left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}", is_told=True))
-    if meta.n_unknown:
-        applied["unknown"] = meta.n_unknown
-    receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
-    warnings: list[str] = []
-    if meta.n_bad_records:
-        count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
-        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *meta.bad_records, *more]))
-    if meta.n_unknown:
-        share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
-        warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
-    if not meta.tokenizer:
-        n_ids = 1 + max(shard.max_id for shard in meta.shards)
-        fix = "set model.vocab_size to that of the tokenizer that made the files"
-        if few := few_ids(n_ids, f"{key} = {meta.source}", vocab_size, fix):
-            warnings.append(few)
-    return warnings
 
 
 def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:

@@ -6,6 +6,7 @@ ahead of the device, every step is checked and can be logged, and the device is 
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +16,9 @@ from titanlite.config.schema import Config
 from titanlite.errors import StepError
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.metrics import Float8Row, MetricsFile, Row, StepRow, ValidationRow
+from titanlite.observe.metrics import Float8Row, Observer, Row, StepRow, ValidationRow
 from titanlite.observe.peak_flops import peak_flops
 from titanlite.observe.status import Status
-from titanlite.observe.wandb import WandbRun
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -89,42 +89,60 @@ class Outcome:
     done: Moment
 
 
+@dataclass(frozen=True)
+class Position:
+    """How far training is, counted from the last step that was done before this process.
+
+    Attributes:
+        start: that step.
+        samples_before: sequences trained on up to it, of whatever batch size.
+        global_batch_size: sequences of a step from now on.
+        n_samples: sequences of the source, an epoch.
+        seq_len: S.
+        world: number of processes.
+    """
+
+    start: int
+    samples_before: int
+    global_batch_size: int
+    n_samples: int
+    seq_len: int
+    world: int
+
+    def samples(self, step: int) -> int:
+        """Sequences trained on up to a step, over all ranks."""
+        return self.samples_before + (step - self.start) * self.global_batch_size
+
+    def tokens(self, step: int) -> int:
+        """Tokens trained on up to a step, over all ranks."""
+        return self.samples(step) * self.seq_len
+
+
 class Report:
     """Checks and logs the steps of one rank.
 
     Args:
         config: the config.
+        position: where training begins, and what a step adds.
         flops: of a training step, per token, as MFU counts them.
         device: this process's.
-        world: number of processes.
-        samples_before: sequences trained on before the first step of this process.
-        start: last step that was done before.
-        console: of this rank.
-        metrics: on rank 0, else None.
-        wandb: where it is on, else None.
-        global_batch_size: sequences of a step.
-        n_samples: sequences of the source, an epoch.
+        console: of this rank, also for what is no row.
+        status: told each step.
+        observers: given each row.
     """
 
     def __init__(
         self,
         config: Config,
+        position: Position,
         flops: int,
         device: torch.device,
-        world: int,
-        samples_before: int,
-        start: int,
         console: Console,
-        metrics: MetricsFile | None,
         status: Status,
-        wandb: WandbRun | None,
-        global_batch_size: int,
-        n_samples: int,
+        observers: Sequence[Observer],
     ) -> None:
-        self.config, self.device, self.world = config, device, world
-        self.console, self.metrics, self.status, self.wandb = console, metrics, status, wandb
-        self._samples_before, self._start, self._batch = samples_before, start, global_batch_size
-        self._n_samples = n_samples
+        self.config, self.position, self.device = config, position, device
+        self.console, self.status, self.observers = console, status, observers
         self._flops = flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
@@ -140,13 +158,6 @@ class Report:
     def _start_clock(self, since: Moment) -> None:
         self._since, self._steps, self._waited = since, 0, 0.0
 
-    def tokens(self, step: int) -> int:
-        """Tokens trained on up to a step, over all ranks."""
-        return self._samples(step) * self.config.training.seq_len
-
-    def _samples(self, step: int) -> int:
-        return self._samples_before + (step - self._start) * self._batch
-
     def step(self, outcome: Outcome) -> None:
         """Check one step and, if it is due, log it.
 
@@ -160,15 +171,16 @@ class Report:
         if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
             return
         seconds = outcome.done.seconds_since(self._since) / self._steps
-        rate = self._batch * self.config.training.seq_len / seconds / self.world
+        at, step = self.position, outcome.step
+        rate = at.global_batch_size * at.seq_len / seconds / at.world
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
-            step=outcome.step,
+            step=step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
-            tokens=self.tokens(outcome.step),
-            epoch=self._samples(outcome.step) / self._n_samples,
+            tokens=at.tokens(step),
+            epoch=at.samples(step) / at.n_samples,
             tokens_per_second_per_gpu=rate,
             tflops_per_gpu=rate * self._flops / 1e12,
             mfu=rate * self._flops / self._peak,
@@ -178,43 +190,30 @@ class Report:
             data_wait_seconds=self._waited / self._steps,
         )
         self._start_clock(outcome.done)
-        self.console.step(row)
-        self._record(row)
+        self._write(row)
 
     def validation(self, step: int, loss: float) -> None:
         """Log one validation."""
-        row = ValidationRow(step=step, tokens=self.tokens(step), validation_loss=loss)
-        self.console.validation(row)
-        self._record(row)
+        self._write(ValidationRow(step=step, tokens=self.position.tokens(step), validation_loss=loss))
 
     def float8(self, step: int, layers: dict[str, float]) -> None:
         """Log what float8 did to each layer; see `titanlite.float8.numerics`."""
-        if not layers:  # which the receipt has said
-            return
-        row = Float8Row(step=step, tokens=self.tokens(step), layers=layers)
-        self.console.float8(row)
-        self._record(row)
+        if layers:  # else the receipt has said so
+            self._write(Float8Row(step=step, tokens=self.position.tokens(step), layers=layers))
 
-    def sync(self) -> None:
-        """Make what is logged so far durable, before a checkpoint that counts on it."""
-        if self.metrics:
-            self.metrics.sync()
-
-    def _record(self, row: Row) -> None:
-        if self.metrics:
-            self.metrics.write(row)
-        if self.wandb:
-            self.wandb.row_written()
+    def _write(self, row: Row) -> None:
+        for observer in self.observers:
+            observer.write(row)
 
     def _check_finite(self, outcome: Outcome) -> None:
         if not outcome.skipped:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        first = self._samples(outcome.step - 1)
+        first, batch = self.position.samples(outcome.step - 1), self.position.global_batch_size
         seen = (
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
-            f"{first + self._batch - 1} of the data order"
+            f"{first + batch - 1} of the data order"
         )
         skips = self.config.training.on_nonfinite == "skip"
         if skips and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:

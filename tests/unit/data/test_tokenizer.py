@@ -14,7 +14,7 @@ from titanlite.data.prepare import check_inputs, prepare
 from titanlite.data.tokenizer import load
 from titanlite.errors import DataError
 from titanlite.receipt import Receipt
-from titanlite.training.receipt import add_data
+from titanlite.training.data import add_data
 
 
 def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **extra: Any) -> Path:

@@ -37,12 +37,12 @@ def run(rank, local_rank, folder):
     stream = io.StringIO()
     console = Console(rank, local_rank, 10_000, folder, stream)
     console.notice("8 processes [mesh 2x4]")
-    console.step(replace(ROW, seconds=3.0))
+    console.write(replace(ROW, seconds=3.0))
     console.warning("no peak")
-    console.validation(ValidationRow(120, 1, 2.5))
+    console.write(ValidationRow(120, 1, 2.5))
     numbers = {"output_sqnr_db": (28.5, 24.52), "input_saturated": (0.0, 0.001), "weight_flushed": (0.25, 0.5)}
     layers = {f"float8_{name}.layers.{n}.w": value[n] for name, value in numbers.items() for n in (0, 1)}
-    console.float8(Float8Row(120, 1, layers))
+    console.write(Float8Row(120, 1, layers))
     log = (folder / f"rank{rank}.log").read_text()  # while the run goes on, which may be killed
     console.close()
     return stream.getvalue(), log
@@ -102,10 +102,10 @@ def test_the_compiling_first_step_does_not_spoil_the_estimate(tmp_path):
     stream = io.StringIO()
     console = Console(0, 0, 103, tmp_path, stream)
     for step, seconds in ((1, 300.0), (2, 1.0), (3, 1.0)):
-        console.step(replace(ROW, step=step, seconds=seconds))
+        console.write(replace(ROW, step=step, seconds=seconds))
     assert stream.getvalue().endswith("eta 0:01:40\n")
     for step in range(4, 64):
-        console.step(replace(ROW, step=step, seconds=4.0 if step < 44 else 2.0))
+        console.write(replace(ROW, step=step, seconds=4.0 if step < 44 else 2.0))
     assert stream.getvalue().endswith("eta 0:01:20\n")  # of the last twenty lines
     console.close()
 
@@ -133,9 +133,9 @@ def test_what_nobody_reads_any_more_does_not_end_a_run(tmp_path, kind):
     ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
     with os.fdopen(theirs, "w") as stream:
         console = Console(0, 0, 240, tmp_path, stream)
-        console.step(ROW)
+        console.write(ROW)
         os.close(ours)
-        console.step(ROW)
+        console.write(ROW)
         console.notice("saved")
         console.close()
         os.dup2(os.open(os.devnull, os.O_WRONLY), theirs)  # for what the stream still holds
@@ -169,8 +169,8 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
         console.notice("[red]text in brackets is not markup[/red]")
         console.notice("x" * 200)
         others = sys.stdout, sys.stderr, threading.enumerate()
-        console.step(ROW)
-        console.step(ROW)
+        console.write(ROW)
+        console.write(ROW)
         assert (
             sys.stdout,
             sys.stderr,

@@ -30,7 +30,7 @@ metrics = MetricsFile(path, first - 1)
 run = module.WandbRun(config, folder, path, lambda text: print("WARN", text))
 def write(row):
     metrics.write(row)
-    run.row_written()
+    run.write(row)
 for step in range(first, last + 1):
     write(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
 write(ValidationRow(last, 1000 * last, 2.25))
@@ -242,8 +242,9 @@ def run_with(tmp_path, monkeypatch, warned):
         config = Config(job=Job(name="x"), metrics=Metrics(wandb=mode))
         run = WandbRun(config, path.parent, path, warned.append)
         for step in range(3):
-            metrics.write(ValidationRow(step, step, 1.0))
-            run.row_written()
+            row = ValidationRow(step, step, 1.0)
+            metrics.write(row)
+            run.write(row)
         while run._taken < taken:
             time.sleep(0.01)
             run._hear(None)
@@ -354,7 +355,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_shows_no_secret(monk
     (tmp_path / "not-a-folder").write_text("")
     config = Config(job=Job(name="x"), metrics=Metrics(wandb="offline"))
     run = WandbRun(config, tmp_path / "not-a-folder/run", tmp_path / "metrics.jsonl", warned.append)
-    run.row_written()
+    run.write(ValidationRow(1, 1, 1.0))
     run.finish()
     assert len(warned) == 1
     assert "wandb: cannot start (" in warned[0]

@@ -34,7 +34,7 @@ run = module.WandbRun(config, folder, folder / "metrics.jsonl", print) if mode !
 def write(row):
     metrics.write(row)
     if run:
-        run.row_written()
+        run.write(row)
 for step in range(first, last + 1):
     if step % int(log_freq) == 0:
         write(StepRow(step, float(loss), 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))

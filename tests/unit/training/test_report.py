@@ -19,7 +19,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.status import Status
-from titanlite.training.report import InFlight, Moment, Outcome, Report
+from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
 
 SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD, EPOCH = torch.device("cpu"), 64, 8, 2, 44
@@ -44,7 +44,8 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
     status = Status(folder / "status.json")
     with closing(console), closing(metrics):
-        yield Report(config, FLOPS, CPU, WORLD, samples_before, start, console, metrics, status, None, BATCH, EPOCH)
+        position = Position(start, samples_before, BATCH, EPOCH, S, WORLD)
+        yield Report(config, position, FLOPS, CPU, console, status, [console, metrics])
 
 
 def outcome(step: int, seconds: float, wait: float) -> Outcome:

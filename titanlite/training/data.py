@@ -1,0 +1,146 @@
+"""The token shards of a run, the same on every rank, and the batches that this rank takes of them."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from titanlite.checkpoint.collective import on_all_ranks
+from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import Meta, TokenShards
+from titanlite.data.tokenizer import few_ids
+from titanlite.errors import DataError, Problem, describe
+from titanlite.observe.console import Console
+from titanlite.parallel.mesh import Mesh
+from titanlite.preflight.checked_run import CheckedRun
+from titanlite.receipt import Receipt, Skipped
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The corpora of a run.
+
+    Attributes:
+        train: what it trains on.
+        held_out: what it validates on, if it does.
+    """
+
+    train: TokenShards
+    held_out: TokenShards | None
+
+    @property
+    def sources(self) -> dict[str, TokenShards]:
+        """The corpora by the key that names the source of each."""
+        return {"data.source": self.train} | ({"validation.source": self.held_out} if self.held_out else {})
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Fingerprints of the training data as a checkpoint holds them: of its tokens and of its tokenizer."""
+        return {"corpus": self.train.fingerprint, "tokenizer": self.train.tokenizer}
+
+
+def open_data(asked: CheckedRun, progress: bool) -> Corpora:
+    """Prepare the sources of a run, or find what an earlier one has prepared.
+
+    Args:
+        asked: the run.
+        progress: whether this process shows how far it is.
+    """
+    config, vocab_size = asked.config, asked.dims.vocab_size
+    train, held_out = prepare(config.data.source, config.data, vocab_size, progress=progress), None
+    if config.validation.enable:
+        source = config.validation.source
+        held_out = prepare(source, config.data, vocab_size, progress=progress, key="validation.source")
+    return Corpora(train, held_out)
+
+
+def require_same_data(data: Corpora) -> None:
+    """Raise, on every rank, if ranks hold different data, as hosts with different files, or Pythons, do."""
+    for key, corpus in data.sources.items():  # with unequal validation, ranks would wait for each other
+        of_ranks = on_all_ranks(partial(getattr, corpus, "fingerprint"))
+        different = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
+        if different:
+            seen = f"different tokens on rank {different[0]} than on rank 0"
+            want = "the same files on every host"
+            fix = "name files of your own; python_stdlib differs between Python versions"
+            raise DataError(describe("data", [Problem(key, seen, want, fix)]))
+
+
+def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Console, rank: int) -> None:
+    """Say what the sources gave, on the console and in the receipt."""
+    for key, source in data.sources.items():
+        if source.files:
+            console.notice(f"{key}: {source.files}")
+        if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
+            what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
+            console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
+        for text in add_data(receipt, key, source.meta, vocab_size):
+            if rank == 0:
+                console.warning(text)
+
+
+def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[str]:
+    """Add what a source gave, and what of it is not trained on.
+
+    Args:
+        receipt: of the run.
+        key: "data.source" or "validation.source".
+        meta: of its shards.
+        vocab_size: of the model.
+
+    Returns:
+        Warnings: of bad records which were skipped, as many named as there are places kept of; of text that the
+        tokenizer does not know; and of token files with few of the model's ids.
+    """
+    applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
+    if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
+        applied["skipped_files"] = len(meta.skipped)
+    if meta.tokenizer:  # token files do not say where a document ends
+        applied["documents"] = meta.documents
+    unnamed = meta.n_bad_records - len(meta.bad_records)
+    more = [f"and {unnamed:,} more"] * (unnamed > 0)
+    left_out = [Skipped(record, "a bad record", is_told=True) for record in (*meta.bad_records, *more)]
+    rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
+    left_out += [Skipped(what, rule) for what in meta.skipped]
+    if meta.max_tokens:
+        applied["max_tokens"] = meta.max_tokens
+        left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}", is_told=True))
+    if meta.n_unknown:
+        applied["unknown"] = meta.n_unknown
+    receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
+    warnings: list[str] = []
+    if meta.n_bad_records:
+        count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
+        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *meta.bad_records, *more]))
+    if meta.n_unknown:
+        share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
+        warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
+    if not meta.tokenizer:
+        n_ids = 1 + max(shard.max_id for shard in meta.shards)
+        fix = "set model.vocab_size to that of the tokenizer that made the files"
+        if few := few_ids(n_ids, f"{key} = {meta.source}", vocab_size, fix):
+            warnings.append(few)
+    return warnings
+
+
+def open_batches(
+    data: Corpora, asked: CheckedRun, mesh: Mesh, per_step: int, samples: int
+) -> tuple[TrainBatches, ValidationBatches | None]:
+    """Begin to read this rank's batches.
+
+    Args:
+        data: the corpora.
+        asked: the run.
+        mesh: the mesh.
+        per_step: sequences of a step.
+        samples: sequences trained on before.
+
+    Returns:
+        Batches to train on, to be closed; and to validate on, if the run does.
+    """
+    training, held_out = asked.config.training, data.held_out
+    where: dict[str, int] = {"seq_len": training.seq_len, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    where |= {"local_batch_size": training.local_batch_size, "global_batch_size": per_step}
+    train = TrainBatches(data.train, seed=training.seed, position=samples, device=mesh.device, **where)
+    if held_out is None:
+        return train, None
+    return train, ValidationBatches(held_out, steps=asked.config.validation.steps, device=mesh.device, **where)

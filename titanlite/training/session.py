@@ -1,0 +1,81 @@
+"""What a process has from its start to its end, whatever becomes of the run; and what it says when that ends early."""
+
+import math
+import os
+import re
+import signal
+from contextlib import suppress
+
+from titanlite.checkpoint.publish import complete_steps
+from titanlite.errors import FolderLostError
+from titanlite.kernels.device.channel import peer_failure
+from titanlite.models.mistakes import blamed
+from titanlite.observe.console import Console
+from titanlite.observe.guard import Guard
+from titanlite.observe.status import Status
+from titanlite.preflight.checked_run import CheckedRun
+from titanlite.preflight.launcher import Launcher
+from titanlite.preflight.run_folder import RunFolder
+from titanlite.training.stop import StopSignals
+
+_PEER_ENDED = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
+# By gloo and NCCL, among much else.
+_NAMES_A_PEER = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
+
+
+class Session:
+    """This process's part in a run: its log, its status, what watches it, and the signals that end it.
+
+    Args:
+        asked: the run, checked.
+        folder: claimed by rank 0.
+        console: of this rank.
+        launcher: whose end ends the run; None: nobody's.
+    """
+
+    def __init__(self, asked: CheckedRun, folder: RunFolder, console: Console, launcher: Launcher | None) -> None:
+        self.asked, self.folder, self.console = asked, folder, console
+        self.rank, self.local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        saved = complete_steps(folder.checkpoints)
+        self.guard = Guard(folder.status, self.rank)
+        step = saved[-1] if saved else 0
+        self.status = Status(folder.status, step, self.rank, console.warning, lambda: folder.is_ours)
+        if self.rank == 0:
+            self.guard.runs(math.inf)  # the others' first word comes when the file is that of this run
+        self.stop = StopSignals(asked.config.checkpoint.enable, self._end_at_once, launcher=launcher)
+
+    def interrupted(self) -> None:
+        """Say that a signal has ended the run, before its steps or in the midst of them."""
+        by, status, console = self.stop.received or signal.SIGINT.name, self.status, self.console
+        if not self.stop.is_in_steps:
+            status.stopped(status.step, by)
+            console.notice(f"stopped by {by} before step {status.step + 1}")
+            if by == signal.SIGTERM.name and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                console.notice("torchrun sends it, too, when another process has ended: its output says which")
+            return
+        by, saved = f"a second signal, {by}", complete_steps(self.folder.checkpoints)
+        status.stopped(status.step, by)
+        kept = f"the newest checkpoint is of step {saved[-1]}" if saved else "there is no checkpoint"
+        console.notice(f"stopped at once by {by}, after step {status.step}; {kept}")
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Say that the run has failed; return what it failed of, which may be another rank, or a user's model file."""
+        peer = peer_failure()
+        if self.status.stall and isinstance(error, RuntimeError):  # of a rank that its own watchdog has ended
+            peer = peer or TimeoutError(self.status.stall)
+        if isinstance(error, RuntimeError) and _NAMES_A_PEER.search(str(error)):
+            peer = peer or ConnectionError(_PEER_ENDED)
+        mistake, file = None, self.asked.config.model.file
+        if file and not peer:
+            mistake = blamed(error, os.path.abspath(file), self.folder.logs / f"rank{self.rank}.log")
+        with suppress(OSError):  # of a full disk, which may be the error itself
+            self.console.failed(peer or error)  # with the traceback
+        cause = peer or mistake or error
+        if not isinstance(error, FolderLostError):  # of another job's folder, whose status is that one's
+            with suppress(OSError):
+                self.status.failed(cause)
+        return cause
+
+    def _end_at_once(self) -> None:
+        self.interrupted()
+        self.guard.close()
