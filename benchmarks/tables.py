@@ -1,0 +1,184 @@
+"""Write the tables of docs/performance.md from the rows of benchmarks/results: python benchmarks/tables.py
+
+A row of `results/*.jsonl` is one measurement: what was run, on which GPU, of which commit, when, the numbers with their
+units in the names, and the floor or peer that they are held against. Speed is of each GPU; a list is a range. A run's
+command takes `--config` and `flags` from its row; `held` names the tests that hold a prediction against it, and `table`
+the table that shows it. In the page, a table stands between two comments.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+NAMES = {"qwen3": "Qwen3", "gemma3": "Gemma 3", "gpt2": "GPT-2"}
+Row = dict[str, Any]
+
+
+def rows(name: str, **equal: object) -> list[Row]:
+    """Return the rows of `results/<name>.jsonl` that have these values."""
+    found = map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
+    return [row for row in found if all(row.get(key) == value for key, value in equal.items())]
+
+
+def table(head: str, lines: list[list[object]]) -> str:
+    """Return a Markdown table; None is an empty cell."""
+    text = [
+        ["" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in line] for line in lines
+    ]
+    columns = [cell.strip() for cell in head.split("|")]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *text])
+
+
+def flags(row: Row) -> dict[str, str]:
+    """Return a run's flags by their last name; those without a value have "true"."""
+    found: dict[str, str] = {}
+    for flag in row["flags"].split("--")[1:]:
+        key, _, value = flag.strip().partition(" ")
+        found[key.replace("activation_checkpoint.recipe", "save_list").rpartition(".")[2]] = value or "true"
+    return found
+
+
+def layout(row: Row) -> str:
+    """Return the layout of a run, as `FSDP 2 × TP 2, async`."""
+    given = flags(row)
+    tensor, replicas = (int(given.get(f"{of}_degree", 1)) for of in ("tensor_parallel", "data_parallel_replicate"))
+    axes = {"replicas": replicas, "FSDP": row["world"] // tensor // replicas, "TP": tensor}
+    text = " × ".join(f"{name} {ranks}" for name, ranks in axes.items() if ranks > 1) or "1 GPU"
+    text += ", async" if "async_tensor_parallel" in given else ""
+    batch, length = given.get("local_batch_size", "2"), given.get("seq_len", "8192")
+    return text if (batch, length) == ("2", "8192") else f"{text}, {batch} × {length} tokens"
+
+
+def model(row: Row) -> str:
+    """Return the model of a run, as `Qwen3 0.6B` or `8B, 12 layers`."""
+    given = flags(row)
+    if "dim" in given:
+        return f"Llama of {given['n_layers']} layers, {given['dim']} wide"
+    size = re.sub(r".*_(\w+)\.toml", r"\1", row["config"]).upper()
+    size = f"{NAMES[given['name']]} {given['flavor']}" if "name" in given else size
+    return size + (f", {given['n_layers']} layers" if "n_layers" in given else "")
+
+
+def save_list(row: Row) -> str:
+    """Return the save-list of a run, with the budget of `auto`, and whether the run was compiled."""
+    given = flags(row)
+    budget = f", {given['budget_gib']} GiB" if "budget_gib" in given else ""
+    return f"`{given['save_list']}`{budget}{', not compiled' if given.get('enable') == 'false' else ''}"
+
+
+def float8(row: Row) -> str:
+    """Return the float8 recipe of a run, or bf16."""
+    recipe = flags(row).get("recipe")
+    return f"`{recipe}`" if recipe else "bf16"
+
+
+def figures() -> str:
+    """Return the runs that torchtitan was run beside."""
+    shown = [row for row in rows("runs", table="layouts") if "peer_tokens_per_second" in row]
+    speed = "tokens_per_second", "mfu_percent", "reserved_gib", "peer_tokens_per_second"
+    lines = [[layout(row), float8(row), save_list(row), *map(row.get, speed)] for row in shown]
+    return table("layout | arithmetic | save-list | tok/s/GPU | MFU % | reserved GiB | torchtitan, 8 GPUs", lines)
+
+
+def layouts() -> str:
+    """Return the newest run of each layout, recipe and save-list."""
+    speed = "tokens_per_second", "mfu_percent", "reserved_gib", "gpu", "commit"
+    lines = [
+        [model(row), layout(row), float8(row), save_list(row), *map(row.get, speed)]
+        for row in rows("runs", table="layouts")
+    ]
+    return table("model | layout | arithmetic | save-list | tok/s/GPU | MFU % | reserved GiB | GPU | commit", lines)
+
+
+def save_lists() -> str:
+    """Return every save-list, and `auto`, of one rank of FSDP 8 by memory."""
+    shown = sorted(rows("runs", alone=True, commit="ba6760f", world=8), key=lambda row: row["reserved_gib"])
+    lines = [[save_list(row), row["reserved_gib"], row["tokens_per_second"]] for row in shown]
+    return table("save-list | reserved GiB | tok/s/GPU if communication took no time", lines)
+
+
+def steps() -> str:
+    """Return the milliseconds of a step by class of work."""
+    classes = {
+        "matmul": "matmul_ms",
+        "collective matmuls: gather": "collective_matmul_gather_ms",
+        "collective matmuls: push": "collective_matmul_push_ms",
+        "attention": "attention_ms",
+        "communication that nothing hides": "exposed_communication_ms",
+        "norms, RoPE, SwiGLU, loss, casts": "elementwise_and_casts_ms",
+        "AdamW, clipping": "optimizer_ms",
+        "copies": "copies_ms",
+        "idle": "idle_ms",
+        "step": "step_ms",
+    }
+    shown = rows("profiles", command="train.py --profiling.enable")
+    head = [f"{row['layout']} {row.get('float8', 'bf16')}" for row in shown]
+    lines = [[name, *(row.get(key) for row in shown)] for name, key in classes.items()]
+    return table(" | ".join(["ms of rank 0", *head]), lines)
+
+
+def loss() -> str:
+    """Return the loss of each recipe after 1,500 steps, beside three seeds of bf16."""
+    lines = [[row["run"], row["loss"], f"{row['off']:+.4f}", row["commit"]] for row in rows("loss") if "noise" in row]
+    return table("150M, 1,500 steps | loss | from the mean of bf16 | commit", lines)
+
+
+def float8_layers() -> str:
+    """Return the time of each linear layer of 8B by recipe."""
+    recipes = "blockwise", "rowwise", "rowwise_with_gw_hp", "tensorwise"
+    lines = [
+        [row["layer"], row["bf16_ms"], *(f"{row['bf16_ms'] / row[f'{name}_ms']:.2f}×" for name in recipes)]
+        for row in rows("float8_layers")
+        if "N" in row
+    ]
+    return table(f"layer of 8B | bf16, ms | {' | '.join(recipes)}", lines)
+
+
+def collective_matmuls() -> str:
+    """Return the fused operators of 8B at TP 4 beside their parts."""
+    columns = "one_after_the_other_ms", "torch_fused_ms", "titanlite_ms", "floor_ms", "ratio"
+    found = [row for row in rows("collective_matmuls", world=4, commit="72c0771") if "ratio" in row]
+    lines = [
+        [row["operator"], row["dtype"], *map(row.get, columns)] for row in found if row["operator"].startswith("8B")
+    ]
+    return table("operator | arithmetic | cuBLAS, then NCCL | torch fused | titanlite | floor | ratio", lines)
+
+
+def kernels() -> str:
+    """Return the kernels that move memory, beside the compiler's or torch's and the GPU's copy."""
+    lines = []
+    for row in rows("kernels"):
+        ours = row.get("update_ms") or row.get("ms") or row.get("by_row_ms")
+        speed = row.get("update_gbps") or row.get("gbps") or row.get("by_row_gbps")
+        other = row.get("compiler_in_a_step_ms") or row.get("compiler_ms") or row.get("torch_update_ms")
+        if speed:
+            share = f"{speed / row['floor_gbps']:.0%}" if "floor_gbps" in row else None
+            where = row.get("model") or (f"width {row['width']}" if "width" in row else None)
+            lines.append([row["kernel"], where, ours, other, share, row["gpu"], row["commit"]])
+    return table("kernel | of | ms | the compiler's or torch's | of a copy's speed | GPU | commit", lines)
+
+
+TABLES = [figures, layouts, save_lists, steps, loss, float8_layers, collective_matmuls, kernels]
+
+
+def filled(page: str) -> str:
+    """Return a page with its tables made anew.
+
+    Raises:
+        ValueError: a table has no place in the page.
+    """
+    for make in TABLES:
+        start = f"<!-- table: {make.__name__} -->\n"
+        before, found, rest = page.partition(start)
+        _, end, after = rest.partition("<!-- end -->")
+        if not (found and end):
+            raise ValueError(f"{PAGE}: no place for the table {make.__name__}")
+        page = f"{before}{start}{make()}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
