@@ -7,32 +7,25 @@ process; what makes that cheap is that it happens once (prepare.py).
 
 import codecs
 import io
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from titanlite.config.schema import Data
 from titanlite.data.dataset_folder import builder_of, left_out, own_files
+from titanlite.data.parquet import column_values, no_such_field, open_column, text_bytes
 from titanlite.data.sources import CODECS, JSON_LINES, Source, ending, unreadable
+from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import is_panic
-from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.errors import DataError, Problem, describe
 from titanlite.json_file import parse_json
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
-_LISTED = 10  # bad records that a message names
-_STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
-_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a Parquet file that are unpacked at once
-_BATCH_NUMBERS = 1 << 20  # of texts that many rows have: each batch has a copy of all of these
-_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text takes, and a page beside them, at most
-_NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
-_TOO_LARGE = "larger than data.max_record_mib"
-_RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
 
 class Document(NamedTuple):
@@ -40,99 +33,6 @@ class Document(NamedTuple):
 
     place: str
     blocks: Iterable[str]  # the text in parts, none of them empty; to be read once, before the next document
-
-
-@dataclass
-class Tally:
-    """Count what reading has met so far."""
-
-    source: str  # its name
-    key: str  # and where it was given, for messages
-    limit: int  # bad records that are allowed
-    n_bytes: int = 0  # of the input
-    n_documents: int = 0  # that were encoded, and are good
-    n_tokens: int = 0  # of these, with separators
-    n_unknown: int = 0  # of these, that stand for text which the tokenizer does not know
-    is_cut: bool = False  # there are more, which data.max_tokens leaves out
-    n_bad: int = 0
-    bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
-    skipped: list[str] = field(default_factory=list)  # files left out by rule
-    max_record_mib: int = Data.max_record_mib
-    tell: Callable[[], object] = lambda: None  # called every few MB
-    say: Callable[[str], object] = lambda line: None  # called with what the user is to know at once
-    n_unpacked: int = 0  # bytes of text or records, after decompression
-    is_ended: bool = False  # by a record that is too large, and one too many
-    _file: Path | None = None  # that is read, until something is said of it
-    _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
-    _told: int = 0  # n_unpacked when `tell` was called
-
-    def add_bad(self, place: str, reason: str) -> None:
-        """Count a record that cannot be used."""
-        self.n_bad += 1
-        if len(self.bad) < _LISTED:
-            self.bad.append(f"{place}: {reason}")
-        if self.n_bad > self.limit + _RUNAWAY:
-            self.check()
-
-    def add_large(self, place: str) -> None:
-        """Count a record that is too large; what follows is not read if it is one too many: it may have no end."""
-        self.add_bad(place, self.too_large())
-        self.is_ended = self.n_bad > max(0, self.limit)
-
-    def too_large(self) -> str:
-        """Return the reason why a record that is too large is bad."""
-        return f"{_TOO_LARGE} = {self.max_record_mib}"
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether there are as many bad records as a message names."""
-        return len(self.bad) == _LISTED
-
-    def begin(self, file: Path) -> None:
-        """Note the file that is read from here on."""
-        self._file, self._before = file, (self.n_bytes, self.n_unpacked)
-
-    def unpack(self, n_bytes: int) -> None:
-        """Count bytes that were read, after decompression; say so if they come of too few."""
-        self.n_unpacked += n_bytes
-        if self.n_unpacked - self._told < _BLOCK_BYTES:
-            return
-        self._told = self.n_unpacked
-        self.tell()
-        packed, unpacked = (now - then for now, then in zip((self.n_bytes, self.n_unpacked), self._before, strict=True))
-        times, least = _NO_TEXT
-        if self._file and unpacked > max(least, times * packed):
-            what = f"{packed / 1e6:.2f} MB are {unpacked / 1e6:,.0f} MB unpacked so far, as no real text is"
-            self.say(f"{self._file}: {what}; if it is not what you meant, interrupt this or set data.max_tokens")
-            self._file = None
-
-    def take_back(self, first: int, end: int) -> bool:
-        """Forget the bad records with numbers from `first` up to `end`. Returns whether there were any."""
-        del self.bad[first:end]
-        self.n_bad -= end - first
-        return end > first
-
-    def check(self) -> None:
-        """Raise if there are too many bad records. Called between batches, so that a message names several at once.
-
-        Raises:
-            DataError: more than `limit` records are bad.
-        """
-        limit = max(0, self.limit)  # less is out of range, and reported
-        if self.n_bad <= limit:
-            return
-        more = [f"and {self.n_bad - len(self.bad)} more"] * (self.n_bad > len(self.bad))
-        count = f"{self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:"
-        seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
-        want = f"at most data.max_bad_records = {limit}"
-        large = [line for line in self.bad if _TOO_LARGE in line]
-        fix = (
-            "raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records" if large else ""
-        )
-        if len(large) < len(self.bad):
-            fix += "; and " if large else ""
-            fix += "correct these records, or raise data.max_bad_records, so that as many are skipped"
-        raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
 
 
 def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
@@ -182,7 +82,7 @@ def check_text_key(source: Source, data: Data) -> None:
             if ending(file) in JSON_LINES:
                 _check_records(file, data)
             else:
-                with _parquet(file, data.text_key, source.key):
+                with open_column(file, data.text_key, source.key):
                     pass
         except OSError as e:
             raise unreadable(source.name, source.key, file, e) from e
@@ -202,14 +102,7 @@ def _check_records(file: Path, data: Data) -> None:
             return
         without += [record] * isinstance(record, dict)
     if len(without) > max(0, data.max_bad_records):
-        raise _no_field(file, data.text_key, list(without[0]))
-
-
-def _no_field(file: Path, text_key: str, names: list[str]) -> DataError:
-    near = nearest(text_key, names)
-    fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"
-    want = f"one of the fields of {file}: {', '.join(names) or 'none'}"
-    return DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
+        raise no_such_field(file, data.text_key, list(without[0]))
 
 
 def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
@@ -326,11 +219,11 @@ def _is_large(text: str, n_bytes: int) -> bool:
 def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
     import pyarrow
 
-    with _parquet(file, text_key, key) as table:
+    with open_column(file, text_key, key) as table:
         start, size, row, n_rows = tally.n_bytes, file.stat().st_size, 0, table.metadata.num_rows
-        for value in _parquet_values(file, table, text_key):
+        for value in column_values(file, table, text_key):
             row += 1
-            n_bytes = _size_of(value)
+            n_bytes = text_bytes(value)
             tally.n_bytes = start + size * row // max(row, n_rows)
             tally.unpack(n_bytes)
             if n_bytes > tally.max_record_mib << 20:
@@ -346,63 +239,6 @@ def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Ite
                 yield from _record_document(f"{file}:{row}", record, text_key, tally)
         if row != n_rows:  # some damage inside a column ends it early, without an error
             raise pyarrow.ArrowInvalid(f"{row} rows, where its end says {n_rows}")
-
-
-def _parquet_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
-    """Yield a column's values, few at a time."""
-    import pyarrow.parquet
-
-    known = table.metadata
-    with pyarrow.parquet.ParquetFile(file, metadata=known, read_dictionary=[text_key]) as by_number:
-        for number in range(known.num_row_groups):
-            group = known.row_group(number)
-            columns = map(group.column, range(known.num_columns))  # those inside of others, too
-            column = next(c for c in columns if c.path_in_schema == text_key)
-            n_bytes, reader = column.total_uncompressed_size, table
-            n_rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * group.num_rows // max(1, n_bytes)))
-            if n_bytes <= _BATCH_BYTES and _is_numbers(column):  # all different values stay in memory, once a batch
-                reader, n_rows = by_number, _BATCH_NUMBERS
-            for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
-                yield from batch.column(0)
-
-
-def _is_numbers(column: Any) -> bool:
-    """Return whether rows are but numbers of texts in a dictionary: a few bytes may stand for gigabytes of text."""
-    if not column.has_dictionary_page:
-        return False
-    behind = column.total_compressed_size - (column.data_page_offset - column.dictionary_page_offset)
-    return behind <= _NUMBER_BYTES * column.num_values + _HEADER_BYTES
-
-
-def _size_of(value: Any) -> int:
-    """Return the bytes of a text of a Parquet file, without a copy of it."""
-    value = getattr(value, "value", value)  # of a dictionary's
-    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
-    return buffer.size if buffer else 0
-
-
-@contextmanager
-def _parquet(file: Path, text_key: str, key: str) -> Iterator[Any]:
-    """Open a Parquet file that has the column; what is wrong with it while it is read is a mistake of the user's."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if text_key not in names:
-                raise _no_field(file, text_key, names)
-            kind = table.schema_arrow.field(names.index(text_key)).type
-            if pyarrow.types.is_dictionary(kind):
-                kind = kind.value_type
-            if str(kind) not in _STRINGS:
-                want = f"a column of strings; in {file} it is one of {kind}"
-                fix = "name a column of strings, or write this one as strings"
-                raise DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
-            yield table
-    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
-        problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
-        raise DataError(describe("data", [problem])) from e
 
 
 def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.documents import Document, Tally, documents
+from titanlite.data.documents import Document, documents
 from titanlite.data.sources import Source
+from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import EncodingError, Tokenizer
 
 _BATCH_CHARACTERS = 1 << 22  # that are encoded at once
@@ -71,8 +72,7 @@ def encode(
                 if not is_bad:
                     tally.add_bad(piece.place, bad or _holds_separator(tokenizer))
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
-                    if piece.n_bad + tally.n_bad - n_read > tally.limit and tally.is_full:
-                        tally.check()  # those behind are not encoded one by one
+                    tally.check_early(piece.n_bad + tally.n_bad - n_read)  # those behind are not encoded one by one
                 is_bad, n_tokens, n_unknown = True, 0, 0
             elif not is_bad:
                 if tokenizer.bos_id is not None and not n_tokens:

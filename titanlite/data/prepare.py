@@ -8,11 +8,7 @@ holds cannot be seen from here: after it has changed there, delete its folder.)
 `check_inputs` is the part of this that can be said before torch is imported and before any device is touched.
 """
 
-import errno
-import glob
-import hashlib
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +17,25 @@ import numpy as np
 
 from titanlite.config.schema import Config, Data
 from titanlite.data.cache import make_once
-from titanlite.data.documents import Tally, check_text_key, documents
+from titanlite.data.cache_folder import (
+    check_cache_is_folder,
+    check_cache_is_outside,
+    is_folder,
+    max_tokens_of,
+    shard_folder,
+    unusable_cache,
+)
+from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
-from titanlite.data.shards import VERSION, Meta, ShardWriter, TokenShards, sample_count
+from titanlite.data.shard_writer import ShardWriter
+from titanlite.data.shards import Meta, TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
+from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load, rows_for
-from titanlite.durable import require_writable, room_in
+from titanlite.durable import require_writable
 from titanlite.errors import DataError, Problem, describe
-from titanlite.redact import redact_urls
 
 _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
 
@@ -74,28 +79,22 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
         DataError: anything about source, tokenizer, records or cache folder.
     """
     found = resolve(source, key)
-    _check_cache_is_outside(found, data)
+    check_cache_is_outside(found, data)
     _check_used_whole(found, data)
-    max_tokens, tokenizer = _max_tokens(found, data), None
+    max_tokens, tokenizer = max_tokens_of(found, data), None
     if found.kind != "tokens":
         tokenizer = load(data.tokenizer, data.add_bos_token)
         _check_vocabulary(tokenizer, vocab_size)
     dtype = _dtype(found, tokenizer, vocab_size)
     try:
         stamps, total = found.stamps(), None if max_tokens else found.n_bytes()
-        folder = _folder(found, data, tokenizer, dtype, stamps)
+        folder = shard_folder(found, data, tokenizer, dtype, stamps)
 
         def make(unfinished: Path, report: Callable[[int], None]) -> None:
             if tokenizer is None:
                 meta = scan(found, dtype, report)
             else:
-
-                def tell(tally: Tally, n_written: int) -> None:
-                    shown.made(tally.n_bytes, tally.n_unpacked, n_written)
-                    report(tally.n_bytes)
-
-                tally = _tally(found, data, shown.say)
-                meta = _tokenize(found, tokenizer, data, max_tokens, dtype, unfinished, tally, tell)
+                meta = _tokenize(found, tokenizer, data, dtype, unfinished, shown, report)
             if found.stamps() != stamps:
                 saw = f"{source!r}, whose files changed during reading"
                 raise DataError(
@@ -109,7 +108,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
         shown = Progress(title, progress, whole_from_hub(found, data))
         make_once(folder, make, terms, shown, total)
     except OSError as e:
-        raise _unusable_cache(data, e) from e
+        raise unusable_cache(data, e) from e
     shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count)
     _check_meta(shards.meta, data, vocab_size, key)
     return shards
@@ -159,8 +158,8 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         used = None if source.kind == "tokens" else tokenizer
         # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
-            folder = _folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
-            if _is_folder(folder):
+            folder = shard_folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
+            if is_folder(folder):
                 shards[key] = TokenShards(folder, used.fingerprint if used else "")
                 _check_meta(shards[key].meta, config.data, vocab_size, key)
                 counted = shards[key].tokens, shards[key].meta.max_tokens
@@ -175,9 +174,9 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
     if not found or any(source.kind != "tokens" for source in found.values()):
         attempt(load_tokenizer)
-    attempt(lambda: _check_cache_is_folder(config.data))
+    attempt(lambda: check_cache_is_folder(config.data))
     for key in found:
-        attempt(lambda key=key: _check_cache_is_outside(found[key], config.data))
+        attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if problems:
         raise DataError(*problems)
@@ -198,7 +197,7 @@ def check_cache(inputs: Inputs, data: Data) -> None:
         try:
             require_writable(Path(os.path.expanduser(data.cache_dir)))
         except OSError as e:
-            raise _unusable_cache(data, e) from e
+            raise unusable_cache(data, e) from e
 
 
 def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
@@ -208,29 +207,13 @@ def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def _folder(
-    source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: list[tuple[str, int, int]]
-) -> Path:
-    """Return the place of a source's shards, there or not."""
-    identity = name = dtype
-    source_name = redact_urls(source.name)
-    if tokenizer is not None:
-        identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
-    max_tokens = _max_tokens(source, data)
-    cut = f" {max_tokens} by pieces" if max_tokens else ""
-    cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
-    cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
-    inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
-    return Path(os.path.expanduser(data.cache_dir)) / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
-
-
 def _count_if_small(
     source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None
 ) -> tuple[int, int] | None:
     """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it, and
     data.max_tokens if that leaves something out, else 0.
     """
-    max_tokens, n_bytes = _max_tokens(source, data), source.n_bytes()
+    max_tokens, n_bytes = max_tokens_of(source, data), source.n_bytes()
     check_text_key(source, data)
     is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
     is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
@@ -258,15 +241,10 @@ def _count_if_small(
 
 def whole_from_hub(source: Source, data: Data) -> str:
     """Say that a source of unknown size is read to its end before a run takes its first step; "" if it is not so."""
-    if source.kind != "dataset" or source.files or _max_tokens(source, data):
+    if source.kind != "dataset" or source.files or max_tokens_of(source, data):
         return ""
     less = "data.max_tokens limits it" if source.key == "data.source" else "a smaller config or split takes less"
     return f"{source.name} is on the hub, and all of it is tokenized before the first step, whatever its size; {less}"
-
-
-def _max_tokens(source: Source, data: Data) -> int:
-    """Tokens at which reading ends; 0: it does not. Held-out text stays the same, however much is trained on."""
-    return max(0, data.max_tokens) if source.key == "data.source" else 0  # less is out of range, and reported
 
 
 def _check_used_whole(source: Source, data: Data) -> None:
@@ -275,64 +253,13 @@ def _check_used_whole(source: Source, data: Data) -> None:
         return
     problems: list[Problem] = []
     such = f"for token files such as {source.name!r}, which are used"
-    if _max_tokens(source, data):
+    if max_tokens_of(source, data):
         fix = "max_tokens = 0, or name fewer files"
         problems.append(Problem("data.max_tokens", str(data.max_tokens), f"0 {such} whole", fix))
     if data.add_bos_token:
         problems.append(Problem("data.add_bos_token", "true", f"false {such} as they are", "add_bos_token = false"))
     if problems:
         raise DataError(describe("data", problems))
-
-
-def _is_folder(path: Path, unknown: bool = False) -> bool:
-    """Return whether a path is a folder; `unknown` where that may not be read, which concerns only who writes there."""
-    try:
-        return path.is_dir()
-    except OSError:  # before Python 3.14, of a folder above that may not be entered
-        return unknown
-
-
-def _check_cache_is_folder(data: Data) -> None:
-    """Check that the cache is a folder, or can become one."""
-    folder = Path(os.path.expanduser(data.cache_dir))
-    for path in (folder, *folder.parents):
-        if os.path.lexists(path) and not _is_folder(path, unknown=True):
-            saw = f"{data.cache_dir!r}: {path} is no folder"
-            problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
-            raise DataError(describe("data", [problem]))
-
-
-def _unusable_cache(data: Data, e: OSError) -> DataError:
-    want = "a folder for token shards, on a file system with locks and enough room"
-    fix = room_in(Path(os.path.expanduser(data.cache_dir)))[1]
-    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        want, fix = "a folder for token shards that can be entered and written", "make it writable"
-    fix = f"{fix}, or set data.cache_dir to a folder on a local disk"
-    return DataError(describe("data", [Problem("data.cache_dir", f"{data.cache_dir!r}: {e}", want, fix)]))
-
-
-def _check_cache_is_outside(source: Source, data: Data) -> None:
-    """Shards in the folder of a source would be part of it the next time."""
-    pattern = name = source.dataset[0] if source.dataset else source.name
-    if "**" in name and not os.path.isdir(os.path.expanduser(name)):
-        name = name.partition("**")[0] or os.curdir
-    folder, cache = (Path(os.path.realpath(os.path.expanduser(path))) for path in (name, data.cache_dir))
-    is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
-    is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
-    if source.kind in ("text", "dataset") and (is_inside or is_matched) and not _is_hidden(cache, pattern):
-        want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
-        fix = "set data.cache_dir to another folder, or leave it out for the default"
-        raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))
-
-
-def _is_hidden(cache: Path, pattern: str) -> bool:
-    """Return whether a folder lies in a hidden one below where a pattern starts: none such is entered unasked."""
-    path = Path(os.path.expanduser(pattern))
-    wild = [] if os.path.lexists(path) else [n for n, part in enumerate(path.parts) if glob.has_magic(part)]
-    n_fixed = min(wild, default=len(path.parts))
-    start = os.path.realpath(Path(*path.parts[:n_fixed]))
-    below = cache.relative_to(start).parts if cache.is_relative_to(start) else ()
-    return any(p.startswith(".") for p in below) and not any(p.startswith(".") for p in path.parts[n_fixed:])
 
 
 def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
@@ -358,24 +285,28 @@ def _no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
     return DataError(describe("data", [Problem(key, saw, "at least one document", "give another source")]))
 
 
-def _tally(source: Source, data: Data, say: Callable[[str], object] = lambda line: None) -> Tally:
+def _tally(source: Source, data: Data, notify: Callable[[str], object] = lambda line: None) -> Tally:
     limit, most = data.max_bad_records, data.max_record_mib
-    return Tally(source.name, source.key, limit, max_record_mib=most, say=say)
+    return Tally(source.name, source.key, limit, max_record_mib=most, notify=notify)
 
 
 def _tokenize(
     source: Source,
     tokenizer: Tokenizer,
     data: Data,
-    max_tokens: int,
     dtype: str,
     folder: Path,
-    tally: Tally,
-    tell: Callable[[Tally, int], None],
+    progress: Progress,
+    report: Callable[[int], None],
 ) -> Meta:
-    """Write the shards of a text source, and tell how far that is."""
-    n_written = 0
-    tally.tell = lambda: tell(tally, n_written)
+    """Write the shards of a text source, and report how far that is."""
+    max_tokens, n_written, tally = max_tokens_of(source, data), 0, _tally(source, data, progress.say)
+
+    def on_progress() -> None:
+        progress.made(tally.n_bytes, tally.n_unpacked, n_written)
+        report(tally.n_bytes)
+
+    tally.on_progress = on_progress
     with ShardWriter(folder, dtype) as writer:
         for batch in encode(source, data.text_key, tokenizer, tally, max_tokens):
             for encoded in batch:
@@ -385,7 +316,7 @@ def _tokenize(
                     writer.keep()
                 elif encoded.is_bad:
                     writer.drop()
-            tally.tell()
+            on_progress()
         shards, fingerprint = writer.close()
     return Meta(
         source=source.name,
@@ -401,8 +332,3 @@ def _tokenize(
         max_tokens=max_tokens if tally.is_cut else 0,
         n_unknown=tally.n_unknown,
     )
-
-
-def _slug(name: str) -> str:
-    """Make a name part of a file name, its end kept: that is where paths differ."""
-    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"

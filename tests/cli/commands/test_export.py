@@ -18,9 +18,9 @@ from titanlite.commands.export import run
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Data, Model, Training
 from titanlite.config.write import to_toml
-from titanlite.data.documents import Tally
 from titanlite.data.encode import encode
 from titanlite.data.sources import resolve
+from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import load
 from titanlite.errors import CheckpointError
 from titanlite.models.find import build_model

@@ -256,7 +256,7 @@ def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Pat
             "self.head_dim, self.queries_per_kv = dims.head_width,",
             "self.head_dim, self.queries_per_kv = dims.width,",
             r"  in __init__: self.head_dim, .* = AttributeError: 'ModelDims' object has no attribute 'width'\n"
-            r" +want: Mine\(dims, seq_len\) to build the model",
+            r" +want: Mine\(sizes, seq_len\) to build the model",
         ),
         (
             "h = x + self.attention",

@@ -137,7 +137,7 @@ REQUIRED: dict[str, tuple[Change, str]] = {
     ),
     "an __init__ of one": (
         ("(self, dims: ModelDims, seq_len: int)", "(self, dims: ModelDims, *, length: int)"),
-        r"line \d+  Mine.__init__ = TypeError: .*\n +want: Mine\(dims, seq_len\) to build",
+        r"line \d+  Mine.__init__ = TypeError: .*\n +want: Mine\(sizes, seq_len\) to build",
     ),
     "no super().__init__": (
         ("        super().__init__()\n        self.dims, self", "        self.dims, self"),

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from titanlite.config.schema import Data
-from titanlite.data.documents import Document, Tally
+from titanlite.data.documents import Document
 from titanlite.data.encode import _pieces, encode
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import resolve
+from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import ByteTokenizer, EncodingError, FileTokenizer, Tokenizer, load
 from titanlite.errors import DataError
 

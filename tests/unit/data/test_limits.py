@@ -9,9 +9,10 @@ import pytest
 
 from tests.unit.data.test_sources import write_parquet
 from titanlite.config.schema import Data
-from titanlite.data.documents import Tally, documents
+from titanlite.data.documents import documents
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import resolve
+from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.errors import DataError
 
@@ -113,7 +114,7 @@ def test_large_distinct_texts_of_a_parquet_file_are_unpacked_a_few_at_a_time(
         pytest.importorskip("pyarrow.parquet"),
         tmp_path / "a.parquet",
     )
-    monkeypatch.setattr("titanlite.data.documents._BATCH_BYTES", 4 * MIB)
+    monkeypatch.setattr("titanlite.data.parquet._BATCH_BYTES", 4 * MIB)
     table = pyarrow.table({"text": [f"{n:03}" + "x" * MIB for n in range(100)]})
     parquet.write_table(table, file, use_dictionary=False, data_page_size=MIB, write_batch_size=1)
     pool, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
@@ -173,7 +174,7 @@ def test_bytes_unpacked_and_written_are_shown_and_what_no_text_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("titanlite.data.progress._SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("titanlite.data.documents._NO_TEXT", (200, 16 * MIB))
+    monkeypatch.setattr("titanlite.data.tally._NO_TEXT", (200, 16 * MIB))
     blank = "\n" * 999_999
     file = write(tmp_path / "a.jsonl.gz", json.dumps({"text": "x" * 5_000_000}), *[" " * 50_000] * 600, blank)
     prepare(str(file), Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)

@@ -10,7 +10,8 @@ import pytest
 
 from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import Meta, ShardWriter, TokenShards, sample_count
+from titanlite.data.shard_writer import ShardWriter
+from titanlite.data.shards import Meta, TokenShards, sample_count
 from titanlite.data.sources import resolve
 from titanlite.data.token_files import scan, token_dtype
 from titanlite.errors import DataError

@@ -13,8 +13,9 @@ import pyarrow
 import pytest
 
 from titanlite.config.schema import Data
-from titanlite.data.documents import Tally, check_text_key, documents
+from titanlite.data.documents import check_text_key, documents
 from titanlite.data.sources import resolve
+from titanlite.data.tally import Tally
 from titanlite.errors import DataError
 
 

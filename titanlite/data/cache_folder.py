@@ -1,0 +1,94 @@
+"""Name the folder of a source's shards, and check that the cache can hold it and is no part of the source."""
+
+import errno
+import glob
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from titanlite.config.schema import Data
+from titanlite.data.shards import VERSION
+from titanlite.data.sources import Source
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.durable import room_in
+from titanlite.errors import DataError, Problem, describe
+from titanlite.redact import redact_urls
+
+
+def shard_folder(
+    source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: list[tuple[str, int, int]]
+) -> Path:
+    """Return the place of a source's shards, there or not."""
+    identity = name = dtype
+    source_name = redact_urls(source.name)
+    if tokenizer is not None:
+        identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
+    max_tokens = max_tokens_of(source, data)
+    cut = f" {max_tokens} by pieces" if max_tokens else ""
+    cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
+    cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
+    inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
+    return Path(os.path.expanduser(data.cache_dir)) / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
+
+
+def _slug(name: str) -> str:
+    """Make a name part of a file name, its end kept: that is where paths differ."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"
+
+
+def max_tokens_of(source: Source, data: Data) -> int:
+    """Tokens at which reading ends; 0: it does not. Held-out text stays the same, however much is trained on."""
+    return max(0, data.max_tokens) if source.key == "data.source" else 0  # less is out of range, and reported
+
+
+def is_folder(path: Path, unknown: bool = False) -> bool:
+    """Return whether a path is a folder; `unknown` where that may not be read, which concerns only who writes there."""
+    try:
+        return path.is_dir()
+    except OSError:  # before Python 3.14, of a folder above that may not be entered
+        return unknown
+
+
+def check_cache_is_folder(data: Data) -> None:
+    """Check that the cache is a folder, or can become one."""
+    folder = Path(os.path.expanduser(data.cache_dir))
+    for path in (folder, *folder.parents):
+        if os.path.lexists(path) and not is_folder(path, unknown=True):
+            saw = f"{data.cache_dir!r}: {path} is no folder"
+            problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
+            raise DataError(describe("data", [problem]))
+
+
+def check_cache_is_outside(source: Source, data: Data) -> None:
+    """Shards in the folder of a source would be part of it the next time."""
+    pattern = name = source.dataset[0] if source.dataset else source.name
+    if "**" in name and not os.path.isdir(os.path.expanduser(name)):
+        name = name.partition("**")[0] or os.curdir
+    folder, cache = (Path(os.path.realpath(os.path.expanduser(path))) for path in (name, data.cache_dir))
+    is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
+    is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
+    if source.kind in ("text", "dataset") and (is_inside or is_matched) and not _is_hidden(cache, pattern):
+        want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
+        fix = "set data.cache_dir to another folder, or leave it out for the default"
+        raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))
+
+
+def _is_hidden(cache: Path, pattern: str) -> bool:
+    """Return whether a folder lies in a hidden one below where a pattern starts: none such is entered unasked."""
+    path = Path(os.path.expanduser(pattern))
+    wild = [] if os.path.lexists(path) else [n for n, part in enumerate(path.parts) if glob.has_magic(part)]
+    n_fixed = min(wild, default=len(path.parts))
+    start = os.path.realpath(Path(*path.parts[:n_fixed]))
+    below = cache.relative_to(start).parts if cache.is_relative_to(start) else ()
+    return any(p.startswith(".") for p in below) and not any(p.startswith(".") for p in path.parts[n_fixed:])
+
+
+def unusable_cache(data: Data, e: OSError) -> DataError:
+    """Make the error to raise where the cache cannot be used."""
+    want = "a folder for token shards, on a file system with locks and enough room"
+    fix = room_in(Path(os.path.expanduser(data.cache_dir)))[1]
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        want, fix = "a folder for token shards that can be entered and written", "make it writable"
+    fix = f"{fix}, or set data.cache_dir to a folder on a local disk"
+    return DataError(describe("data", [Problem("data.cache_dir", f"{data.cache_dir!r}: {e}", want, fix)]))

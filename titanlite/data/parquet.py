@@ -1,0 +1,79 @@
+"""Read one column of texts from a Parquet file, few values at a time, whatever its row groups hold."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import DataError, Problem, describe, nearest
+
+_STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
+_BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a Parquet file that are unpacked at once
+_BATCH_NUMBERS = 1 << 20  # of texts that many rows have: each batch has a copy of all of these
+_NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text takes, and a page beside them, at most
+
+
+@contextmanager
+def open_column(file: Path, text_key: str, key: str) -> Iterator[Any]:
+    """Open a Parquet file that has the column; what is wrong with it while it is read is a mistake of the user's."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if text_key not in names:
+                raise no_such_field(file, text_key, names)
+            kind = table.schema_arrow.field(names.index(text_key)).type
+            if pyarrow.types.is_dictionary(kind):
+                kind = kind.value_type
+            if str(kind) not in _STRINGS:
+                want = f"a column of strings; in {file} it is one of {kind}"
+                fix = "name a column of strings, or write this one as strings"
+                raise DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
+            yield table
+    except (pyarrow.ArrowException, UnicodeDecodeError) as e:
+        problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
+        raise DataError(describe("data", [problem])) from e
+
+
+def column_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
+    """Yield a column's values, few at a time."""
+    import pyarrow.parquet
+
+    known = table.metadata
+    with pyarrow.parquet.ParquetFile(file, metadata=known, read_dictionary=[text_key]) as by_number:
+        for number in range(known.num_row_groups):
+            group = known.row_group(number)
+            columns = map(group.column, range(known.num_columns))  # those inside of others, too
+            column = next(c for c in columns if c.path_in_schema == text_key)
+            n_bytes, reader = column.total_uncompressed_size, table
+            n_rows = min(_BATCH_ROWS, max(1, _BATCH_BYTES * group.num_rows // max(1, n_bytes)))
+            if n_bytes <= _BATCH_BYTES and _is_numbers(column):  # all different values stay in memory, once a batch
+                reader, n_rows = by_number, _BATCH_NUMBERS
+            for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
+                yield from batch.column(0)
+
+
+def _is_numbers(column: Any) -> bool:
+    """Return whether rows are but numbers of texts in a dictionary: a few bytes may stand for gigabytes of text."""
+    if not column.has_dictionary_page:
+        return False
+    behind = column.total_compressed_size - (column.data_page_offset - column.dictionary_page_offset)
+    return behind <= _NUMBER_BYTES * column.num_values + _HEADER_BYTES
+
+
+def text_bytes(value: Any) -> int:
+    """Return the bytes of a text of a Parquet file, without a copy of it."""
+    value = getattr(value, "value", value)  # of a dictionary's
+    buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
+    return buffer.size if buffer else 0
+
+
+def no_such_field(file: Path, text_key: str, names: list[str]) -> DataError:
+    """Make the error to raise where no record has the field of the text."""
+    near = nearest(text_key, names)
+    fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"
+    want = f"one of the fields of {file}: {', '.join(names) or 'none'}"
+    return DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))

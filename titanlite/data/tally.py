@@ -1,0 +1,111 @@
+"""Count what reading a source has met: bytes, documents, and records that cannot be used.
+
+A record that cannot be decoded is never dropped in silence: the first ones are named, and one more than
+`data.max_bad_records` ends the reading.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titanlite.config.schema import Data
+from titanlite.errors import DataError, Problem, describe
+
+_REPORT_BYTES = 1 << 22  # of text, after which progress is reported
+_LISTED = 10  # bad records that a message names
+_NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
+_TOO_LARGE = "larger than data.max_record_mib"
+_RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
+
+
+@dataclass
+class Tally:
+    """The counts of what reading has met so far."""
+
+    source: str  # its name
+    key: str  # and where it was given, for messages
+    limit: int  # bad records that are allowed
+    n_bytes: int = 0  # of the input
+    n_documents: int = 0  # that were encoded, and are good
+    n_tokens: int = 0  # of these, with separators
+    n_unknown: int = 0  # of these, that stand for text which the tokenizer does not know
+    is_cut: bool = False  # there are more, which data.max_tokens leaves out
+    n_bad: int = 0
+    bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
+    skipped: list[str] = field(default_factory=list)  # files left out by rule
+    max_record_mib: int = Data.max_record_mib
+    on_progress: Callable[[], object] = lambda: None  # called every few MB
+    notify: Callable[[str], object] = lambda line: None  # called with what the user is to know at once
+    n_unpacked: int = 0  # bytes of text or records, after decompression
+    is_ended: bool = False  # by a record that is too large, and one too many
+    _file: Path | None = None  # that is read, until the user is notified of it
+    _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
+    _reported: int = 0  # n_unpacked when `on_progress` was called
+
+    def add_bad(self, place: str, reason: str) -> None:
+        """Count a record that cannot be used."""
+        self.n_bad += 1
+        if len(self.bad) < _LISTED:
+            self.bad.append(f"{place}: {reason}")
+        if self.n_bad > self.limit + _RUNAWAY:
+            self.check()
+
+    def check_early(self, n_bad: int) -> None:
+        """Check at once if so many records are too many, and as many are named as a message names."""
+        if n_bad > self.limit and len(self.bad) == _LISTED:
+            self.check()
+
+    def add_large(self, place: str) -> None:
+        """Count a record that is too large; what follows is not read if it is one too many: it may have no end."""
+        self.add_bad(place, self.too_large())
+        self.is_ended = self.n_bad > max(0, self.limit)
+
+    def too_large(self) -> str:
+        """Return the reason why a record that is too large is bad."""
+        return f"{_TOO_LARGE} = {self.max_record_mib}"
+
+    def begin(self, file: Path) -> None:
+        """Note the file that is read from here on."""
+        self._file, self._before = file, (self.n_bytes, self.n_unpacked)
+
+    def unpack(self, n_bytes: int) -> None:
+        """Count bytes that were read, after decompression; notify the user if they come of too few."""
+        self.n_unpacked += n_bytes
+        if self.n_unpacked - self._reported < _REPORT_BYTES:
+            return
+        self._reported = self.n_unpacked
+        self.on_progress()
+        packed, unpacked = (now - then for now, then in zip((self.n_bytes, self.n_unpacked), self._before, strict=True))
+        times, least = _NO_TEXT
+        if self._file and unpacked > max(least, times * packed):
+            what = f"{packed / 1e6:.2f} MB are {unpacked / 1e6:,.0f} MB unpacked so far, as no real text is"
+            self.notify(f"{self._file}: {what}; if it is not what you meant, interrupt this or set data.max_tokens")
+            self._file = None
+
+    def take_back(self, first: int, end: int) -> bool:
+        """Forget the bad records with numbers from `first` up to `end`. Returns whether there were any."""
+        del self.bad[first:end]
+        self.n_bad -= end - first
+        return end > first
+
+    def check(self) -> None:
+        """Raise if there are too many bad records. Called between batches, so that a message names several at once.
+
+        Raises:
+            DataError: more than `limit` records are bad.
+        """
+        limit = max(0, self.limit)  # less is out of range, and reported
+        if self.n_bad <= limit:
+            return
+        more = [f"and {self.n_bad - len(self.bad)} more"] * (self.n_bad > len(self.bad))
+        count = f"{self.n_bad} bad record{'s' * (self.n_bad > 1)} so far:"
+        seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
+        want = f"at most data.max_bad_records = {limit}"
+        large = [line for line in self.bad if _TOO_LARGE in line]
+        fix = (
+            "raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records" if large else ""
+        )
+        if len(large) < len(self.bad):
+            fix += "; and " if large else ""
+            fix += "correct these records, or raise data.max_bad_records, so that as many are skipped"
+        raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
