@@ -26,7 +26,6 @@ import torch.distributed.elastic.rendezvous.api
 import torch.distributed.run
 import torch.export._trace
 
-import tests.support.plans  # noqa: F401
 import titanlite.exit_code
 import titanlite.observe.peak_flops
 import titanlite.training.train

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import tests.support.plans  # noqa: F401
 from tests.support.ranks import run_ranks
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare

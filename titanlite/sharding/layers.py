@@ -56,8 +56,8 @@ def _every_block(
         graphs = [graph] if fewer is model else [export(fewer, inputs), graph]
         cures = cure(graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {}))
         raise ShardingError(f"{error}{cures}") from error
-    check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
     if backward is not None:
+        check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
         check_local_backwards(backward, model, tokens, layers, ranks)
     return plan, layers
 
