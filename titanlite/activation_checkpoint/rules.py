@@ -35,11 +35,13 @@ class Decision(NamedTuple):
         rules: numbers of the rules that matched: none if the default decided, two at most, for an operation that is
             two in one.
         by: the one of them that decided, or None.
+        layer: the linear layer that the operation belongs to, "" for attention.
     """
 
     action: Action
     rules: tuple[int, ...]
     by: int | None
+    layer: str
 
 
 class BlockRules:
@@ -88,7 +90,7 @@ class BlockRules:
             recomputed, self._recomputed = self._recomputed, []
             if recomputed and (kept_by := self._keep_attention()):
                 raise self._other_bits(kept_by[0], recomputed)
-        return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None))
+        return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None), layer)
 
     def _class(self, op: str, to_float8: bool) -> str | None:
         """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""

@@ -17,7 +17,7 @@ Nothing is ever computed on a DTensor inside a block: its implicit redistributio
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, overload
 
@@ -201,6 +201,28 @@ def apply_tensor_parallel(
             ranks have made different plans.
     """
     _require_one_plan(plan, mesh)
+    split_layers(model, plan, group, asynchronous, lambda x, placement: distribute_tensor(x, mesh, [placement]))
+
+
+def split_layers(
+    model: nn.Module,
+    plan: Mapping[str, LayerPlan],
+    group: Group,
+    asynchronous: bool,
+    part: Callable[[Tensor, Placement], Tensor],
+) -> None:
+    """Make each layer of a model a tensor-parallel one, in place.
+
+    Args:
+        model: as `apply_tensor_parallel` takes it.
+        plan: likewise.
+        group: the ranks.
+        asynchronous: fuse the collectives of linear layers into their matmuls.
+        part: gives what this rank has of a parameter.
+
+    Raises:
+        ShardingError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so.
+    """
     placed: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
         parameters = {own: p for own, p in module._parameters.items() if p is not None}
@@ -214,8 +236,7 @@ def apply_tensor_parallel(
             raise ShardingError(describe("tensor parallelism", [problem]))
         for own, parameter in parameters.items():
             if parameter not in placed:
-                sharded = distribute_tensor(parameter.data, mesh, [layer.placements[own]])
-                placed[parameter] = nn.Parameter(sharded)
+                placed[parameter] = nn.Parameter(part(parameter.data, layer.placements[own]))
             setattr(module, own, placed[parameter])
         module.__class__ = parallel  # as FSDP2 does: the module object, its name and its attributes stay
         module.group = group  # type: ignore[assignment]

@@ -1,0 +1,252 @@
+"""What a save-list keeps of the blocks of a run, and what backward computes again, by their traces.
+
+The rules are applied to the traced operations by what applies them in the run (`activation_checkpoint/rules.py`). A
+compiler drops what backward has no use for, and repeats what it needs of the rest: that is reached from backward's
+operations. Eager mode keeps whatever a rule says, and repeats forward up to the last result that autograd has kept.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlite.activation_checkpoint import operations as ops
+from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
+from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, Decision, add_unknown_layers, is_whole, kernels
+from titanlite.config.problems import Problems
+from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.errors import Problem, RecipeError, describe
+from titanlite.forecast.trace import Operation, TracedBlock
+from titanlite.forecast.traced_run import TracedRun
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The result of an operation that a save-list can name.
+
+    Attributes:
+        op: that makes it, as torch spells it.
+        layer: linear layer that it belongs to, "" for attention.
+        bytes: that it holds.
+        flops: of computing it again.
+        moved: bytes that computing it again reads, writes, and receives from other ranks.
+        call: the operation and the shapes of its arguments.
+    """
+
+    op: str
+    layer: str
+    bytes: int
+    flops: int
+    moved: int
+    call: tuple[Any, ...] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One activation under a save-list.
+
+    Attributes:
+        activation: what.
+        decision: what the list says.
+        held: bytes that stay until backward.
+        recomputed: whether backward computes it again.
+    """
+
+    activation: Activation
+    decision: Decision
+    held: int
+    recomputed: bool
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What one block keeps and computes again in a micro-step.
+
+    Attributes:
+        whole: whether it runs without checkpointing.
+        held: bytes that stay until backward, the block's input included.
+        recomputed: what backward computes again; nothing of a whole block.
+    """
+
+    whole: bool
+    held: int
+    recomputed: tuple[Activation, ...]
+
+
+@dataclass(frozen=True)
+class RuleCost:
+    """What one rule keeps, as a mean over the blocks that it is for, on one rank and for one micro-step.
+
+    Attributes:
+        rule: the rule.
+        blocks: number of blocks that it is for.
+        matches: operations that it decided about, in all blocks.
+        held: bytes that stay until backward.
+        flops: of computing what it decided about again.
+        moved: bytes that computing it again reads, writes and receives.
+    """
+
+    rule: SaveRule
+    blocks: int
+    matches: int
+    held: float
+    flops: float
+    moved: float
+
+
+def activations(block: TracedBlock) -> list[Activation]:
+    """List what a block computes besides elementwise results, in the order in which it runs."""
+    return [cost.activation for cost in costs(block, SaveList("", "recompute"), frozenset(), compiled=False)]
+
+
+def costs(
+    block: TracedBlock, save_list: SaveList, active: frozenset[int], compiled: bool, kernel: str | None = None
+) -> list[Cost]:
+    """Apply a save-list to one block.
+
+    Args:
+        block: its trace.
+        save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
+        active: numbers of the rules that are for this block.
+        compiled: whether it is.
+        kernel: of attention that torch chooses on the device; None: the one that the list names.
+
+    Raises:
+        RecipeError: attention is kept without the matmuls that its q, k and v come from.
+    """
+    kernel = kernel or kernels(save_list)[0]
+    rules = BlockRules(save_list, active, block.layers)
+    decided: list[tuple[int, Operation, str, Decision]] = []
+    for i, operation in enumerate(block.forward):
+        is_attention = operation.op in CLASSES["attention"] and operation.op != ops.WINDOW_ATTENTION
+        op = kernel if is_attention else operation.op
+        decided.append((i, operation, op, rules.decide(op, to_float8=operation.to_float8)))
+    saved = {v for _, operation, _, decision in decided if decision.action == "save" for v in operation.makes}
+    needed, repeated = _reached(block, saved) if compiled else (saved, None)
+    found: list[Cost] = []
+    for i, operation, op, decision in decided:
+        # What is made of weights alone no rule keeps, and a cast is one to float8.
+        if not operation.of_tokens or op not in OPERATIONS or (op == ops.CAST and not operation.to_float8):
+            continue
+        size = block.bytes_of(operation.makes)
+        activation = Activation(op, decision.layer, size, operation.flops, operation.moved, operation.call)
+        is_saved = decision.action == "save"
+        held = block.bytes_of(needed.intersection(operation.makes)) if is_saved else 0
+        again = not is_saved and i < block.n_repeated if repeated is None else i in repeated
+        found.append(Cost(activation, decision, held, again))
+    return found
+
+
+def _reached(block: TracedBlock, saved: set[int]) -> tuple[set[int], set[int]]:
+    """Give the saved values that backward needs, and the numbers of the operations that it repeats for the others."""
+    needed, repeated, left = set[int](), set[int](), list(block.wanted)
+    while left:
+        value = left.pop()
+        if value in saved:
+            needed.add(value)
+        elif (maker := block.makers.get(value)) is not None and maker not in repeated:
+            repeated.add(maker)
+            left += block.forward[maker].reads
+    return needed, repeated
+
+
+def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
+    """Give the bytes that a block without rules holds for backward, its input included where it is kept.
+
+    Eager mode holds what autograd keeps. A compiler computes elementwise results again, if what needs them is joined to
+    them; what another operation reads must be in memory, and is kept.
+    """
+    if not compiled:
+        return block.saved
+    made, forward = block.makers, block.forward
+
+    def is_fusible(value: int) -> bool:
+        return forward[made[value]].is_fusible
+
+    read = [(v, each.is_fusible or each.is_reduction) for each in block.backward for v in each.reads]
+    kept = {value for value, is_joined in read if value in made and not (is_joined and is_fusible(value))}
+    left, seen = [value for value, _ in read], set[int]()
+    while left:
+        value = left.pop()
+        if value in kept or value in seen:
+            continue
+        seen.add(value)
+        if value in block.stream or (value in made and not is_fusible(value)):
+            kept.add(value)
+        elif value in made:
+            left += forward[made[value]].reads
+    return block.bytes_of(kept)
+
+
+def no_cost_reasons(save_list: SaveList) -> list[Problem]:
+    """Say why what a list keeps has no price; nothing if it has one."""
+    problems: list[Problem] = []
+    if save_list.default == "save" and save_list.rules:
+        want = '"recompute": what is kept without being named depends on the compiler, and has no price'
+        problems.append(Problem("default", '"save"', want, 'default = "recompute", and rules for what to keep'))
+    for i, rule in enumerate(save_list.rules):
+        if rule.action == "save" and rule.op not in (BLOCK, *CLASSES, *OPERATIONS):
+            want = "a class, or an operation of one: what others make has no price"
+            fix = f"name a class: {', '.join(CLASSES)}; or train a few steps and read memory_gib"
+            problems.append(Problem(f"rules[{i}].op", f'"{rule.op}"', want, fix))
+    return problems
+
+
+def block_costs(run: TracedRun, save_list: SaveList) -> list[BlockCost]:
+    """Give what each block of a run keeps and computes again under a save-list, in the order in which they run.
+
+    Raises:
+        RecipeError: the list keeps what it does not name, what is not known of blocks, or attention without its q, k
+            and v; it names a layer that blocks do not have; or the run's blocks could not be traced.
+    """
+    if run.no_trace_reason:
+        raise RecipeError(describe("config", [run.no_trace_reason]))
+    problems = Problems(save_list.origin)
+    for why in no_cost_reasons(save_list):
+        problems.add(why.where, why.saw, why.want, why.fix)
+    add_unknown_layers(save_list, run.layers, problems)
+    problems.raise_all(RecipeError)
+    known: dict[tuple[frozenset[int], int], BlockCost] = {}
+    return [
+        known.get(key) or known.setdefault(key, _block_cost(run, block, save_list, active))
+        for block, active in zip(run.blocks, save_list.active(len(run.blocks)), strict=True)
+        for key in [(active, id(block))]
+    ]
+
+
+def _block_cost(run: TracedRun, block: TracedBlock, save_list: SaveList, active: frozenset[int]) -> BlockCost:
+    if is_whole(save_list, active):
+        return BlockCost(True, held_without_checkpointing(block, run.compiled), ())
+    parts = costs(block, save_list, active, run.compiled)
+    held = block.input_bytes + sum(part.held for part in parts)
+    return BlockCost(False, held, tuple(part.activation for part in parts if part.recomputed))
+
+
+def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
+    """Give what each rule of a save-list keeps and costs, as a mean over the blocks that it is for.
+
+    Args:
+        run: of a rank.
+        save_list: one that `block_costs` takes.
+    """
+    rules = save_list.rules
+    matches, held, flops, moved = (Counter[int]() for _ in range(4))
+    kinds = Counter(zip(save_list.active(len(run.blocks)), map(id, run.blocks), strict=True))
+    by_id = {id(block): block for block in run.blocks}
+    for (active, each), n in kinds.items():
+        block = by_id[each]
+        if is_whole(save_list, active) and rules:
+            first = min(i for i in active if rules[i].op == BLOCK)
+            matches[first] += n
+            held[first] += n * (held_without_checkpointing(block, run.compiled) - block.input_bytes)
+            continue
+        for part in costs(block, save_list, active, run.compiled) if rules else ():
+            matches.update(dict.fromkeys(part.decision.rules, n))
+            if (by := part.decision.by) is not None:
+                held[by] += n * part.held
+                flops[by] += n * part.activation.flops
+                moved[by] += n * part.activation.moved
+    counts = [len(rule.blocks(len(run.blocks))) for rule in rules]
+    return [
+        RuleCost(rule, n, matches[i], held[i] / max(n, 1), flops[i] / max(n, 1), moved[i] / max(n, 1))
+        for i, (rule, n) in enumerate(zip(rules, counts, strict=True))
+    ]
