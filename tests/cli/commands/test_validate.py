@@ -887,7 +887,7 @@ def test_versions_without_importing_torch() -> None:
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    text = (Path(titanlite.__file__).parents[2] / "pyproject.toml").read_text()
+    text = (Path(titanlite.__file__).parents[1] / "pyproject.toml").read_text()
     assert tomli.loads(text)["project"]["version"] == titanlite.__version__
 
 

@@ -199,7 +199,7 @@ def test_another_tokenizer_is_refused_before_its_text_is_prepared(
     )
     assert "  warning: data.tokenizer is another than before" in validate(capsys, cache, "--job.strict=false")[1]
     # So does a start; the rest of that is what is said here.
-    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[1])}
     command = [sys.executable, "-m", "titanlite.train", *FLAGS, cache]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr.splitlines()[1:]) == (2, said.splitlines()[1:])
@@ -228,7 +228,7 @@ def test_torch_is_not_imported(folder: RunFolder) -> None:
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     command = [sys.executable, "-c", script, "validate", *FLAGS]
-    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert "resumes from step 100" in done.stdout

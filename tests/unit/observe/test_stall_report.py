@@ -117,7 +117,7 @@ def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:
 
     monkeypatch.setattr(module.time, "sleep", noted)
     RollCall(dist.HashStore(), 0, 2).hold("here", 1.0)
-    assert re.fullmatch(r"titanlite/observe/roll_call\.py:\d+ in _hear", seen[0])
+    assert re.fullmatch(r"titanlite/observe/stall_report\.py:\d+ in _hear", seen[0])
 
 
 def test_without_any_the_innermost_of_all_is_named() -> None:
