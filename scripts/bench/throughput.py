@@ -1,8 +1,8 @@
 """End-to-end speed of training runs, interleaved: python scripts/bench/throughput.py --gpus 8 [LAYOUT …]
 
 Each layout is one command line of train.py. All layouts are run once, then all again, so that a drift of the machine
-meets each of them alike. A run's figure is the median over its steps after the first five; the table shows the median
-over the runs and their spread. The table belongs in docs/performance.md, with the commit and the date.
+meets each of them alike. A run's figure is the median over its steps after the first five; at the end a row for each
+layout has the median over its runs and their spread, for benchmarks/results/runs.jsonl.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -71,19 +72,37 @@ def main() -> None:
             print(f"{name} {repeat}: {row or 'failed'} in {time.monotonic() - started:.0f} s", flush=True)
             if row:
                 runs[name].append(row)
-    print(
-        f"\n| layout, {args.gpus} GPUs | tok/s/GPU | spread | MFU % | ms/step | reserved GiB | allocated GiB | runs |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for name, rows in runs.items():
-        if rows:
-            speed = sorted(row["tokens_per_second_per_gpu"] for row in rows)
-            middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-            print(
-                f"| {name} | {middle['tokens_per_second_per_gpu']:,.0f} | {speed[0]:,.0f}–{speed[-1]:,.0f} "
-                f"| {middle['mfu'] * 100:.1f} | {middle['seconds'] * 1e3:.0f} | {middle['memory_gib']:.1f} "
-                f"| {middle['memory_allocated_gib']:.1f} | {len(rows)} |"
-            )
+    for name, measured in runs.items():
+        if measured:
+            print(json.dumps(as_row(layouts[name], measured, args)))
+
+
+def as_row(flags: str, measured: list[dict[str, float]], args: argparse.Namespace) -> dict[str, object]:
+    """Return a row of benchmarks/results/runs.jsonl.
+
+    Args:
+        flags: of train.py, `--config` first.
+        measured: what `run` returned, for each run.
+        args: `gpus`, `alone`, `repeats`, `steps` and `logs`.
+    """
+    before, _, rest = flags.partition("--config ")
+    config, _, after = rest.partition(" ")
+    environment, *_ = json.loads(next((args.logs / "runs").glob("*/receipt.json")).read_text())
+    commit = subprocess.check_output(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, text=True).strip()
+    middle = {key: statistics.median(row[key] for row in measured) for key in measured[0]}
+    speeds = sorted(round(row["tokens_per_second_per_gpu"]) for row in measured)
+    row = {"config": config, "world": args.gpus, "alone": args.alone, "flags": f"{before}{after}"}
+    row |= {"gpu": environment["applied"]["device"], "commit": commit, "date": date.today().isoformat()}
+    row |= {"command": f"scripts/bench/throughput.py --gpus {args.gpus} --repeats {args.repeats} --steps {args.steps}"}
+    return row | {
+        "steps": f"{SETTLE + 1}-{args.steps}",
+        "repeats": len(measured),
+        "tokens_per_second": round(middle["tokens_per_second_per_gpu"]),
+        "tokens_per_second_spread": [speeds[0], speeds[-1]],
+        "mfu_percent": round(middle["mfu"] * 100, 1),
+        "ms_per_step": round(middle["seconds"] * 1e3),
+        "reserved_gib": round(middle["memory_gib"], 1),
+    }
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The scripts of scripts/bench, where they deal with processes."""
+"""The scripts of scripts/bench: where they deal with processes, and the rows that they print."""
 
 import importlib.util
 import json
@@ -9,11 +9,12 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import tables
+
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def script(name: str) -> ModuleType:
-    """One of the scripts, as a module."""
     spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -34,6 +35,23 @@ def test_a_run_over_its_time_leaves_no_rank_behind(tmp_path: Path, monkeypatch: 
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+def test_a_row_is_what_the_tables_read(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    receipt = [{"feature": "environment", "applied": {"device": "NVIDIA H100"}}]
+    (tmp_path / "runs" / "a" / "receipt.json").write_text(json.dumps(receipt))
+    keys = ("tokens_per_second_per_gpu", "mfu", "seconds", "memory_gib")
+    measured = [
+        dict(zip(keys, values, strict=True)) for values in ((9000.4, 0.5, 1.5, 70.04), (8000.0, 0.25, 2.5, 70.0))
+    ]
+    flags = "--config configs/llama3_8b.toml --activation_checkpoint.recipe none --parallelism.tensor_parallel_degree 2"
+    args = Namespace(gpus=4, alone=False, repeats=2, steps=12, logs=tmp_path)
+    row = script("throughput").as_row(flags, measured, args)
+    assert (tables.model(row), tables.layout(row), tables.save_list(row)) == ("8B", "FSDP 2 × TP 2", "`none`")
+    assert (row["gpu"], row["steps"], row["repeats"]) == ("NVIDIA H100", "6-12", 2)
+    assert (row["tokens_per_second"], row["tokens_per_second_spread"]) == (8500, [8000, 9000])
+    assert (row["mfu_percent"], row["ms_per_step"], row["reserved_gib"]) == (37.5, 2000, 70.0)
 
 
 @pytest.mark.slow
