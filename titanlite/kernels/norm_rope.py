@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from titanlite.kernels import lowering
 from titanlite.kernels.rms_norm import rms_norm
 from titanlite.kernels.rope import heads, rope
+from titanlite.kernels.splits import SPLITS, Split
 
 
 def norm_rope(
@@ -110,6 +111,8 @@ def _contiguous(given: Iterable[Any]) -> Iterator[Any]:
 
 lowering.define("norm_rope", _forward, _forward_on_gpus)
 lowering.define("norm_rope_grad", _backward, _backward_on_gpus)
+# By heads: a key's and a value's with all of their queries.
+SPLITS[torch.ops.titanlite.norm_rope.default] = (Split((1, None, None, None, None), 1),)
 
 
 @torch.library.register_fake("titanlite::norm_rope")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels import lowering
+from titanlite.kernels.splits import SPLITS, Split
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -134,6 +135,8 @@ def _backward_on_gpus(
 
 lowering.define("window_attention", _forward, _forward_on_gpus)
 lowering.define("window_attention_grad", _backward, _backward_on_gpus)
+# By sequences, or by heads where those of queries and those of keys both divide.
+SPLITS[torch.ops.titanlite.window_attention.default] = (Split((0, 0, 0), 0), Split((1, 1, 1), 1))
 
 
 def _empty(x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Rules of operators that titanlite knows itself: DTensor has none, or others for dims of length 1 or uneven parts.
+"""Sharding rules of torch's operators that DTensor has no rules of, or others for dims of length 1 or uneven parts.
 
 DTensor has none of operators that are not decomposed. A rule says: with inputs so placed, the same operator on each
 rank's parts computes the output so placed. That everything may be whole is said for all operators in `rules.py`.
+Rules of titanlite's own operators stand beside their definitions (`kernels/splits.py`).
 
 Random numbers that are made from nothing are placed by what consumes them; ranks make the whole and keep their parts,
 or draw from streams of their own. Whole ones, and dropout of a whole tensor, need one stream for all ranks.
@@ -15,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-import titanlite.kernels.norm_rope
-import titanlite.kernels.window_attention  # noqa: F401  # their operators have rules
+from titanlite.kernels.splits import SPLITS
 from titanlite.sharding.plan import PARTIAL, REPLICATE
 from titanlite.sharding.reshape import moved_shards
 
@@ -102,6 +102,8 @@ def own_rules(
         arguments: all of them, by name.
         size: ranks along the axis.
     """
+    if op in SPLITS:
+        return [Rule(tuple(_shard(d) for d in split.inputs), Shard(split.output)) for split in SPLITS[op]]
     if op in _OWN:
         return _OWN[op](inputs, out, arguments, size)
     if op in _FACTORIES:
@@ -109,6 +111,10 @@ def own_rules(
     if op in _ELEMENTWISE or torch.Tag.pointwise in op.tags:
         return _elementwise(inputs, out)
     return None
+
+
+def _shard(dim: int | None) -> Placement:
+    return REPLICATE if dim is None else Shard(dim)
 
 
 def _own(*targets: object) -> Callable[[_Own], _Own]:
@@ -195,7 +201,7 @@ def _pad(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d not in padded]
 
 
-@_own(aten.scaled_dot_product_attention.default, torch.ops.titanlite.window_attention.default)
+@_own(aten.scaled_dot_product_attention.default)
 def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     """[B, H, S, E] queries, [B, K, S, E] keys and values: over B, and over heads where H and K both divide."""
     mask = inputs[3:]
@@ -205,12 +211,6 @@ def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: 
         own = [dim - out.ndim + m.ndim for m in mask]
         split = (Shard(d) if d >= 0 and m.shape[d] != 1 else REPLICATE for d, m in zip(own, mask, strict=True))
         yield Rule((Shard(dim),) * 3 + tuple(split), Shard(dim))
-
-
-@_own(torch.ops.titanlite.norm_rope.default)
-def _norm_rope(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
-    """Heads, those of a key and a value with all of their queries, each by itself."""
-    yield Rule((Shard(1), *(REPLICATE,) * (len(inputs) - 1)), Shard(1))
 
 
 @_own(aten.embedding.default)
