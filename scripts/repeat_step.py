@@ -1,4 +1,4 @@
-"""Whether a step gives the same bits every time: torchrun --nproc-per-node 2 scripts/repeat_step.py [FLAGS OF TRAIN.PY]
+"""Check that a step gives the same bits every time: torchrun --nproc-per-node 2 scripts/repeat_step.py [FLAGS]
 
 Each step is taken of the first batch, at learning rate 0. Loss, norm, and of each gradient on each rank the sum of its
 bits and of its magnitudes are compared with those of the first step; exit code 1 if any differs. With
@@ -21,13 +21,13 @@ names: list[str] = []
 
 
 def fingerprint(gradient: Tensor) -> Tensor:
-    """Two numbers, [2] int64, of this rank's part, float32."""
+    """Return two numbers, [2] int64, of this rank's part, float32."""
     bits = gradient.view(torch.int32).sum(dtype=torch.int64)
     return torch.stack((bits, gradient.abs().sum(dtype=torch.float64).view(torch.int64)))
 
 
 def step(run: Run, micro_batches: list, lr: float, stop_requested: bool) -> Tensor:
-    """In the trainer's place of `train_step`."""
+    """Take a step of the first batch, in the place of `train_step`."""
     if not batches:
         batches.extend(micro_batches)
         norm = run.optimizer.norm
@@ -44,7 +44,7 @@ def step(run: Run, micro_batches: list, lr: float, stop_requested: bool) -> Tens
 
 
 def compare() -> int:
-    """Say which steps differ from the first; 1 if any does."""
+    """Print which steps differ from the first; 1 if any does."""
     differ = [i for i in range(1, len(sums)) if not (torch.equal(sums[i], sums[0]) and results[i].equal(results[0]))]
     print(f"{len(sums)} steps, {len(differ)} unlike the first", flush=True)
     for i in differ[:3]:

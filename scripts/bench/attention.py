@@ -22,7 +22,7 @@ BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.E
 
 
 def measure(backend: SDPBackend, B: int, S: int, H: int, K: int, E: int, window: int = 0) -> tuple[float, float]:
-    """Milliseconds of forward and of backward, medians."""
+    """Return the median milliseconds of forward and of backward."""
     shape = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     inputs = [torch.randn(B, S, heads, E, **shape) for heads in (H, K, K)]
     grad = torch.randn(B, S, H, E, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def row(name: str, backend: SDPBackend, flops: int, times: tuple[float, float]) -> str:
-    """One line of the table; backward has two and a half times the FLOPs."""
+    """Return one line of the table; backward has two and a half times the FLOPs."""
     there, back = (n * flops / ms / 1e9 for n, ms in zip((1, 2.5), times, strict=True))
     return f"| {name} | {backend.name.lower()} | {times[0]:.2f} | {there:.0f} | {times[1]:.2f} | {back:.0f} |"
 

@@ -1,4 +1,4 @@
-"""What FSDP's reduce-scatter takes, put together by torch and by titanlite: python scripts/bench/chunk_cat.py
+"""Time the copy of gradients for FSDP's reduce-scatter, by torch and by titanlite: python scripts/bench/chunk_cat.py
 
 Gradients of a block of Llama-3 8B, whole and under TP 4, from bfloat16 to float32 for so many ranks. `host` is the time
 until the call returns; the floor is 6 bytes for each number.
@@ -22,7 +22,7 @@ def by_torch(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
 
 
 def milliseconds(call: partial[None]) -> tuple[float, float]:
-    """Of one call: on the GPU or until the host lets the next one begin, and on the host."""
+    """Return the milliseconds of a call: on the GPU or until the host lets the next one begin, and on the host."""
     gpu, host = [], []
     for _ in range(ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -62,7 +62,7 @@ def cases(model: str, ranks: int) -> list[Case]:
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 5, calls: int = 10) -> float:
-    """Median time of a call on the slowest rank."""
+    """Return the median time of a call on the slowest rank."""
     for _ in range(2):
         run()
     times = []
@@ -82,7 +82,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 5, calls: int = 10) -
 
 
 def replayed(run: Callable[[], object]) -> float:
-    """The same from a CUDA graph."""
+    """Return the same from a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -96,7 +96,7 @@ def replayed(run: Callable[[], object]) -> float:
 
 
 def host_microseconds(run: Callable[[], object], calls: int = 30) -> float:
-    """Host time of a call while the GPU is behind."""
+    """Return the host time of a call while the GPU is behind."""
     run()
     torch.cuda.synchronize()
     dist.barrier()
@@ -119,7 +119,7 @@ def attempt(measure: Callable[[], float]) -> float:
 
 
 class Operands:
-    """Random operands of a case, and every way to run it."""
+    """Return random operands of a case, and every way to run it."""
 
     def __init__(self, case: Case, M: int, ranks: int, dtype: str) -> None:
         self.case, self.M, self.ranks = case, M, ranks
@@ -222,7 +222,7 @@ class Operands:
         return lambda: scatter_device.matmul_reduce_scatter(plan, *operands, *rest)
 
     def error(self) -> float:
-        """Relative error of titanlite's result against float32, over the first and last 128 rows of each part."""
+        """Return the relative error of the result against float32, over the first and last 128 rows of a part."""
         got = self.titanlite()
         a, b = self.a.float(), self.b.float()
         if self.scales:
@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def measure(x: Operands, upstream: bool) -> list[float]:
-    """One line of the table."""
+    """Return the numbers of one line of the table."""
     nan, case = float("nan"), x.case
     matmul = attempt(lambda: milliseconds(x.matmul))
     row = [matmul, attempt(lambda: milliseconds(x.collective)), attempt(lambda: milliseconds(x.sequential))]
@@ -318,7 +318,7 @@ def tune(x: Operands, say: Callable[..., None]) -> None:
 
 
 def entry(op: str, shape: dict[str, int], tiles: Tiles, ms: float, plain_ms: float) -> str:
-    """As it stands in `tiles.toml`: keys of the default are left out."""
+    """Return the entry as it stands in `tiles.toml`: keys of the default are left out."""
     keys = {"op": f'"{op}"', **shape}
     if plain_ms < ms:
         keys["plain"] = "true"

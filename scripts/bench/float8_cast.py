@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def normal(rows: int, columns: int) -> Tensor:
-    """Random numbers, [rows, columns] bfloat16."""
+    """Return random numbers, [rows, columns] bfloat16."""
     return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
 
 
@@ -66,7 +66,7 @@ def show(name: str, bytes_each: int, x: Tensor, call: Callable[[], object]) -> N
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """A median."""
+    """Return the median time of a call."""
     return do_bench(call, return_mode="median")  # type: ignore[return-value]
 
 

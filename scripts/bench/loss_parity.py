@@ -1,4 +1,4 @@
-"""Whether float8 trains as bf16 does: python scripts/bench/loss_parity.py --gpus 4 [RECIPE …]
+"""Compare the losses of float8 recipes with those of bf16: python scripts/bench/loss_parity.py --gpus 4 [RECIPE …]
 
 Runs of one GPU each, as many at once as there are GPUs: bf16 with several seeds, whose losses are the noise, and each
 float8 recipe with the first of them. The loss of a run is its mean over the last hundred steps; the noise band is that
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _train(name: str, recipe: str, seed: int, device: int, args: argparse.Namespace) -> float | None:
-    """The mean loss over the last steps of one run, or None if it failed."""
+    """Return the mean loss over the last steps of one run, or None if it failed."""
     command = [sys.executable, "train.py", "--config", args.config, "--float8.recipe", recipe]
     command += ["--training.seed", str(seed), "--job.name", name, "--job.dump_folder", str(args.logs / "runs")]
     command += ["--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq", "1"]
@@ -85,7 +85,7 @@ def _train(name: str, recipe: str, seed: int, device: int, args: argparse.Namesp
 
 
 def _report(losses: dict[str, float | None], args: argparse.Namespace) -> int:
-    """Print the table and draw the curves. Returns the exit code."""
+    """Print the table, draw the curves and return the exit code."""
     noise = [loss for name, loss in losses.items() if name.startswith("bf16") and loss is not None]
     if len(noise) < 2 or None in losses.values():
         print("want: every run to the end, and two seeds or more")

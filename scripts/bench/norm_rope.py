@@ -55,14 +55,14 @@ def forward_of(f: Callable[..., tuple[Tensor, ...]], given: list[Tensor], *rest:
 
 
 def backward_of(f: Callable[..., tuple[Tensor, ...]], given: list[Tensor], *rest: object) -> float:
-    """Both passes, less the first."""
+    """Return the time of both passes, less the first."""
     upstream = [torch.randn_like(x) for x in f(*given, *rest, EPS)]
     both = of_kernels(lambda: torch.autograd.grad(f(*given, *rest, EPS), given, upstream))
     return both - forward_of(f, given, *rest)
 
 
 def of_kernels(call: Callable[[], object], calls: int = 20) -> float:
-    """Milliseconds of all kernels of a call: a host takes longer to launch these than a GPU to run them."""
+    """Return the milliseconds of all kernels of a call: a host takes longer to launch these than a GPU to run them."""
     for _ in range(3):
         call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:

@@ -24,13 +24,13 @@ _init_process_group = dist.init_process_group
 
 
 def init_process_group(_backend: str, **_options: object) -> None:
-    """In the place of torch's."""
+    """Start a fake process group in the place of torch's."""
     _init_process_group("fake", store=dist.HashStore(), rank=0, world_size=int(os.environ["WORLD_SIZE"]))
 
 
 # The backend of torch 2.11 gathers copies, but leaves what it has scattered as it was.
 def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, *_: object, **_options: object) -> None:
-    """In the place of torch's: the first rank's part of this rank's summand."""
+    """Return the first rank's part of this rank's summand, in the place of torch's."""
     output.copy_(input.view(-1)[: output.numel()].view_as(output))
 
 

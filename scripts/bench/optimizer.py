@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def milliseconds(optimizer: AdamW, gradients: dict[str, Tensor], keep: Tensor) -> float:
-    """Of a step, clipped."""
+    """Return the median time of a clipped step."""
 
     def step() -> None:
         optimizer.step(gradients, 0.0, optimizer.norm(gradients).clamp(min=1.0), keep)
@@ -56,7 +56,7 @@ def milliseconds(optimizer: AdamW, gradients: dict[str, Tensor], keep: Tensor) -
 
 
 def by_torch(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
-    """torch's fused AdamW on all tensors at once, with equal weight decays; it wants moments in float32."""
+    """Run torch's fused AdamW on all tensors at once, with equal weight decays; it wants moments in float32."""
     moments = [state.exp_avg, state.exp_avg_sq]
     wide = [[moment.float() for moment in of_all] for of_all in moments]  # no copies if they are float32
     torch._fused_adamw_(

@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _line(name: str, row: dict[str, float], receipt: Path) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     entries = {entry["feature"]: entry for entry in json.loads(receipt.read_text())}
     memory, reserved = entries["memory"], row["memory_gib"]
     predicted, budget = memory["applied"]["predicted_gib"], memory["requested"]
