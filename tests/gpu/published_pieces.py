@@ -4,12 +4,12 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from titanlite.kernels.device.specialised import _pieces
+from titanlite.kernels.device.specialised_protocol import ready_chunks
 
 
 @gluon.jit
 def _read(flags, number, out, RANKS: gl.constexpr):
-    gl.store(out, _pieces(flags, gl.load(number), RANKS))
+    gl.store(out, ready_chunks(flags, gl.load(number), RANKS))
 
 
 def published(words: list[int], number: int, ranks: int) -> set[int]:

@@ -34,9 +34,9 @@ def test_only_must_match():
 def test_a_piece_is_there_when_this_operator_has_published_it(ranks):
     """Not where its word is of an operator long ago, however far the count has come since."""
     from tests.gpu.published_pieces import published
-    from titanlite.kernels.device.specialised import N_PIECES
+    from titanlite.kernels.device.specialised_protocol import N_CHUNKS
 
-    choose, n = random.Random(ranks), ranks * N_PIECES.value
+    choose, n = random.Random(ranks), ranks * N_CHUNKS.value
     for number in (0, 5, 2**31 - 2, 2**31 - 1, -(2**31), 1000 - 2**31, -2):
         now = (number + 1 + 2**31) % 2**32 - 2**31
         words = [choose.choice((now, number, 7 - 2**31, 3, 0)) for _ in range(n)]

@@ -44,7 +44,7 @@ from titanlite.kernels.device import (
     norm_rope,
     rms_norm,
     rope,
-    specialised,
+    specialised_matmul,
     swiglu,
     tiles,
 )
@@ -358,7 +358,7 @@ def test_tiles_that_are_added_up_in_steps_are_as_wide_as_registers_allow(
 @pytest.mark.parametrize("y_tiles", [1, 6, 28])
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_tiles_are_drawn_once_each_and_a_group_of_rows_at_a_time(x_tiles: int, y_tiles: int, group: int):
-    drawn = [specialised._tile.fn(n, x_tiles, y_tiles, group) for n in range(x_tiles * y_tiles)]
+    drawn = [specialised_matmul.tile_position.fn(n, x_tiles, y_tiles, group) for n in range(x_tiles * y_tiles)]
     assert sorted(drawn) == [(x, y) for x in range(x_tiles) for y in range(y_tiles)]
     assert [x // group for x, _ in drawn] == sorted(x // group for x, _ in drawn)
     assert all(y <= later for (x, y), (other, later) in pairwise(drawn) if x // group == other // group)

@@ -6,7 +6,7 @@ then the two stems. The rules that keep a step of theirs from hanging:
 1. No kernel that can fill a GPU waits for what another GPU's host has yet to launch: it starts behind a thread block
    that has met all ranks (`protocol.meet`, or the last block of `_publish` and of the kernels that push).
 2. Any number of resident thread blocks makes progress: who copies and who computes is decided by tickets that running
-   blocks draw, never by a block's number.
+   blocks claim, never by a block's number.
 3. All ranks of a group issue the same operators in the same order, and where they share several groups, those of all of
    them; a process's operators run one after the other. Whether one is fused depends on shapes, dtypes and the group
    alone, and ranks compare shapes and dtypes that are new to them before they share memory.

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from titanlite.kernels.device.rendezvous import Rendezvous
 
-PIECES = 8
-"""Pieces of a shard: each is announced to the peers as soon as it is there."""
-HEADER = 8 + PIECES
-"""First words of a channel's local counters: blocks that have begun, tiles drawn, blocks that have ended, those of the
-first kernel that have ended, copies drawn, copies of the own shard drawn; the last PIECES: copies written, by piece."""
+CHUNKS = 8
+"""Of a shard: each has a ready flag with the peers, set as soon as the chunk is there."""
+HEADER = 8 + CHUNKS
+"""First words of a channel's local counters: blocks that have begun, tiles claimed, blocks that have ended, those of
+the first kernel that have ended, copies claimed, copies of the own shard claimed; the last CHUNKS: copies written, by
+chunk."""
 COUNTERS = HEADER + 8192
 """After them, one for each block of rows that arrives."""
 
@@ -59,7 +60,7 @@ class Channel:
         operator: FSDP_GATHER or FSDP_REDUCE; None: collective matmuls.
         n_slots: how often `slots` holds an operator's data.
         number: of all channels of this process.
-        flags: [ranks · (1 + PIECES)] int32, written by peers: one for each, then each one's pieces.
+        flags: [ranks · (1 + CHUNKS)] int32, written by peers: one for each, then the ready flags of each one's chunks.
         peer_flags: [ranks] int64, addresses of all ranks' flags.
         counters: [COUNTERS] int32; zero between operators.
         epoch: [1] int32, number of operators so far.
@@ -94,7 +95,7 @@ class Channel:
     def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
         self.number = next(_numbers)
-        self.flags = symmetric_memory.empty(self.ranks * (1 + PIECES), dtype=torch.int32, device=self.device)
+        self.flags = symmetric_memory.empty(self.ranks * (1 + CHUNKS), dtype=torch.int32, device=self.device)
         self._rendezvous = Rendezvous(self.process_group, f"{self.operator}")
         handle = self._rendezvous(self.flags)
         self.flags.zero_()

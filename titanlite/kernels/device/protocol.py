@@ -5,8 +5,7 @@ made available to it. It only grows, so nothing is ever reset across GPUs. An op
 of data, taken in turn, are then enough: who has passed the exchange of operator e knows that all peers have finished
 reading operator e−2's slot (`tests/unit/kernels/test_protocol.py` checks every interleaving).
 
-The specialised gather has further words, of the same kind: a rank announces each piece of its shard as soon as it has
-published it.
+The specialised gather has further words, of the same kind: the ready flags of each shard's chunks.
 
 Memory ordering, for writer → reader:
 

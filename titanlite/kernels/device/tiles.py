@@ -25,7 +25,7 @@ class Tiles:
         copiers: thread blocks that copy first (all-gather, not specialised).
         copy_rows: rows of 128 bytes that one copy takes (all-gather, specialised).
         plain: take none of them: NCCL and cuBLAS one after the other are faster.
-        specialised: take the kernel whose warps are specialised (`specialised`), where the shape allows it.
+        specialised: take the kernel whose warps are specialised, where the shape allows it.
     """
 
     m: int = 128
@@ -40,7 +40,7 @@ class Tiles:
     specialised: bool = True
 
     def narrow(self) -> "Tiles":
-        """The same for the kernels that are not specialised, whose tiles have powers of two."""
+        """Return the same for the kernels that are not specialised, whose tiles have powers of two."""
         return replace(self, n=128) if self.n == WIDE else self
 
 
@@ -48,7 +48,7 @@ class Tiles:
 def tiles(
     op: str, itemsize: int, ranks: int, M: int, N: int, K: int, fast_accum: bool = False, out_itemsize: int = 2
 ) -> Tiles:
-    """The tiles for a product of `[M, K] @ [K, N]`.
+    """Choose the tiles for a product of `[M, K] @ [K, N]`.
 
     Args:
         op: "all_gather_matmul" or "matmul_reduce_scatter".
@@ -80,7 +80,7 @@ def tiles(
 
 
 def in_steps(itemsize: int, fast_accum: bool) -> bool:
-    """Whether sums are made in float32 every 128 products, as float8's are unless the tensor cores may add all."""
+    """Check that sums are made in float32 every 128 products, as float8's are unless the tensor cores may add all."""
     return itemsize == 1 and not fast_accum
 
 

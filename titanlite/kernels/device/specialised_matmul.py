@@ -1,0 +1,332 @@
+"""The matmul inside both collective matmuls, with its warps specialised: one produces, two warpgroups consume.
+
+The producer warp claims tiles and loads their operands, running ahead over the end of a tile into the next, so that a
+wait for rows from a peer does not stop the tensor cores; a finished tile is stored while they work on the next one.
+
+In float8 each consumer warpgroup has half of a tile's rows and does not wait for the other: one adds its sums while the
+other has the tensor cores. In 16 bits they are one consumer, which takes less power. The kernels that are made of these
+roles are `specialised_gather`, which has a third, and `specialised_push`.
+
+Tiles are claimed, not dealt out: a block that gets its multiprocessor late, because another stream's kernel has it,
+finds less left to do and holds nobody up.
+
+Written in Gluon, Triton's lower layer, because Triton itself specialises no warps on Hopper. It takes the common
+shapes: rows in whole tiles. The kernels of the two stems take the others.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from titanlite.kernels.device.specialised_protocol import barrier, execute
+from titanlite.kernels.device.tiles import WIDE
+
+CONSUMER_REGISTERS = gl.constexpr(216)
+WORKER_REGISTERS = gl.constexpr(72)
+"""Of a producer's thread, or a copier's."""
+PART = gl.constexpr(64)
+"""Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
+
+
+@gluon.constexpr_function
+def first_columns(n: int) -> int:
+    """Return how many of a tile's columns are one tensor: a power of two. The rest are one part, or none."""
+    return 128 if n == WIDE else n
+
+
+@gluon.jit
+def first_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS: gl.constexpr):
+    """Return the first RANKS of them; the others are None."""
+    found = (d0, d1)
+    if RANKS > 2:
+        found += (d2,)
+    if RANKS > 3:
+        found += (d3,)
+    if RANKS > 4:
+        found += (d4,)
+    if RANKS > 5:
+        found += (d5,)
+    if RANKS > 6:
+        found += (d6,)
+    if RANKS > 7:
+        found += (d7,)
+    return found
+
+
+@gluon.jit
+def _write_word(buffer, value):
+    """Write a word of shared memory, by a role of one warp."""
+    buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    barrier()
+
+
+@gluon.jit
+def _read_word(buffer, WARPS: gl.constexpr):
+    """Read a word of shared memory, by a role of so many warps."""
+    return gl.max(buffer.load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
+
+
+@gluon.jit
+def _halves(x):
+    """Split a tile into its left and right half."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def _parts(x):
+    """Split a tile into parts of `PART` columns."""
+    if x.shape[1] == PART:
+        parts = (x,)
+    elif x.shape[1] == 2 * PART:
+        parts = _halves(x)
+    else:
+        left, right = _halves(x)
+        parts = _halves(left) + _halves(right)
+    return parts
+
+
+@gluon.jit
+def _store(
+    part, p: gl.constexpr, tile, dests, c_buf, first_row, x_blocks, y_tiles,
+    BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """Start to store part number p of a tile, or of a consumer's rows of it, which begin at `first_row` instead."""
+    tma.store_wait(pendings=0)
+    c_buf.store(part)
+    fence_async_shared()
+    row = first_row + (tile // y_tiles) % x_blocks * BM
+    column = (tile % y_tiles) * BN + p * PART
+    dest = tile // y_tiles // x_blocks
+    for d in gl.static_range(len(dests)):
+        if dest == d:
+            tma.async_copy_shared_to_global(dests[d], [row, column], c_buf)
+
+
+@gluon.jit
+def _step(
+    acc, use_acc, it, a_bufs, b_bufs, ready, CONSUMER: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the product of step `it`, or of a consumer's rows, when its operands are there."""
+    slot = it % STAGES
+    mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
+    a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
+    if a.shape[0] > acc.shape[0]:
+        a = a.slice(CONSUMER * acc.shape[0], acc.shape[0], dim=0)
+    b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
+    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def _release(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
+    """Wait until the tensor cores have done with the step before `it` in the same sum, and release its buffers."""
+    sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
+    if HAS_BEFORE:
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+    return sums
+
+
+@gluon.jit
+def _scaled(
+    acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
+    BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, CONSUMER: gl.constexpr, FROM: gl.constexpr,
+):  # fmt: skip
+    """Scale a tile's columns from FROM on, or a consumer's rows of them, and add a bias.
+
+    OF_ROWS, OF_COLUMNS: scales: 0 none, 1 one number, 2 one for each row, or column.
+    """
+    if OF_ROWS == 1:
+        acc = acc * gl.load(row_scale)
+    elif OF_ROWS == 2:
+        owner = tile // y_tiles // x_blocks
+        x = (tile // y_tiles) % x_blocks
+        row = (x // per_segment * OWNERS + owner) * segment + x % per_segment * BM
+        ROWS: gl.constexpr = acc.shape[0]
+        rows = row + CONSUMER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        acc = acc * gl.load(row_scale + rows)[:, None]
+    columns = (tile % y_tiles) * BN + FROM + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    if OF_COLUMNS == 1:
+        acc = acc * gl.load(column_scale)
+    elif OF_COLUMNS == 2:
+        acc = acc * gl.load(column_scale + columns, mask=columns < N, other=0.0)[None, :]
+    if BIAS:
+        acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+    return acc
+
+
+@gluon.jit
+def multiply(
+    given,
+    BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column.
+
+    given: destinations, bias, scales of rows and columns, the buffers and barriers; the first row, how the tiles lie.
+    OWNERS: among how many the rows of the operand are dealt out, `segment` rows each; a destination is an owner.
+    CONSUMER: number of this one of CONSUMERS, which share the rows of each tile.
+    """
+    dests, bias, row_scale, column_scale, a_bufs, b_bufs, _rest, c_bufs, tiles, ready, empty = given[:11]
+    first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]
+    ROWS: gl.constexpr = BM // CONSUMERS
+    WARPS: gl.constexpr = 8 // CONSUMERS
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth]
+    )
+    PARTS: gl.constexpr = BN // PART
+    c_buf = c_bufs.index(CONSUMER)
+    first_row += CONSUMER * ROWS
+    it = 0
+    before = -1
+    out = gl.zeros((ROWS, BN), c_buf.dtype, layout)
+    mbarrier.wait(ready.index(0), 0)
+    tile = _read_word(tiles.index(0), WARPS)
+    while tile >= 0:
+        sums = gl.zeros((ROWS, BN), gl.float32, layout)
+        parts = _parts(out)
+        for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
+            sums = _step(sums, k > 0, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
+            if before >= 0:
+                _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            sums = _release(sums, it, empty, k > 0, STAGES)
+            it += 1
+        for _ in range(PARTS, steps):
+            sums = _step(sums, True, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
+            sums = _release(sums, it, empty, True, STAGES)
+            it += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        out = _scaled(
+            acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
+            BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, 0,
+        ).to(c_buf.dtype)  # fmt: skip
+        before = tile
+        mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
+        tile = _read_word(tiles.index(it % STAGES), WARPS)
+    if before >= 0:
+        parts = _parts(out)
+        for p in gl.static_range(PARTS):
+            _store(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+    execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
+
+
+@gluon.jit
+def multiply_in_steps(
+    given,
+    BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """As `multiply`, by one of two consumers, with the product of each step added to the others in float32.
+
+    One consumer adds, and stores, while the other has the tensor cores. Sums and products take twice the registers,
+    which a tile of 256 columns would not leave; one of 192 comes as 128 and 64, for tensors have powers of two.
+    """
+    dests, bias, row_scale, column_scale, a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = given[:11]
+    first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]
+    ROWS: gl.constexpr = BM // 2
+    FIRST: gl.constexpr = first_columns(BN)
+    REST: gl.constexpr = BN - FIRST
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 32])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    c_buf = c_bufs.index(CONSUMER)
+    first_row += CONSUMER * ROWS
+    it = 0
+    mbarrier.wait(ready.index(0), 0)
+    tile = _read_word(tiles.index(0), 4)
+    while tile >= 0:
+        acc = gl.zeros((ROWS, FIRST), gl.float32, layout)
+        sums = gl.zeros((ROWS, FIRST), gl.float32, layout)
+        rest = gl.zeros((ROWS, PART), gl.float32, rest_layout)
+        rest_sums = gl.zeros((ROWS, PART), gl.float32, rest_layout)
+        for _ in range(steps):
+            sums = _step(sums, False, it, a_bufs, b_bufs, ready, CONSUMER, True, True, STAGES)
+            if REST > 0:
+                rest_sums = _step(rest_sums, False, it, a_bufs, rest_bufs, ready, CONSUMER, True, True, STAGES)
+                sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
+                acc += sums
+                rest_sums = warpgroup_mma_wait(num_outstanding=0, deps=(rest_sums,))
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                rest += rest_sums
+            else:
+                sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                acc += sums
+            it += 1
+        parts = _parts(_scaled(
+            acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
+            BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, 0,
+        ).to(c_buf.dtype))  # fmt: skip
+        for p in gl.static_range(FIRST // PART):
+            _store(parts[p], p, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+        if REST > 0:
+            part = _scaled(
+                rest, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, rest_layout,
+                BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, FIRST,
+            ).to(c_buf.dtype)  # fmt: skip
+            _store(part, FIRST // PART, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+        mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
+        tile = _read_word(tiles.index(it % STAGES), 4)
+    execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
+
+
+@gluon.jit
+def announce(tile, tiles, empty, it, STAGES: gl.constexpr):
+    """Tell the consumers which tile the next operands are for."""
+    mbarrier.wait(empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
+    _write_word(tiles.index(it % STAGES), tile)
+
+
+@gluon.jit
+def load_operands(
+    a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, m0, n0,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the loads for one tile, step by step as buffers become free."""
+    n_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    for k in range(steps):
+        slot = it % STAGES
+        mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
+        if rest_desc is None:
+            mbarrier.expect(ready.index(slot), n_bytes)
+        else:
+            mbarrier.expect(ready.index(slot), n_bytes + rest_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                rest_desc, [n0 + b_desc.block_type.shape[0], k * BK], ready.index(slot), rest_bufs.index(slot)
+            )
+        if A_K_MAJOR:
+            tma.async_copy_global_to_shared(a_desc, [m0, k * BK], ready.index(slot), a_bufs.index(slot))
+        else:
+            tma.async_copy_global_to_shared(a_desc, [k * BK, m0], ready.index(slot), a_bufs.index(slot))
+        if B_K_MAJOR:
+            tma.async_copy_global_to_shared(b_desc, [n0, k * BK], ready.index(slot), b_bufs.index(slot))
+        else:
+            tma.async_copy_global_to_shared(b_desc, [k * BK, n0], ready.index(slot), b_bufs.index(slot))
+        it += 1
+    return it
+
+
+@gluon.jit
+def tile_position(number, x_tiles, y_tiles, GROUP: gl.constexpr):
+    """Return the block of rows and that of columns of a tile, by its number.
+
+    GROUP blocks of rows share a pass over the columns, so that the tiles on their way at once read few operands.
+    """
+    width = GROUP * y_tiles
+    first = (number // width) * GROUP
+    in_group = min(x_tiles - first, GROUP)
+    return first + (number % width) % in_group, (number % width) // in_group
+
+
+@gluon.jit
+def announce_end(tiles, ready, empty, it, STAGES: gl.constexpr):
+    """Tell the consumers that no tile is left."""
+    announce(-1, tiles, empty, it, STAGES)
+    mbarrier.arrive(ready.index(it % STAGES), count=1)

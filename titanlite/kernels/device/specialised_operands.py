@@ -1,0 +1,81 @@
+"""What the host prepares for the specialised kernels: matrices in blocks, and how many steps of them are in flight."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from titanlite.kernels.device.channel import Channel
+from titanlite.kernels.device.launch import Blocks, cdiv
+from titanlite.kernels.device.operands import Rows
+from titanlite.kernels.device.specialised_matmul import PART, first_columns
+from titanlite.kernels.device.tiles import Tiles, in_steps
+from titanlite.kernels.products import MAX_RANKS
+
+SHARED_MEMORY = 232448
+"""Bytes that a thread block may have on sm_90."""
+
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+
+
+@cache
+def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
+
+
+def consumers(dtype: torch.dtype) -> int:
+    """Return how many consumers share a tile: two of a warpgroup each, or one of two (docs/performance.md has both)."""
+    return 2 if dtype.itemsize == 1 else 1
+
+
+def stages(pick: Tiles, itemsize: int, ring: int = 0) -> int:
+    """Return how many steps of operands fit into a multiprocessor's shared memory.
+
+    Args:
+        pick: tiles.
+        itemsize: bytes of an operand's element.
+        ring: bytes of the buffers for copies.
+    """
+    words = 2048  # barriers and what warp specialisation keeps there
+    free = SHARED_MEMORY - words - ring - pick.m * PART.value * 2
+    return free // ((pick.m + pick.n) * pick.k * itemsize)
+
+
+def operand_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks:
+    """View an operand [N, K], whose rows are a tile's columns, in blocks of a step: of the `first_columns`."""
+    box = (first_columns(n), k) if rows.k_major else (k, n)
+    return blocks(operand, rows.shape, rows.stride, box)
+
+
+def rest_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks | None:
+    """View the same in blocks of the rest of a tile's columns, if there is one."""
+    rest = n - first_columns(n)
+    return blocks(operand, rows.shape, rows.stride, (rest, k)) if rest else None
+
+
+def has_steps_for_parts(pick: Tiles, K: int, itemsize: int, fast_accum: bool) -> bool:
+    """Check that the next tile has a step beside which to store each part; sums in steps are stored before."""
+    return in_steps(itemsize, fast_accum) or pick.n // PART.value <= cdiv(K, pick.k)
+
+
+def blocks(matrix: Tensor, shape: tuple[int, int], stride: int, box: tuple[int, int]) -> Blocks:
+    """View a matrix at the beginning of a tensor in blocks of the shape `box`."""
+    return Blocks(matrix, shape, stride, box, _layout(box, matrix.dtype))
+
+
+def peer_blocks(to: Channel, dtype: torch.dtype, columns: int, box: tuple[int, int]) -> list[Blocks | None]:
+    """View all ranks' two slots as one matrix each, with None up to `MAX_RANKS`."""
+    key = (dtype, columns, box)
+    found = to.blocks.get(key)
+    if found is None:
+        rows = 2 * to.capacity // (columns * dtype.itemsize)
+        slots = [slots[: rows * columns * dtype.itemsize].view(dtype) for slots in to.peers]
+        found = [blocks(memory, (rows, columns), columns, box) for memory in slots] + [None] * (MAX_RANKS - to.ranks)
+        to.blocks[key] = found
+    return found

@@ -1,0 +1,105 @@
+"""Matmul → reduce-scatter for the common shapes: `specialised_matmul`, its tiles pushed to the ranks that own them."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from titanlite.kernels.device.specialised_matmul import (
+    CONSUMER_REGISTERS,
+    PART,
+    WORKER_REGISTERS,
+    announce,
+    announce_end,
+    first_columns,
+    first_of,
+    load_operands,
+    multiply,
+    multiply_in_steps,
+    tile_position,
+)
+from titanlite.kernels.device.specialised_protocol import HEADER, leave
+
+
+@gluon.jit
+def _produce(
+    given,
+    RANKS: gl.constexpr, GROUP: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, tiles, ready, empty, counters = given[:10]
+    rank, staged_tiles, per_segment, y_tiles, segment, steps = given[10:]
+    x_tiles = staged_tiles * RANKS
+    it = 0
+    claimed = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+    while claimed < x_tiles * y_tiles:
+        following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
+        x, y = tile_position(claimed, x_tiles, y_tiles, GROUP)
+        owner = (x + rank + 1) % RANKS  # all of them in turn, this rank last
+        staged = x // RANKS
+        row = (staged // per_segment * RANKS + owner) * segment + staged % per_segment * BM
+        announce((owner * staged_tiles + staged) * y_tiles + y, tiles, empty, it, STAGES)
+        it = load_operands(
+            a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, row, y * BN,
+            A_K_MAJOR, B_K_MAJOR, BK, STAGES,
+        )  # fmt: skip
+        claimed = following
+    announce_end(tiles, ready, empty, it, STAGES)
+
+
+@gluon.jit(do_not_specialize=["rank"])
+def matmul_push(
+    a_desc, b_desc, scale, other_scale, d0, d1, d2, d3, d4, d5, d6, d7, rest_desc,
+    counters, flags, peer_flags, epoch_word, deadline, failure,
+    slot_rows, staged_rows, segment, N, K, rank,
+    RANKS: gl.constexpr, GROUP: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, FAST: gl.constexpr,
+    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """As `general_push._matmul_push`, for one product scattered along rows in whole tiles.
+
+    rest_desc: as of `specialised_gather.gather_matmul`.
+    """
+    epoch = gl.load(epoch_word)
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
+    b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
+    rest_bufs = b_bufs  # where there is no rest they are not used
+    if rest_desc is not None:
+        rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, [STAGES, PART, BK], rest_desc.layout)
+    c_bufs = gl.allocate_shared_memory(d0.dtype, [CONSUMERS, BM // CONSUMERS, PART], d0.layout)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    staged_tiles = staged_rows // BM
+    y_tiles = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    consumer = (
+        first_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS), None, scale, other_scale,
+        a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty,
+        (epoch & 1) * slot_rows + rank * staged_rows, staged_tiles, y_tiles, steps, N, segment, segment // BM,
+    )  # fmt: skip
+    producer = (
+        a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, tiles, ready, empty, counters,
+        rank, staged_tiles, segment // BM, y_tiles, segment, steps,
+    )  # fmt: skip
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (multiply, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
+            (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+        ], [1], [WORKER_REGISTERS])  # fmt: skip
+    elif FAST:
+        gl.warp_specialize([
+            (multiply, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
+            (multiply, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (multiply_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 0)),
+            (multiply_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 1)),
+            (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+        ], [4, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
+    leave(counters, HEADER, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, True, RANKS, CONSUMERS)
