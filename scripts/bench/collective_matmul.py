@@ -213,13 +213,13 @@ class Operands:
         if self.case.gathers:
             scale = left[0] if left else None
             operands = self.a, [self.b], 0, self.M
-            plan = gather_device.plan(*operands, group, "left", scale, "row", None, self.fast, tiles)
+            plan = gather_device.plan_gather(*operands, group, "left", scale, "row", None, self.fast, tiles)
             rest = self.group, "left", [], scale, "row", right, None, self.fast
-            return lambda: gather_device.all_gather_matmul(plan, *operands, *rest)[1]
+            return lambda: gather_device.launch_all_gather_matmul(plan, *operands, *rest)[1]
         operands = [self.a], [self.b], 0
-        plan = scatter_device.plan(*operands, group, None, self.fast, tiles)
+        plan = scatter_device.plan_scatter(*operands, group, None, self.fast, tiles)
         rest = self.group, None, left, right, None, self.fast
-        return lambda: scatter_device.matmul_reduce_scatter(plan, *operands, *rest)
+        return lambda: scatter_device.launch_matmul_reduce_scatter(plan, *operands, *rest)
 
     def error(self) -> float:
         """Return the relative error of the result against float32, over the first and last 128 rows of a part."""

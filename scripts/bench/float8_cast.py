@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from titanlite.kernels.block_scaled_matmul import block_scaled_matmul
-from titanlite.kernels.float8_cast import cast_blocks, cast_rows, cast_turned, turn
+from titanlite.kernels.float8_cast import cast_blocks, cast_rows, cast_transpose, transpose
 from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 
 E4M3 = torch.float8_e4m3fn
@@ -30,10 +30,10 @@ def main() -> None:
         for name, (rows, turned) in BLOCKS.items():
             show(name, 2 + bool(rows) + bool(turned), x, partial(cast_blocks, x, rows, turned, E4M3, False))
         show("by row", 3, x, partial(cast_rows, x, E4M3))
-        show("by column, turned", 5, x, partial(cast_turned, x, ones, True, E4M3, True))
-        bits = x.to(E4M3)
-        show("bytes by column, turned", 3, x, partial(cast_turned, bits, ones, True, E4M3, True))
-        show("bytes turned", 2, x, partial(turn, bits))
+        show("by column, turned", 5, x, partial(cast_transpose, x, ones, True, E4M3, True))
+        qdata = x.to(E4M3)
+        show("bytes by column, turned", 3, x, partial(cast_transpose, qdata, ones, True, E4M3, True))
+        show("bytes turned", 2, x, partial(transpose, qdata))
     grad, x = normal(TOKENS, 14_336), normal(TOKENS, 28_672)
     show("SwiGLU by row", 5, grad, partial(swiglu_cast, x, True, E4M3, True))
     show("SwiGLU by one scale", 9, grad, partial(swiglu_cast, x, False, E4M3, False))  # what is cast is read twice
@@ -45,9 +45,9 @@ def main() -> None:
         products = {"output": (TOKENS, N, K, 128), "grad_input": (TOKENS, K, N, 128), "grad_weight": (N, K, TOKENS, 1)}
         for what, (m, n, k, rows) in products.items():
             a, b = normal(m, k), normal(n, k)
-            left, left_unit, _, _ = cast_blocks(a, 1, 0, E4M3, False)
-            right, right_unit, _, _ = cast_blocks(b, rows, 0, E4M3, False)
-            by_blocks = partial(block_scaled_matmul, left, left_unit, right, right_unit, torch.bfloat16)
+            left, left_scale_inv, _, _ = cast_blocks(a, 1, 0, E4M3, False)
+            right, right_scale_inv, _, _ = cast_blocks(b, rows, 0, E4M3, False)
+            by_blocks = partial(block_scaled_matmul, left, left_scale_inv, right, right_scale_inv, torch.bfloat16)
             times = milliseconds(by_blocks), milliseconds(partial(torch.mm, a, b.t()))
             rates = "  ".join(f"{ms:7.3f} {2 * m * n * k / ms / 1e9:7,.0f}" for ms in times)
             print(f"{name:4} {what:11} {m:8,} {n:8,} {k:8,}  {rates}", flush=True)

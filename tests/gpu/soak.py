@@ -73,9 +73,9 @@ def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[
                 lefts, rights = [*lefts, normal(M, 64)], [*rights, normal(N, 64).t() if turned else normal(64, N)]
             args = (lefts, rights, 0, group.group_name, None, [], [], None, False)
         if kind in ("scatter", "sum"):
-            made.append((_one(torch.ops.titanlite.matmul_reduce_scatter, args), _one(scatter.definition, args)))
+            made.append((_one(torch.ops.titanlite.matmul_reduce_scatter, args), _one(scatter._definition, args)))
         else:
-            made.append((_list(torch.ops.titanlite.all_gather_matmul, args), _list(gather.definition, args)))
+            made.append((_list(torch.ops.titanlite.all_gather_matmul, args), _list(gather._definition, args)))
     return made
 
 

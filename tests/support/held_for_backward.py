@@ -28,7 +28,7 @@ from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
-from titanlite.float8.weight import Float8Weight, local_data
+from titanlite.float8.weight import GatheredWeight, local_data
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
@@ -90,8 +90,8 @@ def build(
             if parameter is not None:
                 weight = local_data(parameter).to(dtype)
                 if recipe and recipe.reduce_amax and isinstance(module, Linear):  # always gathered in float8
-                    bits, unit = cast(weight, recipe.weight.output, recipe.weight.dtype, recipe.scale_rounding)
-                    weight = Float8Weight(bits, unit, dtype)
+                    qdata, scale_inv = cast(weight, recipe.weight.output, recipe.weight.dtype, recipe.scale_rounding)
+                    weight = GatheredWeight(qdata, scale_inv, dtype)
                 module._parameters[name] = nn.Parameter(weight)
     return model
 

@@ -158,7 +158,7 @@ def check_fused(report: list[Pair]) -> None:
     """
     n_fused, want = sum(pair.fused for pair in report), "every pair fused"
     cases = [(pair.collective, pair.reason) for pair in report if not (pair.fused or pair.declared)]
-    cases += [(f"{op} {shapes}", reason) for op, shapes, reason, declared in lowered if reason and not declared]
+    cases += [(f"{op} {shapes}", reason) for op, shapes, reason, expected in lowered if reason and not expected]
     if not n_fused:
         want = "a pair fused"
         nothing = ("no collective", "was found in any graph that was compiled")

@@ -86,13 +86,13 @@ class _Asking(TorchDispatchMode):
         if importlib.util.find_spec("triton") is None:
             return NOT_ASKED
         if op.endswith("all_gather_matmul"):
-            from titanlite.kernels.device.all_gather_matmul import obstacle
+            from titanlite.kernels.device.all_gather_matmul import gather_unsupported_reason
 
             shard, others, dim, size, _, form = args[:6]
-            found = obstacle(shard, others, dim, size, self.ranks, form, args[8])
+            found = gather_unsupported_reason(shard, others, dim, size, self.ranks, form, args[8])
         else:
-            from titanlite.kernels.device.matmul_reduce_scatter import obstacle
+            from titanlite.kernels.device.matmul_reduce_scatter import scatter_unsupported_reason
 
             lefts, rights = args[:2]
-            found = obstacle(lefts, rights, self.ranks)
+            found = scatter_unsupported_reason(lefts, rights, self.ranks)
         return f"has {found}" if found else None

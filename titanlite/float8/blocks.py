@@ -1,7 +1,7 @@
 """Float8 products with scales by block: cuBLASLt's on Hopper, their definition elsewhere.
 
-A tensor is read once and cast both ways, along its rows and along those of its transpose: scales never lie along a sum.
-What forward keeps of its input are the bytes that backward will multiply.
+A tensor is read once and quantised both ways, along its rows and along those of its transpose: scales never lie along a
+sum. What forward keeps of its input are the bytes that backward will multiply.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from titanlite.kernels.block_scaled_matmul import block_scaled_matmul
 from titanlite.kernels.float8_cast import cast_blocks
 
 Either = Cast | Tensor
-"""In float8, or as it was if the recipe leaves the product in high precision."""
+"""A matrix in float8, or as it was if the recipe leaves the product in high precision."""
 
 
 class BlockScaledFloat8:
-    """A recipe's products.
+    """The matmuls of a recipe with scales by block.
 
     Args:
         recipe: the arithmetic; see `scope.is_by_blocks_of_128`.
@@ -29,24 +29,31 @@ class BlockScaledFloat8:
         self.recipe = recipe
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x [M, K] @ weight [N, K].T` → [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
         return _Product.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
 
 
 def _cast(
-    x: Tensor, of: Granularity, of_turned: Granularity, dtype: str, recipe: Float8Recipe, after: Tensor | None = None
+    x: Tensor,
+    of: Granularity,
+    of_transposed: Granularity,
+    dtype: str,
+    recipe: Float8Recipe,
+    after: Tensor | None = None,
 ) -> tuple[Either, Either]:
-    """A matrix [R, C] as the left factor of a product over its columns, and its transpose as that of one over rows."""
-    rows, rows_turned = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_turned))
-    if not rows and not rows_turned:
+    """Cast a matrix [R, C] as the left operand of a product over columns, and its transpose as that over rows."""
+    rows, rows_transposed = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_transposed))
+    if not rows and not rows_transposed:
         return x, x.t()
     pow2 = recipe.scale_rounding == "pow2_floor"
-    bits, unit, turned, unit_turned = cast_blocks(x, rows, rows_turned, DTYPES[dtype], pow2, after)
-    return Cast(bits, unit) if rows else x, Cast(turned, unit_turned) if rows_turned else x.t()
+    qdata, scale_inv, transposed, scale_inv_transposed = cast_blocks(
+        x, rows, rows_transposed, DTYPES[dtype], pow2, after
+    )
+    return Cast(qdata, scale_inv) if rows else x, Cast(transposed, scale_inv_transposed) if rows_transposed else x.t()
 
 
 def _multiply(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
-    """`left [R, C] @ right [S, C].T` → [R, S]."""
+    """Return `left [R, C] @ right [S, C].T` [R, S]."""
     if isinstance(left, Cast) and isinstance(right, Cast):
         return block_scaled_matmul(*left, *right, dtype)
     assert isinstance(left, Tensor)  # noqa: S101
@@ -71,11 +78,11 @@ class _Product(torch.autograd.Function):
         of, of_weight = recipe.grad_output, recipe.weight
         for_x, for_weight = ctx.needs_input_grad[:2]
         wanted = of.grad_input if for_x else "none", of.grad_weight if for_weight else "none"
-        left, turned = _cast(grad, *wanted, of.dtype, recipe)
+        left, transposed = _cast(grad, *wanted, of.dtype, recipe)
         d_x = d_weight = None
         if for_x:
             _, right = _cast(weight, "none", of_weight.grad_input, of_weight.dtype, recipe, grad)
             d_x = _multiply(left, right, grad.dtype)
         if for_weight:
-            d_weight = _multiply(turned, x[0].t() if len(x) == 1 else Cast(*x), weight.dtype)
+            d_weight = _multiply(transposed, x[0].t() if len(x) == 1 else Cast(*x), weight.dtype)
         return d_x, d_weight, None

@@ -47,7 +47,7 @@ class Maximum(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of each linear layer."""
+    """The outcome of a conversion, layer by layer."""
 
     lowering: Lowering
     converted: tuple[str, ...]
@@ -69,7 +69,7 @@ class Float8FeedForward(FeedForward):
     recipe: Float8Recipe
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, D] → [M/tp, D]."""
+        """Map [M/tp, D] to [M/tp, D]."""
         w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13.weight, self.w2.weight))
         return feed_forward(x, w13, w2, self.group, self.recipe)
 
@@ -133,14 +133,14 @@ def apply_float8(
 
 
 def _has_own_forward(module: Linear) -> bool:
-    """Whether what a layer computes is written in a model file, and not in titanlite."""
+    """Check that what a layer computes is written in a model file, and not in titanlite."""
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
     own_matmul = module.matmul is not F.linear and not isinstance(module.matmul, Float8Matmul)
     return own_matmul or "forward" in vars(module) or not owner.__module__.startswith("titanlite.")
 
 
 def _maxima(name: str, layer: Linear, is_gathered: bool) -> Iterator[Maximum]:
-    """The maxima that a converted layer reduces: with a collective inside its products, those of all their operands."""
+    """Yield the maxima that a converted layer reduces: all operands', with a collective inside its products."""
     matmul: Float8Matmul = layer.matmul  # type: ignore[assignment]
     if not matmul.recipe.reduce_amax or getattr(layer, "group", None) is None:
         return
@@ -155,7 +155,7 @@ def _maxima(name: str, layer: Linear, is_gathered: bool) -> Iterator[Maximum]:
 
 
 def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:
-    """Join the products of a feed-forward in place, where both are titanlite's own. Returns whether that was so."""
+    """Join the products of a feed-forward in place if both are titanlite's own, and return whether they are."""
     if type(module) is not FeedForward or matmul.unfused is not None:
         return False
     layers = module.w13, module.w2

@@ -1,9 +1,9 @@
-"""What every float8 recipe means, in plain torch: casts, and products of the numbers that the bytes stand for.
+"""The definition of every float8 recipe in plain torch: casts, and products of the numbers that the bytes stand for.
 
-It runs on any device and is the truth that the other lowerings are held against. Casts are torchao's to the bit where
+It runs on any device; the other lowerings are tested against it. Casts are torchao's to the bit where
 torchao has the recipe, and so are the results of its emulation (`tests/unit/float8/test_emulated.py`), but for one
-thing: a byte is multiplied by the value of its unit, as tensor cores do it, where torchao's emulation divides it by the
-scale.
+thing: bytes are multiplied by the inverse of their scale, as tensor cores do it, where torchao's emulation divides them
+by the scale.
 
 Each operand is cast for each of its two products, so that scales never lie along the sum:
 
@@ -29,15 +29,15 @@ _E8M0 = 127  # exponents of E8M0 reach from -127 to 127
 
 
 class Cast(NamedTuple):
-    """A matrix in float8.
+    """A matrix in float8: the numbers are `qdata · scale_inv`.
 
     Attributes:
-        bits: [R, C] float8.
-        unit: the value of one unit of them, float32: [] of the whole matrix, [R, 1] of rows, [R/r, C/c] of blocks.
+        qdata: [R, C] float8.
+        scale_inv: float32: [] of the whole matrix, [R, 1] of rows, [R/r, C/c] of blocks.
     """
 
-    bits: Tensor
-    unit: Tensor
+    qdata: Tensor
+    scale_inv: Tensor
 
 
 class AmaxGroups(NamedTuple):
@@ -69,8 +69,8 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
         over: the ranks that hold the other parts, where one scale is for all of them; only with "tensor".
 
     Returns:
-        The bytes, laid out as `x`, and their units. NaN makes NaN of all that shares its scale, and so does infinity,
-        with exact scales once bytes meet their unit; E8M0 has a scale for infinity, and keeps it to itself.
+        The matrix, its bytes laid out as `x`. NaN makes NaN of all that shares its scale, and so does infinity, with
+        exact scales once bytes are multiplied by `scale_inv`; E8M0 has a scale for infinity, and keeps it to itself.
 
     Source:
         torchao.float8.float8_utils; arXiv:2506.08027, algorithm 1, for "e8m0_rceil".
@@ -79,35 +79,35 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
     if of in BLOCKS:
         rows, columns = BLOCKS[of]
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        scale, unit = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
-        return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), unit)
-    scale, unit = _scale_of(_amax(x, of, over), to, rounding)
-    return Cast(cast_to(x, scale, to), unit)
+        scale, scale_inv = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
+        return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), scale_inv)
+    scale, scale_inv = _scale_of(_amax(x, of, over), to, rounding)
+    return Cast(cast_to(x, scale, to), scale_inv)
 
 
 def _amax(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
-    """The greatest size of each row, [R, 1], or of all there is, [], here or on all ranks."""
+    """Return the greatest size of each row, [R, 1], or of all there is, [], here or on all ranks."""
     if of == "row":
         return x.abs().amax(-1, keepdim=True)
     return x.abs().amax() if over is None else maximum(x.abs().amax(), over)
 
 
 def _scale_of(amax: Tensor, dtype: torch.dtype, rounding: str) -> tuple[Tensor, Tensor]:
-    """The scale of numbers up to `amax`, and its inverse, the value of one unit."""
+    """Return the scale of numbers up to `amax`, and its inverse."""
     if rounding != "e8m0_rceil":
         return scale_of(amax, dtype, rounding == "pow2_floor")
-    unit = torch.log2(amax.double() / torch.finfo(dtype).max).ceil()  # exact: float64 tells all float32 numbers apart
-    unit = unit.clamp(-_E8M0, _E8M0)
-    return torch.exp2(-unit).float(), torch.exp2(unit).float()
+    exponent = torch.log2(amax.double() / torch.finfo(dtype).max).ceil()  # exact: float64 tells float32 numbers apart
+    exponent = exponent.clamp(-_E8M0, _E8M0)
+    return torch.exp2(-exponent).float(), torch.exp2(exponent).float()
 
 
 def multiply(left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
-    """`left [R, C] @ right [S, C].T` → [R, S], accumulated in float32 and rounded once."""
+    """Return `left [R, C] @ right [S, C].T` [R, S], accumulated in float32 and rounded once."""
     return torch.mm(dequantise(*left), dequantise(*right).t()).to(dtype)
 
 
 class EmulatedFloat8:
-    """`x @ weight.T` as a recipe defines it, forward and backward.
+    """The matmul `x @ weight.T` as a recipe defines it, forward and backward.
 
     Args:
         recipe: the arithmetic.
@@ -118,7 +118,7 @@ class EmulatedFloat8:
         self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[M, K], [N, K] → [M, N]."""
+        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
         return _Matmul.apply(x, weight, self.recipe, self.over)  # type: ignore[no-any-return]
 
 
@@ -142,7 +142,7 @@ class _Matmul(torch.autograd.Function):
 
 
 def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
-    """`left [R, C] @ right [S, C].T` → [R, S], one of the recipe's three."""
+    """Return `left [R, C] @ right [S, C].T` [R, S], one of the recipe's three."""
     of = recipe.operands(matmul)
     if of == ("none", "none"):
         return torch.mm(left, right.t())

@@ -1,9 +1,9 @@
 """Float8 products by titanlite's own kernels: of a layer by itself, and with its collectives fused.
 
-Each tensor is cast once, by row or as a whole, and what is multiplied again in backward are the same bytes. The product
-that sums over tokens wants both factors turned, and their scales by row lie along its sum. There the scales go to the
-narrower factor, whose bytes are cast again, now by column; the wider one is only turned. With `d` the bytes and `s` the
-scales of rows,
+Each tensor is quantised once, by row or as a whole; backward reuses the same float8 bytes. The weight-gradient GEMM
+contracts over tokens, so both operands must be transposed, and their scales by row lie along its sum. There the scales
+go to the narrower operand, whose bytes are cast again, now by column; the wider one is only transposed. With `d`, `e`
+the bytes and `s`, `t` the inverse scales of rows,
 
     Σ_m (s_m · d_mn) · (t_m · e_mk)  =  Σ_m d_mn · (s_m · t_m · e_mk)
 
@@ -11,7 +11,7 @@ Scales by row are powers of two, so the second cast loses nothing but what is to
 
 Under tensor parallelism a tensor that is gathered is cast first, on the rank that has it: float8 bytes travel, with a
 scale for each row, or one for each rank ("tensor" of a recipe is then this rank's part). No scale is reduced over the
-ranks, unless the recipe says `reduce_amax`: then all ranks' bytes have one unit.
+ranks, unless the recipe says `reduce_amax`: then all ranks' bytes have one scale.
 """
 
 from typing import Any, NamedTuple
@@ -22,19 +22,19 @@ from torch import Tensor
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, Cast, cast
 from titanlite.float8.scope import is_cast_from_bytes
-from titanlite.float8.weight import Float8Weight
+from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.float8_cast import cast_rows, cast_turned, turn
+from titanlite.kernels.float8_cast import cast_rows, cast_transpose, transpose
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.scaled_matmul import scaled_matmul
 from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 
 
 class FusedFloat8:
-    """A recipe's products for a layer by itself, and for the two kinds of tensor-parallel layer.
+    """The matmuls of a recipe for a layer by itself, and for the two kinds of tensor-parallel layer.
 
-    The latter as `titanlite.kernels.linear.Fused`.
+    The latter as `titanlite.kernels.linear.FusedMatmul`.
 
     Args:
         recipe: the arithmetic; see `scope.obstacle`.
@@ -45,55 +45,55 @@ class FusedFloat8:
         self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x [M, K] @ weight [N, K].T` → [M, N]."""
+        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
         return _Gathered.apply(x, weight, None, self.recipe, self.over)  # type: ignore[no-any-return]
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """`all_gather(x [M/tp, K]) @ weight [N, K].T` → [M, N]."""
+        """Return `all_gather(x [M/tp, K]) @ weight [N, K].T` [M, N]."""
         return _Gathered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """`reduce_scatter(x [M, K] @ weight [N, K].T)` → [M/tp, N]."""
+        """Return `reduce_scatter(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
         return _Scattered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def _all_over(self, group: Group) -> AmaxGroups:
-        """With a collective inside, what is gathered is cast before, on the rank that has a part of it."""
+        """Return the groups with a collective inside: what is gathered is cast before, on the rank that has it."""
         return AmaxGroups(group, group, group) if self.recipe.reduce_amax else ALL_HERE
 
 
 def _cast(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, over: Group | None) -> Cast:
-    """A matrix in float8, contiguous."""
-    bits, unit = cast(x, of, dtype, recipe.scale_rounding, over)
-    return Cast(bits.contiguous(), unit)
+    """Cast a matrix; its bytes are contiguous."""
+    qdata, scale_inv = cast(x, of, dtype, recipe.scale_rounding, over)
+    return Cast(qdata.contiguous(), scale_inv)
 
 
 def _cast_weight(weight: Tensor, how: "_Product", recipe: Float8Recipe, factor: Tensor) -> Cast:
-    """A weight [N, K], or its transpose [K, N], cast by its rows; it may come in float8, as FSDP has gathered it.
+    """Cast a weight [N, K], or its transpose [K, N], by its rows; it may come in float8, as FSDP has gathered it.
 
-    It is turned once there is the `factor` that it will be multiplied with.
+    It is transposed once there is the `factor` that it will be multiplied with.
     """
     dtype, pow2, by_row = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor", how.weight_of == "row"
-    if isinstance(weight, Float8Weight):
-        straight = Cast(weight.bits, weight.unit)
-    elif how.turned and how.weight_over is None:
+    if isinstance(weight, GatheredWeight):
+        straight = Cast(weight.qdata, weight.scale_inv)
+    elif how.transposed and how.weight_over is None:
         ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
-        return Cast(*cast_turned(weight, ones, by_row, DTYPES[dtype], pow2, factor))
+        return Cast(*cast_transpose(weight, ones, by_row, DTYPES[dtype], pow2, factor))
     else:
         straight = _cast(weight, how.weight_of, dtype, recipe, how.weight_over)
-    if not how.turned:
+    if not how.transposed:
         return straight
-    if straight.unit.ndim == 0:
-        return Cast(turn(straight.bits, factor), straight.unit)
-    return Cast(*cast_turned(*straight, by_row, DTYPES[dtype], pow2, factor))
+    if straight.scale_inv.ndim == 0:
+        return Cast(transpose(straight.qdata, factor), straight.scale_inv)
+    return Cast(*cast_transpose(*straight, by_row, DTYPES[dtype], pow2, factor))
 
 
-def _columns(unit: Tensor) -> Tensor:
-    """Units [N, 1] of a factor's rows as those of its transpose's columns."""
-    return unit.t() if unit.ndim else unit
+def _columns(scale_inv: Tensor) -> Tensor:
+    """View inverse scales [N, 1] of rows as those of the transpose's columns."""
+    return scale_inv.t() if scale_inv.ndim else scale_inv
 
 
 def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x`, the sum over tokens [N, K].
+    """Return `grad.T @ x`, the sum over tokens [N, K].
 
     Args:
         grad: [M, N].
@@ -102,20 +102,20 @@ def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe
         dtype: of the result.
     """
     fast, pow2 = recipe.accumulation.grad_weight == "fast", recipe.scale_rounding == "pow2_floor"
-    if isinstance(grad, Cast) and isinstance(x, Cast) and grad.unit.ndim == x.unit.ndim == 0:
-        return scaled_matmul(turn(grad.bits), turn(x.bits).t(), grad.unit, x.unit, dtype, fast)
-    if isinstance(x, Tensor) or (isinstance(grad, Cast) and grad.bits.shape[1] > x.bits.shape[1]):
+    if isinstance(grad, Cast) and isinstance(x, Cast) and grad.scale_inv.ndim == x.scale_inv.ndim == 0:
+        return scaled_matmul(transpose(grad.qdata), transpose(x.qdata).t(), grad.scale_inv, x.scale_inv, dtype, fast)
+    if isinstance(x, Tensor) or (isinstance(grad, Cast) and grad.qdata.shape[1] > x.qdata.shape[1]):
         assert isinstance(grad, Cast)  # noqa: S101
-        again = _cast_again(x, grad.unit, recipe.input.grad_weight, recipe.input.dtype, pow2)
-        return scaled_matmul(turn(grad.bits), again.bits.t(), None, _columns(again.unit), dtype, fast)
-    again = _cast_again(grad, x.unit, recipe.grad_output.grad_weight, recipe.grad_output.dtype, pow2)
-    return scaled_matmul(again.bits, turn(x.bits).t(), again.unit, None, dtype, fast)
+        again = _cast_again(x, grad.scale_inv, recipe.input.grad_weight, recipe.input.dtype, pow2)
+        return scaled_matmul(transpose(grad.qdata), again.qdata.t(), None, _columns(again.scale_inv), dtype, fast)
+    again = _cast_again(grad, x.scale_inv, recipe.grad_output.grad_weight, recipe.grad_output.dtype, pow2)
+    return scaled_matmul(again.qdata, transpose(x.qdata).t(), again.scale_inv, None, dtype, fast)
 
 
 def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2: bool) -> Cast:
-    """The transpose of `x [M, K] · by [M, 1]`, cast by its rows."""
-    source, factors = (x.bits, x.unit * by) if isinstance(x, Cast) else (x, by)
-    return Cast(*cast_turned(source, factors, of == "row", DTYPES[dtype], pow2))
+    """Cast the transpose of `x [M, K] · by [M, 1]` by its rows."""
+    source, factors = (x.qdata, x.scale_inv * by) if isinstance(x, Cast) else (x, by)
+    return Cast(*cast_transpose(source, factors, of == "row", DTYPES[dtype], pow2))
 
 
 class _Product(NamedTuple):
@@ -127,7 +127,7 @@ class _Product(NamedTuple):
         dtype: that the tensor is cast to.
         weight_of: what of the weight has a scale of its own.
         weight_over: as `over`.
-        turned: whether the weight is transposed.
+        transposed: whether the weight is.
         fast: whether sums are left to the tensor cores.
     """
 
@@ -136,67 +136,67 @@ class _Product(NamedTuple):
     dtype: str
     weight_of: Granularity
     weight_over: Group | None
-    turned: bool
+    transposed: bool
     fast: bool
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
-        """The tensor in float8, contiguous."""
+        """Cast the tensor; its bytes are contiguous."""
         return _cast(x, self.of, self.dtype, recipe, self.over)
 
 
 def _output(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _Product:
     x, w, fast = recipe.input, recipe.weight, recipe.accumulation.output == "fast"
-    return _Product(x.output, over.input, x.dtype, w.output, over.weight, turned=False, fast=fast)
+    return _Product(x.output, over.input, x.dtype, w.output, over.weight, transposed=False, fast=fast)
 
 
 def _grad_input(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _Product:
     g, w, fast = recipe.grad_output, recipe.weight, recipe.accumulation.grad_input == "fast"
-    return _Product(g.grad_input, over.grad_output, g.dtype, w.grad_input, over.weight, turned=True, fast=fast)
+    return _Product(g.grad_input, over.grad_output, g.dtype, w.grad_input, over.weight, transposed=True, fast=fast)
 
 
 def _gather(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
 ) -> tuple[Cast, Tensor]:
-    """Of x [M/tp, K]: all of it [M, K], and its product with the weight."""
-    w, w_unit = _cast_weight(weight, how, recipe, x.bits)
+    """Gather x [M/tp, K] to [M, K], and return it with its product with the weight."""
+    w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
     if group is None:
-        return x, scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
-    gathered, y, *units = all_gather_matmul(
-        x.bits,
+        return x, scaled_matmul(x.qdata, w.t(), x.scale_inv, _columns(w_scale_inv), dtype, how.fast)
+    gathered, y, *scale_invs = all_gather_matmul(
+        x.qdata,
         [w.t()],
         0,
-        len(x.bits) * group.size,
+        len(x.qdata) * group.size,
         group.name,
-        scale=x.unit,
-        scale_of="row" if x.unit.ndim else "tensor" if how.over else "shard",
-        other_scales=[_columns(w_unit)],
+        scale=x.scale_inv,
+        scale_of="row" if x.scale_inv.ndim else "tensor" if how.over else "shard",
+        other_scales=[_columns(w_scale_inv)],
         out_dtype=dtype,
         fast_accum=how.fast,
     )
-    return Cast(gathered, units[0] if units else x.unit), y
+    return Cast(gathered, scale_invs[0] if scale_invs else x.scale_inv), y
 
 
 def _scatter(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
 ) -> Tensor:
-    """Of x [M, K]: this rank's part [M/tp, N] of its product with the weight."""
-    w, w_unit = _cast_weight(weight, how, recipe, x.bits)
+    """Multiply x [M, K] with the weight, and return this rank's part [M/tp, N] of the sum over the ranks."""
+    w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
     if group is None:
-        return scaled_matmul(x.bits, w.t(), x.unit, _columns(w_unit), dtype, how.fast)
+        return scaled_matmul(x.qdata, w.t(), x.scale_inv, _columns(w_scale_inv), dtype, how.fast)
     return matmul_reduce_scatter(
-        [x.bits],
+        [x.qdata],
         [w.t()],
         0,
         group.name,
-        left_scales=[x.unit],
-        right_scales=[_columns(w_unit)],
+        left_scales=[x.scale_inv],
+        right_scales=[_columns(w_scale_inv)],
         out_dtype=dtype,
         fast_accum=how.fast,
     )
 
 
 def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
-    """`swiglu(x @ w13.T) @ w2.T`, of which what lies between the products exists in float8 alone.
+    """Return `swiglu(x @ w13.T) @ w2.T`, of which what lies between the products exists in float8 alone.
 
     Args:
         x: [M/tp, D].
@@ -225,7 +225,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (bits, unit, weight), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
+        (qdata, scale_inv, weight), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         d_x = d_weight = None
         how = _grad_input(recipe, ctx.over)
         g = how.cast(grad, recipe)
@@ -233,7 +233,7 @@ class _Gathered(torch.autograd.Function):
             d_x = _scatter(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
             source = g if is_cast_from_bytes(recipe, group is not None) else grad
-            d_weight = _weight_gradient(source, Cast(bits, unit), recipe, weight.dtype)
+            d_weight = _weight_gradient(source, Cast(qdata, scale_inv), recipe, weight.dtype)
         return d_x, d_weight, None, None, None
 
 
@@ -271,14 +271,14 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (bits, unit, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
+        (qdata, scale_inv, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         how, forward = _grad_input(recipe), _output(recipe)
         # Nothing stands before it in a block, that a compiler could join its cast to.
         cast_grad = Cast(*cast_rows(grad, DTYPES[how.dtype])) if how.of == "row" else how.cast(grad, recipe)
         g, d_h = _gather(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"
-        d_bits, d_unit, h_bits, h_unit = swiglu_grad_cast(d_h, a, how.of == "row", *dtypes, pow2)
-        d_w2 = _weight_gradient(g, Cast(h_bits, h_unit), recipe, w2.dtype)
-        d_a = Cast(d_bits, d_unit)
+        d_qdata, d_scale_inv, h_qdata, h_scale_inv = swiglu_grad_cast(d_h, a, how.of == "row", *dtypes, pow2)
+        d_w2 = _weight_gradient(g, Cast(h_qdata, h_scale_inv), recipe, w2.dtype)
+        d_a = Cast(d_qdata, d_scale_inv)
         d_x = _scatter(d_a, w13, group, recipe, how, grad.dtype) if ctx.needs_input_grad[0] else None
-        return d_x, _weight_gradient(d_a, Cast(bits, unit), recipe, w13.dtype), d_w2, None, None
+        return d_x, _weight_gradient(d_a, Cast(qdata, scale_inv), recipe, w13.dtype), d_w2, None, None

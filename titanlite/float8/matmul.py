@@ -1,6 +1,6 @@
-"""`x @ weight.T` in float8, forward and backward, by the lowering that a device has for a recipe.
+"""The matmul `x @ weight.T` in float8, forward and backward, by the lowering that a device has for a recipe.
 
-What a recipe means is in `emulated.py`. titanlite's own products (`fused.py`) carry out whatever they can. Scales by
+`emulated.py` defines the recipes. titanlite's own products (`fused.py`) carry out whatever they can. Scales by
 block are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); what is left, as a matmul in high precision, is
 translated field by field for torchao. Where a device has no such matmul, the same casts are multiplied in float32: the
 same numbers, none of the speed.
@@ -21,7 +21,7 @@ from titanlite.kernels.linear import Matmul
 
 
 class Lowering(NamedTuple):
-    """Who carries out a recipe's matmuls on a device.
+    """The implementation of a recipe's matmuls on a device.
 
     Attributes:
         name: "fused", titanlite's own products; "definition", the same on a CPU; "block scaled", by cuBLASLt;
@@ -34,7 +34,7 @@ class Lowering(NamedTuple):
 
 
 def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
-    """Choose who carries out a recipe: the first that can.
+    """Choose the implementation of a recipe: the first that can carry it out.
 
     Args:
         recipe: the arithmetic.
@@ -51,7 +51,7 @@ def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
 
 
 def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
-    """Why a device has no tensor cores for a recipe, or None."""
+    """Return why a device has no tensor cores for a recipe, or None."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability[0] + capability[1] / 10 < recipe.min_compute_capability:
         has = f"this GPU has {capability[0]}.{capability[1]}" if device.type == "cuda" else "this device is no GPU"
@@ -61,11 +61,11 @@ def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
     if not is_by_blocks_of_128(recipe):
         has = ", ".join(sorted({*recipe.granularities} - {"none"}))
         return f"titanlite has no lowering that multiplies {has} with {recipe.scale_rounding} scales"
-    return block_scaled_matmul.obstacle(device)
+    return block_scaled_matmul.unsupported_reason(device)
 
 
 class Float8Matmul:
-    """`x @ weight.T` in float8, forward and backward.
+    """The matmul `x @ weight.T` in float8, forward and backward.
 
     Args:
         recipe: the arithmetic.
@@ -94,12 +94,12 @@ class Float8Matmul:
             self.unfused = self.unfused or "is emulated on this GPU"
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[M, K], [N, K] → [M, N]."""
+        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
         return self.function(x, weight)
 
 
 def torchao_matmul(recipe: Float8Recipe) -> Matmul:
-    """A recipe's arithmetic as torchao carries it out on tensor cores.
+    """Return a recipe's matmul as torchao carries it out on tensor cores.
 
     Args:
         recipe: the arithmetic; without scales by block.

@@ -1,4 +1,4 @@
-"""What float8 does to each layer of a model in training: what it clamps, what it loses, how exact products are.
+"""Measurements of float8 in each layer of a model in training: what it clamps, what it loses, how exact products are.
 
 One more forward pass looks at it, without gradients and without the compiler. In it each converted layer multiplies as
 it always does and once more in high precision, with its collectives beside its matmul, so that the operands of each
@@ -23,7 +23,7 @@ from titanlite.config.recipe_schema import Granularity
 from titanlite.float8.convert import Float8FeedForward
 from titanlite.float8.emulated import Cast, cast
 from titanlite.float8.matmul import Float8Matmul
-from titanlite.float8.weight import Float8Weight, local_data
+from titanlite.float8.weight import GatheredWeight, local_data
 from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.collectives import Group, all_gather
 from titanlite.models.layers import Linear
@@ -48,9 +48,9 @@ class _Look:
         self.sums = torch.zeros(8, dtype=torch.float64, device=parameter.device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[M, K], [N, K] → [M, N]."""
+        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
         y, recipe = self.matmul(x, weight), self.matmul.recipe
-        exact = _gather(self.parameter, self.mesh) if isinstance(weight, Float8Weight) else weight
+        exact = _gather(self.parameter, self.mesh) if isinstance(weight, GatheredWeight) else weight
         truth = F.linear(x, exact.to(x.dtype)).float()
         over = self.matmul.over
         operands = ((x, x, recipe.input, over.input), (exact, weight, recipe.weight, over.weight))
@@ -65,27 +65,27 @@ class _Look:
 
 
 def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | None) -> Cast:
-    """`cast`, unless FSDP has gathered a weight in float8."""
-    return Cast(x.bits, x.unit) if isinstance(x, Float8Weight) else cast(x, of, dtype, rounding, over)
+    """Cast, unless FSDP has gathered a weight in float8."""
+    return Cast(x.qdata, x.scale_inv) if isinstance(x, GatheredWeight) else cast(x, of, dtype, rounding, over)
 
 
 def _count(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
-    """How many numbers round to beyond the range, and become zero though they are not; and how many there are."""
-    info = torch.finfo(cast.bits.dtype)
+    """Count numbers that round to beyond the range, that become zero though they are not, and all."""
+    info = torch.finfo(cast.qdata.dtype)
     step = info.eps * 2 ** math.floor(math.log2(info.max))  # between the two largest numbers
-    in_units = x.abs() / dequantise(torch.ones_like(x), cast.unit)
-    beyond = in_units >= info.max + step / 2
-    return beyond.sum(), ((cast.bits.float() == 0) & (x != 0)).sum(), torch.tensor(x.numel(), device=x.device)
+    scaled = x.abs() / dequantise(torch.ones_like(x), cast.scale_inv)
+    beyond = scaled >= info.max + step / 2
+    return beyond.sum(), ((cast.qdata.float() == 0) & (x != 0)).sum(), torch.tensor(x.numel(), device=x.device)
 
 
 def _gather(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
-    """A weight that FSDP gathers in float8, in high precision: [N, K], of this tensor-parallel rank."""
+    """Gather a weight that FSDP gathers in float8 in high precision: [N, K], of this tensor-parallel rank."""
     group = mesh.get_group(mesh.ndim - 1)
     return all_gather(local_data(parameter), Group(group.group_name, group.size(), group.rank()))
 
 
 def measurable(model: nn.Module) -> dict[str, Linear]:
-    """The layers of a model whose output is a product in float8, by name."""
+    """Return the layers of a model whose output is a product in float8, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {
         name: layer

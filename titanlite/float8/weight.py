@@ -34,40 +34,40 @@ _STILL_A_SHARD = {
     _aten.split.Tensor,
     _aten.view.default,
 }
-"""What FSDP does to the tensor that it shards, and pads, on its way to the tensor that it keeps."""
+"""Operators by which FSDP shards, and pads, a tensor on its way to the tensor that it keeps."""
 
 _THE_SAME_WEIGHT = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default}
 
 
-class Float8Weight(Tensor):
-    """A weight [N, K] of bytes, which stands for numbers of the dtype that it shows.
+class GatheredWeight(Tensor):
+    """A weight [N, K] that FSDP has gathered in float8; it shows the dtype of the numbers that it stands for.
 
     Attributes:
-        bits: [N, K] float8.
-        unit: the value of one unit of them: [N, 1] or [] float32.
+        qdata: [N, K] float8.
+        scale_inv: [N, 1] or [] float32.
     """
 
-    bits: Tensor
-    unit: Tensor
+    qdata: Tensor
+    scale_inv: Tensor
 
     @staticmethod
-    def __new__(cls, bits: Tensor, unit: Tensor, dtype: torch.dtype):  # noqa: D102
-        self = torch.Tensor._make_wrapper_subclass(cls, bits.shape, bits.stride(), dtype=dtype, device=bits.device)
-        self.bits, self.unit = bits, unit
+    def __new__(cls, qdata: Tensor, scale_inv: Tensor, dtype: torch.dtype):  # noqa: D102
+        self = torch.Tensor._make_wrapper_subclass(cls, qdata.shape, qdata.stride(), dtype=dtype, device=qdata.device)
+        self.qdata, self.scale_inv = qdata, scale_inv
         return self
 
-    def __init__(self, bits: Tensor, unit: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, qdata: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["bits", "unit"], self.dtype
+        return ["qdata", "scale_inv"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], dtype: torch.dtype, size: object, stride: object):
-        return Float8Weight(inner["bits"], inner["unit"], dtype)
+        return GatheredWeight(inner["qdata"], inner["scale_inv"], dtype)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Float8Weight({tuple(self.shape)}, {self.bits.dtype}, unit {tuple(self.unit.shape)})"
+        return f"GatheredWeight({tuple(self.shape)}, {self.qdata.dtype}, scale_inv {tuple(self.scale_inv.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args, kwargs=None):
@@ -76,11 +76,11 @@ class Float8Weight(Tensor):
             func != _aten.detach.default and func != _aten.alias.default and list(args[1]) != list(weight.shape)
         ):
             raise NotImplementedError(f"{func} of a weight that was gathered in float8; only a float8 layer can use it")
-        return cls(weight.bits, weight.unit, weight.dtype)
+        return cls(weight.qdata, weight.scale_inv, weight.dtype)
 
 
 class Casting(NamedTuple):
-    """How a weight is cast.
+    """The cast of a weight.
 
     Attributes:
         dtype: float8.
@@ -101,13 +101,13 @@ class WeightShard(Tensor):
     Attributes:
         master: [n, K], the values that the optimizer updates.
         how: they are cast.
-        scale, unit: [] float32: of the whole weight, set after each update; None if rows have their own.
+        scale, scale_inv: [] float32: of the whole weight, set after each update; None if rows have their own.
     """
 
     master: Tensor
     how: Casting
     scale: Tensor | None
-    unit: Tensor | None
+    scale_inv: Tensor | None
 
     @staticmethod
     def __new__(cls, values: Tensor, how: Casting):  # noqa: D102
@@ -120,7 +120,7 @@ class WeightShard(Tensor):
             device=values.device,
             requires_grad=values.requires_grad,
         )
-        self.master, self.how, self.scale, self.unit = values, how, None, None
+        self.master, self.how, self.scale, self.scale_inv = values, how, None, None
         return self
 
     def __init__(self, values: Tensor, how: Casting) -> None:
@@ -146,27 +146,27 @@ class WeightShard(Tensor):
         return pytree.tree_map_only(Tensor, lambda master: cls(master, first.how), out)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Cast. Returns what is to be gathered, and what is known without."""
+        """Cast, and return what is to be gathered, and what is known without."""
         if self.how.by_row:
-            bits, unit = cast_rows(self.master, self.how.dtype)
-            # A rank alone gathers nothing, and FSDP takes one tensor of each of its weights.
-            return ((bits,), unit) if _is_alone(mesh) else ((bits, unit), None)
+            qdata, scale_inv = cast_rows(self.master, self.how.dtype)
+            # A single rank gathers nothing, and FSDP takes one tensor of each of its weights.
+            return ((qdata,), scale_inv) if _is_single_rank(mesh) else ((qdata, scale_inv), None)
         if self.scale is None:
             agree_on_scales([self], mesh)
-        return (cast_by(self.master, cast("Tensor", self.scale), self.how.dtype),), self.unit
+        return (cast_by(self.master, cast("Tensor", self.scale), self.how.dtype),), self.scale_inv
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], unit: Tensor | None, dtype: torch.dtype, *, out: Any = None
+        self, gathered: tuple[Tensor, ...], scale_inv: Tensor | None, dtype: torch.dtype, *, out: Any = None
     ):
         """Make the whole weight of what was gathered; with `out`, which lies over the same memory, renew its scale."""
-        if unit is None:
-            bits, unit = gathered
+        if scale_inv is None:
+            qdata, scale_inv = gathered
         else:
-            (bits,) = gathered
+            (qdata,) = gathered
         if out is not None:
-            getattr(out, "_local_tensor", out).unit = unit
+            getattr(out, "_local_tensor", out).scale_inv = scale_inv
             return None
-        return Float8Weight(bits, unit, dtype), gathered
+        return GatheredWeight(qdata, scale_inv, dtype), gathered
 
 
 # FSDP asks for it at each gather, and Python would make it anew.
@@ -174,13 +174,13 @@ WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fs
 
 
 @functools.cache
-def _is_alone(mesh: DeviceMesh) -> bool:
-    """Whether weights are sharded over one rank. A mesh is slow to answer."""
+def _is_single_rank(mesh: DeviceMesh) -> bool:
+    """Check that weights are sharded over one rank, once: a mesh is slow to answer."""
     return mesh.size(mesh.ndim - 1) == 1
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """The plain tensor that holds this rank's part of a parameter or gradient, sharing its memory."""
+    """Return the plain tensor that holds this rank's part of a parameter or gradient, sharing its memory."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return (local.master if isinstance(local, WeightShard) else local).detach()
 
@@ -220,7 +220,7 @@ def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
     how = shards[0].how
     if how.over is not None:
         amax = maximum(amax, how.over)
-    scales, units = scale_of(amax, how.dtype, how.pow2)
-    units = units[:, None].repeat(1, 4)[:, 0]  # cuBLAS wants a scale at a multiple of 16 bytes
-    for shard, scale, unit in zip(shards, scales.unbind(), units.unbind(), strict=True):
-        shard.scale, shard.unit = scale, unit
+    scales, scale_invs = scale_of(amax, how.dtype, how.pow2)
+    scale_invs = scale_invs[:, None].repeat(1, 4)[:, 0]  # cuBLAS wants a scale at a multiple of 16 bytes
+    for shard, scale, scale_inv in zip(shards, scales.unbind(), scale_invs.unbind(), strict=True):
+        shard.scale, shard.scale_inv = scale, scale_inv

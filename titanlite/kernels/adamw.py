@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AdamWState:
-    """What an update changes besides its gradients; tensors of one name belong together.
+    """The state that an update changes besides its gradients; the lists are parallel.
 
     Attributes:
         parameters: float32, contiguous, none of them empty.
@@ -132,7 +132,7 @@ class Update:
 
 
 def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:
-    """How many elements behind `base` each tensor lies, and whether all begin at a multiple of 16 bytes."""
+    """Return how many elements behind `base` each tensor lies, and whether all begin at a multiple of 16 bytes."""
     for i, (t, p) in enumerate(zip(tensors, state.parameters, strict=True)):
         if t.dtype != base.dtype or t.numel() != p.numel() or not t.is_contiguous():
             found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"

@@ -71,7 +71,7 @@ def all_gather_matmul(
         group: name of the process group.
         form: which operand G is, see above.
         biases: [N] each, of any dtype, added before the product is rounded.
-        scale: float8 only, float32: the value of one unit of G's bytes: [], or [..., 1] by row.
+        scale: float8 only, float32: the inverse scale of G's bytes: [], or [..., 1] by row.
         scale_of: what of G has a scale of its own: "tensor", "shard" or "row". By row, and split along the rows'
             elements, the scales are those of whole rows and equal on all ranks; by shard it cannot be split so.
         other_scales: float8 only, float32: [] each, or [1, N] for the "left" forms and […, 1] for the "right" ones.
@@ -93,7 +93,7 @@ def all_gather_matmul(
     )  # fmt: skip
 
 
-def definition(
+def _definition(
     shard: Tensor,
     others: list[Tensor],
     dim: int,
@@ -107,8 +107,7 @@ def definition(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> list[Tensor]:
-    """What `all_gather_matmul` means: a collective, then plain matmuls. Arguments and results are the operator's."""
-    check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+    _check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
     ranks = named_group(group)
     dim %= shard.ndim
     gathered = gather_dim(shard, dim, size, ranks)
@@ -119,7 +118,7 @@ def definition(
     return [gathered, *multiplied]
 
 
-def check(
+def _check(
     shard: Tensor,
     others: list[Tensor],
     dim: int,
@@ -201,22 +200,22 @@ def _on_gpus(shard: Tensor, others: list[Tensor], dim: int, size: int, group: st
     )
     known = lowering.implementations.get(call)
     if known is None:
-        check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+        _check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
         at = dim % shard.ndim
         whole = lowering.dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
         what = (
             f"{shard.dtype} {whole} gathered along dim {at}, {form}, scaled by {scale_of}, to "
             f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}"
         )
-        reason, run, ranks = lowering.no_peer_access(group), definition, named_group(group)
+        reason, run, ranks = lowering.no_peer_access(group), _definition, named_group(group)
         if reason is None:
             from titanlite.kernels.device import all_gather_matmul as device
 
-            reason = device.obstacle(shard, others, dim, size, ranks.size, form, scale_of)
+            reason = device.gather_unsupported_reason(shard, others, dim, size, ranks.size, form, scale_of)
         reason = lowering.agree("all_gather_matmul", group, what, lowering.shapes_of(*others), reason)
         if reason is None:
-            plan = device.plan(shard, others, dim, size, ranks, form, scale, scale_of, out_dtype, fast_accum)
-            run = partial(device.all_gather_matmul, plan)
+            plan = device.plan_gather(shard, others, dim, size, ranks, form, scale, scale_of, out_dtype, fast_accum)
+            run = partial(device.launch_all_gather_matmul, plan)
         counter = lowering.counted("all_gather_matmul", group, lowering.shapes_of(shard, *others), reason)
         known = lowering.implementations[call] = counter, run
     counter, run = known
@@ -224,12 +223,12 @@ def _on_gpus(shard: Tensor, others: list[Tensor], dim: int, size: int, group: st
     return run(shard, others, dim, size, group, form, *rest)
 
 
-lowering.define("all_gather_matmul", definition, _on_gpus)
+lowering.define("all_gather_matmul", _definition, _on_gpus)
 
 
 @torch.library.register_fake("titanlite::all_gather_matmul")
 def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, out_dtype, fast_accum):
-    check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
+    _check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
     shape = list(shard.shape)
     shape[dim] = size
     dtype = out_dtype_of(shard.dtype, out_dtype)
@@ -252,7 +251,7 @@ def _save(ctx, arguments, results) -> None:
 
 
 def _backward(ctx, grads):
-    """Gradients of shard, others and biases, in this order.
+    """Return the gradients of shard, others and biases, in this order.
 
     The shard's is a sum of matmuls reduced and scattered: the other fused op. The others' are plain matmuls with G.
     """
@@ -288,7 +287,7 @@ def _backward(ctx, grads):
 
 
 def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """The two factors of one product's gradient with respect to G."""
+    """Return the two factors of one product's gradient with respect to G."""
     if form == "left":
         return grad, other.t()
     if form == "left_t":
@@ -298,7 +297,7 @@ def _grad_of_gathered(grad: Tensor, other: Tensor, form: str) -> tuple[Tensor, T
 
 
 def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> Tensor:
-    """One product's gradient with respect to its other operand."""
+    """Return one product's gradient with respect to its other operand."""
     if form == "left":
         return gradient_of_right(gathered, grad, other)
     if form == "left_t":
@@ -311,7 +310,6 @@ lowering.differentiate("all_gather_matmul", _on_gpus, _tensors, _save, _backward
 
 @register_flop_formula(torch.ops.titanlite.all_gather_matmul)
 def _flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
-    """2·M·N·K of each product."""
     G = list(shard_shape)
     G[dim] = size
     kept = math.prod(G[:-1] if form in ("left", "right_t") else G[1:])

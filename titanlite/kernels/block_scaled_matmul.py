@@ -18,8 +18,8 @@ from titanlite.kernels import lowering
 from titanlite.kernels.float8_scales import BLOCK
 
 
-def obstacle(device: torch.device) -> str | None:
-    """Why a device has no such product, or None."""
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why a device has no such product, or None."""
     if device.type != "cuda":
         return "the device is no GPU"
     capability = torch.cuda.get_device_capability(device)
@@ -31,67 +31,71 @@ def obstacle(device: torch.device) -> str | None:
     return None
 
 
-def dequantise(bits: Tensor, unit: Tensor) -> Tensor:
-    """The numbers that float8 bytes stand for.
+def dequantise(qdata: Tensor, scale_inv: Tensor) -> Tensor:
+    """Multiply float8 bytes by their inverse scales.
 
     Args:
-        bits: [R, C] float8.
-        unit: the value of one unit of them: [R/r, C/c] float32 for blocks of r × c, or [] for all.
+        qdata: [R, C] float8.
+        scale_inv: [R/r, C/c] float32 for blocks of r × c, or [] for all.
 
     Returns:
-        [R, C] float32, laid out as `bits`.
+        [R, C] float32, laid out as `qdata`.
     """
-    if unit.ndim == 0:
-        return bits.float() * unit
-    rows, columns = unit.shape
-    blocks = bits.float().unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
-    return (blocks * unit[:, None, :, None]).flatten(2).flatten(0, 1)
+    if scale_inv.ndim == 0:
+        return qdata.float() * scale_inv
+    rows, columns = scale_inv.shape
+    blocks = qdata.float().unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
+    return (blocks * scale_inv[:, None, :, None]).flatten(2).flatten(0, 1)
 
 
 def block_scaled_matmul(
-    left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype
+    left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`left @ right.T` of the numbers that the bytes stand for, accumulated in float32 and rounded once.
+    """Return `left @ right.T` of the scaled numbers, accumulated in float32 and rounded once.
 
     Args:
         left: [R, C] float8; R and C are multiples of 128.
-        left_unit: [R, C/128] or [R/128, C/128] float32, as of `dequantise`.
+        left_scale_inv: [R, C/128] or [R/128, C/128] float32, as of `dequantise`.
         right: [S, C] float8, as `left`; not both e5m2.
-        right_unit: as `left_unit`; not both of 128×128 blocks.
+        right_scale_inv: as `left_scale_inv`; not both of 128×128 blocks.
         dtype: of the result, bfloat16 or float32.
 
     Returns:
         [R, S].
     """
-    return torch.ops.titanlite.block_scaled_matmul(left, left_unit, right, right_unit, dtype)
+    return torch.ops.titanlite.block_scaled_matmul(left, left_scale_inv, right, right_scale_inv, dtype)
 
 
-def _definition(left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.mm(dequantise(left, left_unit), dequantise(right, right_unit).t()).to(dtype)
+def _definition(
+    left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
+) -> Tensor:
+    return torch.mm(dequantise(left, left_scale_inv), dequantise(right, right_scale_inv).t()).to(dtype)
 
 
-def _on_gpus(left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype) -> Tensor:
+def _on_gpus(
+    left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
+) -> Tensor:
     left, right = left.contiguous(), right.contiguous()
-    left_unit, left_blocks = as_cublas_has_it(left, left_unit)
-    right_unit, right_blocks = as_cublas_has_it(right, right_unit)
-    return F.scaled_mm(left, right.t(), left_unit, left_blocks, right_unit, right_blocks, output_dtype=dtype)
+    left_scale_inv, left_blocks = as_cublas_has_it(left, left_scale_inv)
+    right_scale_inv, right_blocks = as_cublas_has_it(right, right_scale_inv)
+    return F.scaled_mm(left, right.t(), left_scale_inv, left_blocks, right_scale_inv, right_blocks, output_dtype=dtype)
 
 
-def as_cublas_has_it(bits: Tensor, unit: Tensor) -> tuple[Tensor, F.ScalingType]:
-    """Units laid out as cuBLASLt wants them, and its name for the blocks."""
-    if unit.shape[0] == bits.shape[0]:
-        return unit.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    return F.pad(unit, (0, -unit.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
+def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.ScalingType]:
+    """Return inverse scales laid out as cuBLASLt wants them, and its name for the blocks."""
+    if scale_inv.shape[0] == qdata.shape[0]:
+        return scale_inv.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
 
 
 lowering.define("block_scaled_matmul", _definition, _on_gpus)
 
 
 @register_flop_formula(torch.ops.titanlite.block_scaled_matmul)
-def _flops(left_shape, left_unit_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
+def _flops(left_shape, left_scale_inv_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
     return 2 * left_shape[0] * left_shape[1] * right_shape[0]
 
 
 @torch.library.register_fake("titanlite::block_scaled_matmul")
-def _fake(left, left_unit, right, right_unit, dtype):
+def _fake(left, left_scale_inv, right, right_scale_inv, dtype):
     return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)

@@ -18,8 +18,8 @@ def chunk_cat(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
         out: [n_chunks, sum of the parts' sizes], contiguous, of any dtype.
     """
     if out.is_cuda:
-        from titanlite.kernels.device.chunk_cat import chunk_cat as on_gpus
+        from titanlite.kernels.device.chunk_cat import launch_chunk_cat
 
-        on_gpus(tensors, n_chunks, out)
+        launch_chunk_cat(tensors, n_chunks, out)
     else:
         torch._chunk_cat(tensors, 0, n_chunks, out=out)

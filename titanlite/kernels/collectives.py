@@ -53,7 +53,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 def maximum(x: Tensor, group: Group) -> Tensor:
-    """The largest of the ranks' numbers, element by element, without a gradient.
+    """Take the largest of the ranks' numbers, element by element, without a gradient.
 
     Args:
         x: any shape, equal on all ranks.
@@ -114,7 +114,7 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 def named_group(name: str) -> Group:
-    """The process group of that name, as operators receive it."""
+    """Return the process group of that name, as operators receive it."""
     return Group(name, *_size_and_rank(name))
 
 
@@ -167,5 +167,5 @@ def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _compact(x: Tensor) -> Tensor:
-    """Contiguous, and with the strides of a new tensor: `contiguous()` keeps any stride of a dim of length 0 or 1."""
+    """Give a tensor the strides of a new one: `contiguous()` keeps any stride of a dim of length 0 or 1."""
     return unviewed(x.flatten(), x.shape)

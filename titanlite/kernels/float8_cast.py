@@ -1,8 +1,8 @@
-"""Float8 casts that compilers do badly: those that turn a matrix, and those of weights, outside of any graph.
+"""Float8 casts that compilers do badly: those that transpose a matrix, and those of weights, outside of any graph.
 
-Hopper multiplies float8 along rows only, so both factors of a weight's gradient are wanted with tokens along their
-rows: one is cast so, the other was cast before and is only turned. Compilers write bytes one by one into such a
-transpose; the kernels here write 128 together (`titanlite/kernels/device/float8_cast.py`).
+Hopper multiplies float8 along rows only, so both operands of a weight-gradient GEMM must have tokens along their rows:
+one is cast so, the other was cast before and is only transposed. Compilers write such a transpose byte by byte; the
+kernels here write 128 together (`titanlite/kernels/device/float8_cast.py`).
 """
 
 import torch
@@ -12,7 +12,7 @@ from titanlite.kernels import lowering
 from titanlite.kernels.float8_scales import BLOCK, cast_to, scale_of
 
 
-def cast_turned(
+def cast_transpose(
     x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cast the transpose of `x · factors`.
@@ -23,26 +23,26 @@ def cast_turned(
         by_column: whether each of x's columns has a scale; one for all otherwise.
         dtype: float8.
         pow2: round scales down to a power of two.
-        after: as for `turn`.
+        after: as for `transpose`.
 
     Returns:
-        Bytes [K, M], contiguous; and the value of one unit of them, [K, 1] or [] float32.
+        Bytes [K, M], contiguous; and their inverse scales, [K, 1] or [] float32.
     """
-    return torch.ops.titanlite.cast_turned(x, factors, by_column, dtype, pow2, after)
+    return torch.ops.titanlite.cast_transpose(x, factors, by_column, dtype, pow2, after)
 
 
-def turn(x: Tensor, after: Tensor | None = None) -> Tensor:
-    """Transpose.
+def transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
+    """Transpose float8 bytes.
 
     Args:
         x: [M, K] float8, contiguous.
-        after: what must be there before, and is not read. Of a weight this is a gradient: a compiler would as soon turn
-            the weight in forward, and keep it until backward although FSDP gathers it anew.
+        after: what must be there before, and is not read. Of a weight this is a gradient: a compiler would as soon
+            transpose the weight in forward, and keep it until backward although FSDP gathers it anew.
 
     Returns:
         [K, M], contiguous.
     """
-    return torch.ops.titanlite.turn(x, after)
+    return torch.ops.titanlite.transpose(x, after)
 
 
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         dtype: float8.
 
     Returns:
-        Bytes [M, K], and the value of one unit of them, [M, 1] float32.
+        Bytes [M, K], and their inverse scales, [M, 1] float32.
     """
     return torch.ops.titanlite.cast_rows(x, dtype)
 
@@ -73,31 +73,33 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_blocks(
-    x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+    x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast a matrix by blocks, and its transpose, reading it once.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; M and K are multiples of 128, rows contiguous.
         rows: of a block of `x`, 1 or 128, its columns being 128; 0 if it is not wanted.
-        rows_turned: the same of its transpose.
+        rows_transposed: the same of its transpose.
         dtype: float8.
         pow2: round scales down to a power of two.
-        after: as for `turn`.
+        after: as for `transpose`.
 
     Returns:
-        Bytes [M, K], and the value of one unit of them, [M/rows, K/128] float32; both again for the transpose. What is
-        not wanted has no elements. By blocks of one row, units are contiguous along their columns, as cuBLASLt has it.
+        Bytes [M, K], and their inverse scales, [M/rows, K/128] float32; both again for the transpose. What is not
+        wanted has no elements. By blocks of one row, scales are contiguous along their columns, as cuBLASLt has it.
     """
-    return torch.ops.titanlite.cast_blocks(x, rows, rows_turned, dtype, pow2, after)
+    return torch.ops.titanlite.cast_blocks(x, rows, rows_transposed, dtype, pow2, after)
 
 
 def _cast(
     x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    turned = (x.float() * factors).t()  # [K, M]
-    scale, unit = scale_of(turned.abs().amax(1, keepdim=True) if by_column else turned.abs().amax(), dtype, pow2)
-    return cast_to(turned, scale, dtype).contiguous(), unit
+    transposed = (x.float() * factors).t()  # [K, M]
+    scale, scale_inv = scale_of(
+        transposed.abs().amax(1, keepdim=True) if by_column else transposed.abs().amax(), dtype, pow2
+    )
+    return cast_to(transposed, scale, dtype).contiguous(), scale_inv
 
 
 def _cast_on_gpus(
@@ -105,88 +107,90 @@ def _cast_on_gpus(
 ) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import float8_cast as device
 
-    return device.cast_turned(x if x.stride(1) == 1 else x.contiguous(), factors.contiguous(), by_column, dtype, pow2)
+    return device.launch_cast_transpose(
+        x if x.stride(1) == 1 else x.contiguous(), factors.contiguous(), by_column, dtype, pow2
+    )
 
 
 def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale, unit = scale_of(x.abs().amax(1, keepdim=True), dtype, pow2=True)
-    return cast_to(x, scale, dtype), unit
+    scale, scale_inv = scale_of(x.abs().amax(1, keepdim=True), dtype, pow2=True)
+    return cast_to(x, scale, dtype), scale_inv
 
 
 def _cast_blocks(
-    x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+    x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def one(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        bits, units = _blocks_like(x, rows, dtype)
+        qdata, scale_invs = empty_blocks(x, rows, dtype)
         if rows:
             blocks = x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, rows))
-            scale, unit = scale_of(blocks.abs().amax((1, 3)), dtype, pow2)
-            bits.copy_(cast_to(blocks, scale[:, None, :, None], dtype).flatten(2).flatten(0, 1))
-            units.copy_(unit)
-        return bits, units
+            scale, scale_inv = scale_of(blocks.abs().amax((1, 3)), dtype, pow2)
+            qdata.copy_(cast_to(blocks, scale[:, None, :, None], dtype).flatten(2).flatten(0, 1))
+            scale_invs.copy_(scale_inv)
+        return qdata, scale_invs
 
-    return *one(x, rows), *one(x.t(), rows_turned)
+    return *one(x, rows), *one(x.t(), rows_transposed)
 
 
-def _blocks_like(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for the bytes of a matrix [R, C] and their units, laid out as `cast_blocks` has them."""
+def empty_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate the bytes of a matrix [R, C] and their inverse scales, laid out as `cast_blocks` has them."""
     R, C = x.shape
     if not rows:
         return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
     shape = (C // BLOCK, R) if rows == 1 else (R // rows, C // BLOCK)
-    units = x.new_empty(shape, dtype=torch.float32)
-    return x.new_empty((R, C), dtype=dtype), units.t() if rows == 1 else units
+    scale_invs = x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty((R, C), dtype=dtype), scale_invs.t() if rows == 1 else scale_invs
 
 
 def _cast_blocks_on_gpus(
-    x: Tensor, rows: int, rows_turned: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+    x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from titanlite.kernels.device import block_cast as device
 
     if x.shape[0] % BLOCK or x.shape[1] % BLOCK:
         raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")
-    out = *_blocks_like(x, rows, dtype), *_blocks_like(x.t(), rows_turned, dtype)
-    device.cast_blocks(x if x.stride(1) == 1 else x.contiguous(), *out, rows, rows_turned, pow2)
+    out = *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)
+    device.launch_cast_blocks(x if x.stride(1) == 1 else x.contiguous(), *out, rows, rows_transposed, pow2)
     return out
 
 
-def _turn(x: Tensor, after: Tensor | None = None) -> Tensor:
+def _transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
     return x.t().contiguous()
 
 
-def _turn_on_gpus(x: Tensor, after: Tensor | None = None) -> Tensor:
+def _transpose_on_gpus(x: Tensor, after: Tensor | None = None) -> Tensor:
     from titanlite.kernels.device import float8_cast as device
 
-    return device.turn(x.contiguous())
+    return device.launch_transpose(x.contiguous())
 
 
 def _cast_by_on_gpus(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     from titanlite.kernels.device import float8_cast as device
 
-    return device.cast_rows(x.contiguous(), dtype, scale)[0]
+    return device.launch_cast_rows(x.contiguous(), dtype, scale)[0]
 
 
 def _cast_rows_on_gpus(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import float8_cast as device
 
-    return device.cast_rows(x.contiguous(), dtype)
+    return device.launch_cast_rows(x.contiguous(), dtype)
 
 
-lowering.define("cast_turned", _cast, _cast_on_gpus)
+lowering.define("cast_transpose", _cast, _cast_on_gpus)
 lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus)
 lowering.define("cast_by", cast_to, _cast_by_on_gpus)
-lowering.define("turn", _turn, _turn_on_gpus)
+lowering.define("transpose", _transpose, _transpose_on_gpus)
 lowering.define("cast_blocks", _cast_blocks, _cast_blocks_on_gpus)
 
 
-@torch.library.register_fake("titanlite::cast_turned")
+@torch.library.register_fake("titanlite::cast_transpose")
 def _fake_cast(x, factors, by_column, dtype, pow2, after=None):
     M, K = x.shape
     return x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
 
 
-@torch.library.register_fake("titanlite::turn")
-def _fake_turn(x, after=None):
+@torch.library.register_fake("titanlite::transpose")
+def _fake_transpose(x, after=None):
     return x.new_empty(x.shape[::-1])
 
 
@@ -201,5 +205,5 @@ def _fake_cast_by(x, scale, dtype):
 
 
 @torch.library.register_fake("titanlite::cast_blocks")
-def _fake_cast_blocks(x, rows, rows_turned, dtype, pow2, after=None):
-    return *_blocks_like(x, rows, dtype), *_blocks_like(x.t(), rows_turned, dtype)
+def _fake_cast_blocks(x, rows, rows_transposed, dtype, pow2, after=None):
+    return *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)

@@ -22,7 +22,7 @@ _TOPS = {
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """What takes numbers up to `amax` to the range of a float8 dtype.
+    """Return the scale that takes numbers up to `amax` to the range of a float8 dtype.
 
     Args:
         amax: any shape; at least EPS is assumed.
@@ -30,7 +30,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
         pow2: round down to a power of two.
 
     Returns:
-        The scale and its inverse, the value of one unit; float32, NaN where `amax` is not finite and `pow2` is set.
+        The scale and its inverse; float32, NaN where `amax` is not finite and `pow2` is set.
     """
     if not pow2:
         scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
@@ -43,7 +43,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
 
 
 def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x · scale` in float8: what is too large becomes the largest, NaN stays. Elementwise, for compilers to fuse.
+    """Cast `x · scale` to float8: what is too large becomes the largest, NaN stays. Elementwise, for compilers to fuse.
 
     Args:
         x: any shape and float dtype.

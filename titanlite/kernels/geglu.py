@@ -10,7 +10,7 @@ from titanlite.kernels.swiglu import BLOCK
 
 
 def geglu(x: Tensor) -> Tensor:
-    """`gelu(gate) * up`, formed in float32.
+    """Return `gelu(gate) * up`, formed in float32.
 
     Args:
         x: [M, 2F], blocks of 128 columns of gate and up in turn.

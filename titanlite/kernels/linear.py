@@ -18,27 +18,27 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 """`x [M, K], weight [N, K] → x @ weight.T [M, N]`, differentiable."""
 
 
-class Fused(Protocol):
-    """An arithmetic of which the collective is part, forward and backward."""
+class FusedMatmul(Protocol):
+    """A matmul of which the collective is part, forward and backward."""
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """`all_gather(x [M/tp, K]) @ weight [N, K].T` → [M, N]."""
+        """Return `all_gather(x [M/tp, K]) @ weight [N, K].T` [M, N]."""
         ...
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """`reduce_scatter(x [M, K] @ weight [N, K].T)` → [M/tp, N]."""
+        """Return `reduce_scatter(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
         ...
 
 
 class FusedLinear:
-    """`F.linear`'s, in the dtype of its operands."""
+    """The fused matmul in the dtype of its operands."""
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """As `Fused`."""
+        """Gather and multiply."""
         return all_gather_matmul(x, [weight.t()], 0, x.shape[0] * group.size, group.name)[1]
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """As `Fused`."""
+        """Gather and multiply."""
         return matmul_reduce_scatter([x], [weight.t()], 0, group.name)
 
 
@@ -49,9 +49,9 @@ def linear(
     gather: Group | None = None,
     scatter: Group | None = None,
     matmul: Matmul = F.linear,
-    fused: Fused | None = None,
+    fused: FusedMatmul | None = None,
 ) -> Tensor:
-    """`x @ weight.T`, gathering the tokens before or scattering them after.
+    """Return `x @ weight.T`, gathering the tokens before or scattering them after.
 
     Args:
         x: [M, K], or [M/tp, K] with `gather`.

@@ -1,8 +1,7 @@
-"""Which lowering a collective matmul takes on a GPU, and the record of it.
+"""Registration of operators, and the choice of what runs a collective matmul on a GPU, with the record of it.
 
-The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks tell each other when a call is
-new, on the group, and on what all of its ranks have said of their GPUs. What was chosen is counted by shape, for the
-receipt.
+The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks compare when a call is new, on
+the group, and on the GPUs of all of its ranks. What was chosen is counted by shape, for the receipt.
 """
 
 import importlib.util
@@ -18,23 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
-from titanlite.kernels.products import DECLARED, NOTHING
+from titanlite.kernels.products import EXPECTED, NOTHING
 
 
 class Lowered(NamedTuple):
-    """How one operator ran.
+    """The way that one operator ran.
 
     Attributes:
         op: "all_gather_matmul" or "matmul_reduce_scatter".
         shapes: of its operands.
         reason: why it was not fused, or None.
-        declared: whether that is as it should be: there was nothing to fuse, or fusing is slower.
+        expected: that is as it should be: there was nothing to fuse, or fusing is slower.
     """
 
     op: str
     shapes: str
     reason: str | None = None
-    declared: bool = False
+    expected: bool = False
 
 
 lowered: Counter[Lowered] = Counter()
@@ -116,8 +115,8 @@ def differentiate(
 
 def counted(op: str, group: str, shapes: str, reason: str | None) -> Lowered:
     """Return the row that counts a call; one rank warns of one that should have been fused and is not."""
-    row = Lowered(op, shapes, reason, reason in DECLARED)
-    if row.reason and not row.declared and named_group(group).rank == 0:
+    row = Lowered(op, shapes, reason, reason in EXPECTED)
+    if row.reason and not row.expected and named_group(group).rank == 0:
         _logger.warning("%s of %s is not fused: %s", op, shapes, reason)
     return row
 
@@ -151,9 +150,9 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
     key = process_group, op, what, own
     if key in _agreed:
         return _agreed[key]
-    said = _said_by_all(process_group, (f"{op}: {what}", own, reason))
-    call, first, _ = said[0]
-    for rank, (theirs, _, _) in enumerate(said):
+    gathered = _gather_objects(process_group, (f"{op}: {what}", own, reason))
+    call, first, _ = gathered[0]
+    for rank, (theirs, _, _) in enumerate(gathered):
         if theirs != call:
             raise ValueError(
                 f"group {group}, a call that is new to its ranks\n"
@@ -162,22 +161,22 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
                 "  want: equal shapes and dtypes on all ranks, in the same order of calls\n"
                 "  fix:  pad what is shorter on some ranks"
             )
-    reasons = [theirs for _, _, theirs in said if theirs]
-    unequal = [f"{first} on rank 0 and {its} on rank {r}" for r, (_, its, _) in enumerate(said) if its != first]
+    reasons = [theirs for _, _, theirs in gathered if theirs]
+    unequal = [f"{first} on rank 0 and {its} on rank {r}" for r, (_, its, _) in enumerate(gathered) if its != first]
     _agreed[key] = min([r for r in reasons if r != NOTHING] or reasons or unequal, default=None)
     return _agreed[key]
 
 
-def _said_by_all(group: dist.ProcessGroup, own: Any) -> list[Any]:
-    """What each rank of a group says; a collective."""
+def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
+    """Gather an object of each rank of a group; a collective."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a collective matmul that is new to the ranks, while a CUDA graph is captured: they have to talk about it "
             "first; run it once before the capture"
         )
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, own, group=group)
-    return said
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    return gathered
 
 
 implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
@@ -201,7 +200,7 @@ def dims(shape: Iterable[int]) -> str:
 
 
 def no_peer_access(group: str) -> str | None:
-    """Why the ranks of a group cannot read each other's memory, or None; found out together, once."""
+    """Return why the ranks of a group cannot read each other's memory, or None; found out together, once."""
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     known = _access.get(group)
     if known is None or known[0] is not process_group:
@@ -211,19 +210,19 @@ def no_peer_access(group: str) -> str | None:
 
 def _ask_peers(group: dist.ProcessGroup) -> str | None:
     own = torch.cuda.current_device()
-    obstacle = None
+    reason = None
     if importlib.util.find_spec("triton") is None:
-        obstacle = "no Triton on"
+        reason = "no Triton on"
     elif torch.cuda.get_device_capability() != (9, 0):
-        obstacle = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, not 9.0, on"
+        reason = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, not 9.0, on"
     elif not all(torch.cuda.can_device_access_peer(own, i) for i in range(torch.cuda.device_count()) if i != own):
-        obstacle = "no peer access between the GPUs of"
+        reason = "no peer access between the GPUs of"
     may_share = os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
     host = socket.gethostname(), os.environ.get("SLURM_NODEID")
-    obstacles, hosts, numbers, shared = zip(*_said_by_all(group, (obstacle, host, own, may_share)), strict=True)
-    for rank, obstacle in enumerate(obstacles):
-        if obstacle:
-            return f"{obstacle} rank {rank}"
+    reasons, hosts, numbers, shared = zip(*_gather_objects(group, (reason, host, own, may_share)), strict=True)
+    for rank, reason in enumerate(reasons):
+        if reason:
+            return f"{reason} rank {rank}"
     if len(set(hosts)) > 1:
         return "ranks on several hosts"
     if len(set(numbers)) < len(numbers) and not all(shared):

@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
     )
 
 
-def definition(
+def _definition(
     lefts: list[Tensor],
     rights: list[Tensor],
     dim: int,
@@ -80,8 +80,7 @@ def definition(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> Tensor:
-    """What `matmul_reduce_scatter` means: plain matmuls, then a collective. Arguments and result are the operator's."""
-    check(lefts, rights, dim, group, bias, left_scales, right_scales)
+    _check(lefts, rights, dim, group, bias, left_scales, right_scales)
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
     if len(lefts) == 1:
         ls, rs = (scales[0] if scales else None for scales in (left_scales, right_scales))
@@ -96,7 +95,7 @@ def definition(
     return out if bias is None else (out + bias).to(dtype)
 
 
-def check(
+def _check(
     lefts: list[Tensor],
     rights: list[Tensor],
     dim: int,
@@ -137,7 +136,7 @@ def check(
 
 
 def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -> list[int]:
-    """Shape of this rank's part of the sum."""
+    """Return the shape of this rank's part of the sum."""
     ranks, shape = named_group(group), product_shape(lefts[0].shape, rights[0].shape)
     shape[dim] = split(shape, dim, shape[dim], ranks.size).length(ranks.rank)
     return shape
@@ -150,19 +149,22 @@ def _on_gpus(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *r
     call = operands, dim, len(lefts), out_dtype, fast_accum
     known = lowering.implementations.get(call)
     if known is None:
-        check(lefts, rights, dim, group, bias, left_scales, right_scales)
+        _check(lefts, rights, dim, group, bias, left_scales, right_scales)
         shapes = lowering.shapes_of(*lefts, *rights)
         dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
         whole = lowering.dims([*lefts[0].shape[:-1], rights[0].shape[-1]])
         what = f"{whole} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
-        reason, run, ranks = lowering.no_peer_access(group), definition, named_group(group)
+        reason, run, ranks = lowering.no_peer_access(group), _definition, named_group(group)
         if reason is None:
             from titanlite.kernels.device import matmul_reduce_scatter as device
 
-            reason = device.obstacle(lefts, rights, ranks.size)
+            reason = device.scatter_unsupported_reason(lefts, rights, ranks.size)
         reason = lowering.agree("matmul_reduce_scatter", group, what, shapes, reason)
         if reason is None:
-            run = partial(device.matmul_reduce_scatter, device.plan(lefts, rights, dim, ranks, out_dtype, fast_accum))
+            run = partial(
+                device.launch_matmul_reduce_scatter,
+                device.plan_scatter(lefts, rights, dim, ranks, out_dtype, fast_accum),
+            )
         counter = lowering.counted("matmul_reduce_scatter", group, shapes, reason)
         known = lowering.implementations[call] = counter, run
     counter, run = known
@@ -170,12 +172,12 @@ def _on_gpus(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *r
     return run(lefts, rights, dim, group, *rest)
 
 
-lowering.define("matmul_reduce_scatter", definition, _on_gpus)
+lowering.define("matmul_reduce_scatter", _definition, _on_gpus)
 
 
 @torch.library.register_fake("titanlite::matmul_reduce_scatter")
 def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum):
-    check(lefts, rights, dim, group, bias, left_scales, right_scales)
+    _check(lefts, rights, dim, group, bias, left_scales, right_scales)
     return lefts[0].new_empty(out_shape(lefts, rights, dim, group), dtype=out_dtype_of(lefts[0].dtype, out_dtype))
 
 
@@ -192,7 +194,7 @@ def _save(ctx, arguments, results) -> None:
 
 
 def _backward(ctx, grads):
-    """Gradients of lefts, rights and bias, in this order: one gather of the gradient feeds all of them."""
+    """Return the gradients of lefts, rights and bias, in this order: one gather of the gradient feeds all of them."""
     (grad,) = grads
     if ctx.float8:
         raise NotImplementedError(
@@ -222,5 +224,4 @@ lowering.differentiate("matmul_reduce_scatter", _on_gpus, _tensors, _save, _back
 
 @register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)
 def _flops(left_shapes, right_shapes, *args, **kwargs) -> int:
-    """2·M·N·K of each product."""
     return sum(2 * math.prod(left) * right[1] for left, right in zip(left_shapes, right_shapes, strict=True))

@@ -75,7 +75,7 @@ def _backward(
     queries_per_kv: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `qkv` and of both weights."""
+    """Return the gradients of `qkv` and of both weights."""
     q, k, _ = heads(qkv, queries_per_kv, 2 * cos.shape[1])
     parts: list[Tensor] = []
     of_weights: list[Tensor] = []
@@ -93,7 +93,7 @@ def _backward(
 def _forward_on_gpus(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import norm_rope as device
 
-    return device.norm_rope(qkv.contiguous(), *_contiguous(given))
+    return device.launch_norm_rope(qkv.contiguous(), *_contiguous(given))
 
 
 def _backward_on_gpus(
@@ -102,7 +102,7 @@ def _backward_on_gpus(
     from titanlite.kernels.device import norm_rope as device
 
     q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
-    return device.norm_rope_grad(q_grad, k_grad, v_grad, qkv.contiguous(), *_contiguous(given))
+    return device.launch_norm_rope_grad(q_grad, k_grad, v_grad, qkv.contiguous(), *_contiguous(given))
 
 
 def _contiguous(given: Iterable[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The products inside the collective matmuls: shapes, scales and what a plain matmul does with them."""
+"""The plain products inside the collective matmuls: their shapes, scales and gradients."""
 
 import functools
 from collections.abc import Iterable
@@ -11,18 +11,18 @@ from titanlite.kernels.shapes import unviewed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_RANKS = 8
-"""Of a group whose collective matmuls are fused."""
+"""Most ranks that a fused collective matmul supports."""
 MAX_PAIRS = 3
-"""Products that one of them sums."""
+"""Most products that one of them sums."""
 NOTHING = "nothing to multiply"
-"""Why a call is not fused that only gathers, or is empty."""
+"""The reason of a call that only gathers, or is empty."""
 SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
-DECLARED = (NOTHING, SLOWER)
+EXPECTED = (NOTHING, SLOWER)
 """Reasons for which a call should not be fused."""
 
 
 def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:
-    """A dtype in which a sum over ranks can be divided by them without rounding twice, nor beyond float16's range.
+    """Return a dtype in which a sum over ranks can be divided by them without a second rounding or an overflow.
 
     Args:
         dtype: of the result.
@@ -35,7 +35,7 @@ def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:
 
 
 def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -> list[int]:
-    """Shape of `[…, K] @ [K, N]`."""
+    """Return the shape of `[…, K] @ [K, N]`."""
     return [*left[:-1], right[1]]
 
 
@@ -51,7 +51,7 @@ def check_together(op: str, operands: Iterable[Tensor | None], scales: Iterable[
 
 
 def out_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a product: the wanted one, else that of its operands, bfloat16 for float8."""
+    """Return the dtype of a product: the wanted one, else that of its operands, bfloat16 for float8."""
     return wanted or (torch.bfloat16 if dtype in FLOAT8 else dtype)
 
 
@@ -64,7 +64,7 @@ def product(
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    """`left @ right + bias`, accumulated in float32 (float64's in float64) and rounded once.
+    """Return `left @ right + bias`, accumulated in float32 (float64's in float64) and rounded once.
 
     Args:
         left: […, K].
@@ -95,7 +95,7 @@ def product(
 
 
 def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
-    """Whether the scales of a gathered tensor are gathered with it."""
+    """Check that the scales of a gathered tensor are gathered with it."""
     return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
 
 
@@ -109,7 +109,7 @@ def products(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> list[Tensor]:
-    """The products of the gathered tensor, plain."""
+    """Multiply the gathered tensor with each other operand."""
     operand = gathered.t() if form.endswith("_t") else gathered
     outs: list[Tensor] = []
     for i, other in enumerate(others):
@@ -123,7 +123,7 @@ def products(
 
 
 def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, size: int, group: str) -> Tensor | None:
-    """The scale of the gathered tensor: [], or [..., 1] by row."""
+    """Return the scale of the gathered tensor: [], or [..., 1] by row."""
     if scale is None or scale_of == "tensor":
         return scale
     rows = [*shard.shape[:-1], 1]
@@ -135,7 +135,7 @@ def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, s
 
 
 def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:
-    """Shape of each product."""
+    """Return the shape of each product."""
     operand = gathered[::-1] if form.endswith("_t") else gathered
     if form.startswith("left"):
         return [product_shape(operand, other.shape) for other in others]
@@ -143,12 +143,12 @@ def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[lis
 
 
 def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient of a bias [N] of that dtype, rounded once."""
+    """Return the gradient of a bias [N] of that dtype, rounded once."""
     return grad.flatten(0, -2).sum(0, dtype=torch.promote_types(grad.dtype, dtype)).to(dtype)
 
 
 def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
-    """Gradient of `right` in `left @ right`, lying in memory as `right` does.
+    """Return the gradient of `right` in `left @ right`, lying in memory as `right` does.
 
     A weight [N, K] is passed as its transpose; a gradient of other strides would cost a copy for each weight.
     """
@@ -161,7 +161,7 @@ def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
 def scaled_product(
     left: Tensor, right: Tensor, left_scale: Tensor | None, right_scale: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """A float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture.
+    """Return a float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture.
 
     Args:
         left: [M, K].
@@ -190,7 +190,7 @@ def scaled_product(
 
 
 def _scale(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """As cuBLAS takes it."""
+    """Return a scale as cuBLAS takes it."""
     if scale is None:
         return _ones(shape, device)
     if scale.shape != shape:
@@ -200,7 +200,7 @@ def _scale(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -
 
 @functools.cache
 def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once for all streams: to fill it anew for each product takes its host as long as the product."""
+    """Make ones, once for all streams: to fill them anew for each product takes its host as long as the product."""
     ones = torch.ones(shape, dtype=torch.float32, device=device)
     torch.cuda.current_stream(device).synchronize()
     return ones

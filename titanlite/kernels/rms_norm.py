@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Fork(torch.autograd.Function):
-    """The same, and its input."""
+    """The same, which returns its input too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class _Fork(torch.autograd.Function):
 def _backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `x`, [..., D], of which `rest` is a part, and of `weight`; `mean` is of the squares, [..., 1]."""
+    """Return the gradients of `x`, [..., D], with `rest` added, and of `weight`; `mean` is of the squares, [..., 1]."""
     scale = torch.rsqrt(mean + eps)
     normed, grad = x.float() * scale, grad.float()
     of_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
@@ -97,7 +97,9 @@ def _backward_on_gpus(
         return t.reshape(-1, x.shape[-1]).contiguous()
 
     rest = None if rest is None else rows(rest)
-    of_x, of_weight = device.rms_norm_grad(rows(grad), rows(x), weight.contiguous(), mean.contiguous(), rest, eps)
+    of_x, of_weight = device.launch_rms_norm_grad(
+        rows(grad), rows(x), weight.contiguous(), mean.contiguous(), rest, eps
+    )
     return of_x.view(x.shape), of_weight
 
 

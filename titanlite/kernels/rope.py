@@ -21,7 +21,7 @@ from titanlite.kernels import lowering
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position's angles.
+    """Return cosines and sines of every position's angles.
 
     Args:
         seq_len: S, positions 0 … S−1.
@@ -104,7 +104,6 @@ class _RotatedHeads(torch.autograd.Function):
 
 
 def _backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of `qkv`."""
     q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
     return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)
 
@@ -113,7 +112,7 @@ def _backward_on_gpus(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tenso
     from titanlite.kernels.device import rope as device
 
     q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
-    return device.rotated_heads_grad(q_grad, k_grad, v_grad, cos.contiguous(), sin.contiguous())
+    return device.launch_rotated_heads_grad(q_grad, k_grad, v_grad, cos.contiguous(), sin.contiguous())
 
 
 lowering.define("rotated_heads_grad", _backward, _backward_on_gpus)

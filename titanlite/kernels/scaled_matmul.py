@@ -14,43 +14,43 @@ from titanlite.kernels import lowering, products
 def scaled_matmul(
     left: Tensor,
     right: Tensor,
-    left_unit: Tensor | None,
-    right_unit: Tensor | None,
+    left_scale_inv: Tensor | None,
+    right_scale_inv: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """`(left · left_unit) @ (right · right_unit)`, accumulated in float32 and rounded once.
+    """Return `(left · left_scale_inv) @ (right · right_scale_inv)`, accumulated in float32 and rounded once.
 
     Args:
         left: [M, K] float8, rows contiguous.
         right: [K, N] float8, columns contiguous.
-        left_unit: [M, 1] or [] float32: the value of one unit of each row, or of all; None if it is one.
-        right_unit: [1, N] or [] float32, or None.
+        left_scale_inv: [M, 1] or [] float32; None for one.
+        right_scale_inv: [1, N] or [] float32, or None.
         out_dtype: of the result.
         fast_accum: sums may be left to tensor cores, which keep about 14 bits.
 
     Returns:
         [M, N].
     """
-    return torch.ops.titanlite.scaled_matmul(left, right, left_unit, right_unit, out_dtype, fast_accum)
+    return torch.ops.titanlite.scaled_matmul(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)
 
 
 def _multiply(
     left: Tensor,
     right: Tensor,
-    left_unit: Tensor | None,
-    right_unit: Tensor | None,
+    left_scale_inv: Tensor | None,
+    right_scale_inv: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    return products.scaled_product(left, right, left_unit, right_unit, out_dtype, fast_accum)
+    return products.scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)
 
 
 lowering.define("scaled_matmul", _multiply, _multiply)
 
 
 @torch.library.register_fake("titanlite::scaled_matmul")
-def _fake(left, right, left_unit, right_unit, out_dtype, fast_accum):
+def _fake(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum):
     return left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype)
 
 

@@ -1,4 +1,4 @@
-"""How a dim is split over ranks, and how a split tensor lies in memory.
+"""The split of a dim over ranks, and the layout of a split tensor in memory.
 
 A dim of `size` is split into chunks of ⌈size/ranks⌉; the last ranks may hold less, or nothing (`torch.chunk`'s rule).
 Around it, whatever the number of dims, a tensor is `[outer, dim, inner]`: one row of a shard's block for each outer
@@ -29,16 +29,16 @@ class Split(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Length of a full chunk."""
+        """Return the length of a full chunk."""
         return -(-self.size // self.ranks)
 
     @property
     def even(self) -> bool:
-        """Whether all chunks are full."""
+        """Check that all chunks are full."""
         return self.chunk * self.ranks == self.size
 
     def length(self, rank: int) -> int:
-        """Length of one rank's chunk."""
+        """Return the length of one rank's chunk."""
         return max(0, min(self.chunk, self.size - rank * self.chunk))
 
 
@@ -56,7 +56,7 @@ def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> Split:
 
 
 def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:
-    """Another shape for a tensor that nobody else has, which torch then does not take for a view of another.
+    """Give another shape to a tensor that nobody else has, which torch then does not take for a view of another.
 
     What a module returns should be none: FSDP hooks onto it, and warns that an in-place operation on a view would lose
     the hook.

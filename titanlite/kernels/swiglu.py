@@ -23,7 +23,7 @@ fused weight into equal parts of whole block pairs is a legal tensor-parallel sh
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """`silu(gate) * up`, formed in float32.
+    """Return `silu(gate) * up`, formed in float32.
 
     Args:
         x: [M, 2F], blocks of 128 columns of gate and up in turn.
@@ -49,7 +49,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """The gradient of `swiglu`, formed in float32.
+    """Return the gradient of `swiglu`, formed in float32.
 
     Args:
         grad: [M, F], of the result.
@@ -85,7 +85,7 @@ def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tupl
         pow2: round scales down to a power of two.
 
     Returns:
-        Bytes [M, F], and the value of one unit of them: [M, 1] or [] float32.
+        Bytes [M, F], and their inverse scales, [M, 1] or [] float32.
     """
     return torch.ops.titanlite.swiglu_cast(x, by_row, dtype, pow2)
 
@@ -104,21 +104,21 @@ def swiglu_grad_cast(
         pow2: round scales down to a power of two.
 
     Returns:
-        Bytes [M, 2F] of the gradient, and the value of one unit of them, [M, 1] or [] float32; bytes [M, F] and unit
+        Bytes [M, 2F] of the gradient, and their inverse scales, [M, 1] or [] float32; bytes [M, F] and inverse scales
         of `swiglu(x)`, to the bit those of `swiglu_cast`.
     """
     return torch.ops.titanlite.swiglu_grad_cast(grad, x, by_row, dtype, result_dtype, pow2)
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up, [M, F/128, 128] float32 each."""
+    """Return gate and up, [M, F/128, 128] float32 each."""
     gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)
     return gate.float(), up.float()
 
 
 def _cast(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    scale, unit = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
-    return cast_to(y, scale, dtype), unit
+    scale, scale_inv = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
+    return cast_to(y, scale, dtype), scale_inv
 
 
 def _swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def _swiglu_grad_cast(
 def _swiglu_cast_on_gpus(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     from titanlite.kernels.device import swiglu as device
 
-    return device.swiglu_cast(x.contiguous(), by_row, dtype, pow2)
+    return device.launch_swiglu_cast(x.contiguous(), by_row, dtype, pow2)
 
 
 def _swiglu_grad_cast_on_gpus(
@@ -142,13 +142,13 @@ def _swiglu_grad_cast_on_gpus(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from titanlite.kernels.device import swiglu as device
 
-    return device.swiglu_grad_cast(grad.contiguous(), x.contiguous(), by_row, dtype, result_dtype, pow2)
+    return device.launch_swiglu_grad_cast(grad.contiguous(), x.contiguous(), by_row, dtype, result_dtype, pow2)
 
 
 def _swiglu_grad_on_gpus(grad: Tensor, x: Tensor) -> Tensor:
     from titanlite.kernels.device import swiglu as device
 
-    return device.swiglu_grad(grad.contiguous(), x.contiguous())
+    return device.launch_swiglu_grad(grad.contiguous(), x.contiguous())
 
 
 lowering.define("swiglu_grad", _swiglu_grad, _swiglu_grad_on_gpus)
@@ -156,7 +156,7 @@ lowering.define("swiglu_cast", _swiglu_cast, _swiglu_cast_on_gpus)
 lowering.define("swiglu_grad_cast", _swiglu_grad_cast, _swiglu_grad_cast_on_gpus)
 
 
-def _unit(x: Tensor, by_row: bool) -> Tensor:
+def _empty_scale_inv(x: Tensor, by_row: bool) -> Tensor:
     return x.new_empty((len(x), 1) if by_row else (), dtype=torch.float32)
 
 
@@ -167,10 +167,10 @@ def _fake_grad(grad, x):
 
 @torch.library.register_fake("titanlite::swiglu_cast")
 def _fake_cast(x, by_row, dtype, pow2):
-    return x.new_empty((len(x), x.shape[1] // 2), dtype=dtype), _unit(x, by_row)
+    return x.new_empty((len(x), x.shape[1] // 2), dtype=dtype), _empty_scale_inv(x, by_row)
 
 
 @torch.library.register_fake("titanlite::swiglu_grad_cast")
 def _fake_grad_cast(grad, x, by_row, dtype, result_dtype, pow2):
-    bits, result = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
-    return bits, _unit(x, by_row), result, _unit(x, by_row)
+    qdata, result = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
+    return qdata, _empty_scale_inv(x, by_row), result, _empty_scale_inv(x, by_row)

@@ -1,6 +1,6 @@
 """Causal attention to a window of tokens.
 
-No score is computed but those that some window holds: pieces of W queries, each against itself and the piece before it,
+No score is computed but those that some window holds: chunks of W queries, each against itself and the chunk before it,
 or torch's flash kernel, which passes over the tiles outside. `scaled_dot_product_attention` has no such argument, and a
 mask over the square takes all S² scores.
 
@@ -32,7 +32,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def kernel(q: Tensor) -> str:
-    """Which kernel attends: "flash_attention", or "math" where that has none for the device, dtype or width of heads.
+    """Name the kernel: "flash_attention", or "math" where that has none for the device, dtype or width of heads.
 
     Args:
         q: [B, H, S, E].
@@ -42,9 +42,9 @@ def kernel(q: Tensor) -> str:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The result, and the logarithm of each query's sum of exponentials, [B, H, S] float32 or wider."""
+    """Return the result, and the logarithm of each query's sum of exponentials, [B, H, S] float32 or wider."""
     S = q.shape[2]
-    q_, k_, v_ = _pieces(q, k, v, window)
+    q_, k_, v_ = _chunks(q, k, v, window)
     scores = _scores(q_, k_, window)
     sums = scores.logsumexp(-1, keepdim=True)
     out = (scores - sums).exp() @ v_
@@ -54,10 +54,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tens
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, laid out as `out` is."""
+    """Return the gradients of q, k and v, laid out as `out` is."""
     S = q.shape[2]
-    q_, k_, v_ = _pieces(q, k, v, window)
-    grad_, out_, sums_ = (_in_pieces(t, k.shape[1], window) for t in (grad, out, sums.unsqueeze(-1)))
+    q_, k_, v_ = _chunks(q, k, v, window)
+    grad_, out_, sums_ = (_in_chunks(t, k.shape[1], window) for t in (grad, out, sums.unsqueeze(-1)))
     p = (_scores(q_, k_, window) - sums_).exp()
     of_scores = p * (grad_ @ v_.mT - (grad_ * out_).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     d_q = _joined(of_scores @ k_, S).to(q.dtype)
@@ -67,26 +67,26 @@ def _backward(
     return _tokens_outermost(d_q), _tokens_outermost(d_k), _tokens_outermost(d_v)
 
 
-def _pieces(q: Tensor, k: Tensor, v: Tensor, W: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, K, R, n, W, E], and for each piece the keys and values that it reads, [B, K, 1, n, 2·W, E]."""
-    own = _in_pieces(q, k.shape[1], W)
+def _chunks(q: Tensor, k: Tensor, v: Tensor, W: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut queries into [B, K, R, n, W, E], with the keys and values that each chunk reads, [B, K, 1, n, 2·W, E]."""
+    own = _in_chunks(q, k.shape[1], W)
     read = [F.pad(t, (0, 0, W, -t.shape[2] % W)).to(own.dtype).unfold(2, 2 * W, W).mT.unsqueeze(2) for t in (k, v)]
     return own, read[0], read[1]
 
 
-def _in_pieces(x: Tensor, K: int, W: int) -> Tensor:
-    """[B, H, S, …] → [B, K, R, n, W, …], zeros behind the last token, in the dtype of sums."""
+def _in_chunks(x: Tensor, K: int, W: int) -> Tensor:
+    """Cut [B, H, S, …] into [B, K, R, n, W, …], zeros behind the last token, in the dtype of sums."""
     x = F.pad(x, (0, 0, 0, -x.shape[2] % W)).to(_of_sums(x.dtype))
     return x.unflatten(2, (-1, W)).unflatten(1, (K, -1))
 
 
 def _joined(x: Tensor, S: int) -> Tensor:
-    """The inverse of `_in_pieces`."""
+    """The inverse of `_in_chunks`."""
     return x.flatten(3, 4).flatten(1, 2)[:, :, :S]
 
 
 def _overlaid(x: Tensor, S: int) -> Tensor:
-    """Sum over the pieces that read a token: [B, K, n, 2·W, E] → [B, K, S, E]."""
+    """Sum over the chunks that read a token: [B, K, n, 2·W, E] → [B, K, S, E]."""
     before, own = (half.flatten(2, 3) for half in x.chunk(2, dim=3))
     W = x.shape[3] // 2
     return (F.pad(own, (0, 0, W, 0)) + F.pad(before, (0, 0, 0, W)))[:, :, W : W + S]

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
-from titanlite.kernels.linear import Fused, FusedLinear, linear
+from titanlite.kernels.linear import FusedLinear, FusedMatmul, linear
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
 
 _FUSED_LINEAR = FusedLinear()
@@ -82,7 +82,7 @@ class ParallelLinear(Linear):
         return None if self.matmul is F.linear else getattr(self.matmul, "unfused", "has an arithmetic of its own")
 
     @property
-    def fused(self) -> Fused | None:
+    def fused(self) -> FusedMatmul | None:
         """What fuses its collectives with its matmuls, if they are to be fused."""
         if not self.asynchronous or self.unfused is not None:
             return None

@@ -176,9 +176,9 @@ def _add_async_tensor_parallel(run: Run, receipt: Receipt) -> None:
         count=count,
         skipped=looked_up
         + [Skipped(name, m.unfused) for name, m in layers if m.unfused and m.asynchronous]
-        + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and declared],
+        + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, expected) in lowered if why and expected],
         missed=plain
-        + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, declared) in lowered if why and not declared],
+        + [Skipped(f"{op} {shapes}", why) for (op, shapes, why, expected) in lowered if why and not expected],
         key="parallelism.async_tensor_parallel",
     )
 

@@ -291,7 +291,7 @@ def strict_cases() -> None:
     for reason in ("no peer access between the GPUs of rank 0", "torch.float32 operands; the kernels take bfloat16"):
         failed = error(product, kernel, kernel._replace(reason=reason))
         assert f"all_gather_matmul 6×16, 16×12: {reason}" in failed
-        assert error(product, kernel, kernel._replace(reason=reason, declared=True)) == ""
+        assert error(product, kernel, kernel._replace(reason=reason, expected=True)) == ""
     # None fused.
     assert "no collective: was found in any graph that was compiled" in error(lambda x, w: x @ w, kernel)
     alone = error(lambda x, w: gather(x).relu() @ w, kernel)

@@ -20,7 +20,7 @@ from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.matmul import Lowering
-from titanlite.float8.weight import Float8Weight, WeightShard, local_data
+from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.receipt import Entry, Receipt
@@ -290,7 +290,7 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
         def note(block: nn.Module, name: str) -> None:
             for layer in BLOCK:
                 weight = block.get_parameter(f"{layer}.weight")
-                if isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, Float8Weight):
+                if isinstance(weight.to_local() if isinstance(weight, DTensor) else weight, GatheredWeight):
                     gathered.add(f"{name}.{layer}")
 
         for asked in (without, reduced, with_float8):
@@ -321,6 +321,6 @@ def test_scales_gathered_weights_and_collectives(layout, tmp_path):
             options = {"scaling_granularity": ScalingGranularity.TENSORWISE, "device_mesh": run.mesh.fsdp}
             wanted = tensor_to_scale(weight.master, weight.how.dtype, reduce_amax=True, **options)
             assert torch.equal(weight.scale, wanted), name
-            assert weight.unit.data_ptr() % 16 == 0, name  # as cuBLAS wants it
+            assert weight.scale_inv.data_ptr() % 16 == 0, name  # as cuBLAS wants it
 
     run_ranks(body, tmp_path, world)

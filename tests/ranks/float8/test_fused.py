@@ -16,7 +16,7 @@ from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.scope import joins_feed_forward
-from titanlite.float8.weight import Float8Weight
+from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.swiglu import swiglu
 
@@ -164,7 +164,7 @@ def test_a_weight_that_was_gathered_in_float8(recipe: str, tmp_path) -> None:
             for in_float8 in (False, True):
                 x, w = numbers(rank, M, K).float().requires_grad_(), numbers(1, N, K).float()
                 if in_float8:
-                    w = Float8Weight(*cast(w, chosen.weight.output, "e4m3", chosen.scale_rounding), w.dtype)
+                    w = GatheredWeight(*cast(w, chosen.weight.output, "e4m3", chosen.scale_rounding), w.dtype)
                 y = function(x, w) if function is matmul else function(x, w, group)
                 results.append((y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))))
             (y, d_x), (y_cast, d_x_cast) = results

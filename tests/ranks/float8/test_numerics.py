@@ -138,8 +138,8 @@ def test_a_scale_that_is_not_of_the_tensor_is_seen(tmp_path, monkeypatch) -> Non
     asked = checked(tmp_path, 1, [*FLOAT8, "rowwise"])
 
     def stale(factor: float, x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> Cast:
-        unit = emulated.cast(x, of, dtype, rounding).unit / factor
-        return Cast(cast_to(x, 1 / unit, emulated.DTYPES[dtype]), unit)
+        scale_inv = emulated.cast(x, of, dtype, rounding).scale_inv / factor
+        return Cast(cast_to(x, 1 / scale_inv, emulated.DTYPES[dtype]), scale_inv)
 
     def stale_rows(x: Tensor, dtype: torch.dtype) -> Cast:
         return stale(4, x, "row", "e4m3", "pow2_floor")

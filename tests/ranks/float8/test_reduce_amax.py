@@ -29,7 +29,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
 from titanlite.float8.emulated import cast
-from titanlite.float8.weight import Float8Weight
+from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels import products
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear
@@ -57,8 +57,8 @@ class Product(NamedTuple):
 
     left: Tensor
     right: Tensor
-    left_unit: Tensor
-    right_unit: Tensor
+    left_scale_inv: Tensor
+    right_scale_inv: Tensor
 
 
 @pytest.fixture
@@ -68,11 +68,18 @@ def seen(monkeypatch) -> list[Product]:
     multiply = products.scaled_product
 
     def note(left: Tensor, right: Tensor, a: Tensor | None, b: Tensor | None, dtype: torch.dtype, fast: bool):
-        left_unit, right_unit = (torch.ones(()) if unit is None else unit for unit in (a, b))
-        found.append(Product(*(t.clone() for t in (left, right, left_unit, right_unit))))  # FSDP frees its weights
+        left_scale_inv, right_scale_inv = (torch.ones(()) if scale_inv is None else scale_inv for scale_inv in (a, b))
+        found.append(
+            Product(*(t.clone() for t in (left, right, left_scale_inv, right_scale_inv)))
+        )  # FSDP frees its weights
         if dtype != torch.float64:
-            return multiply(left, right, left_unit, right_unit, dtype, fast)
-        return left.double() @ right.double() * left_unit.double().reshape(-1, 1) * right_unit.double().reshape(1, -1)
+            return multiply(left, right, left_scale_inv, right_scale_inv, dtype, fast)
+        return (
+            left.double()
+            @ right.double()
+            * left_scale_inv.double().reshape(-1, 1)
+            * right_scale_inv.double().reshape(1, -1)
+        )
 
     monkeypatch.setattr(products, "scaled_product", note)
     return found
@@ -102,8 +109,11 @@ def differences(got: Ran, want: Ran, rank: int) -> set[str]:
     for mine, other in zip(got.products, want.products, strict=True):
         for side in ("left", "right"):
             pairs[f"bytes {len(pairs)}"] = getattr(mine, side).float(), getattr(other, side).float()
-            unit = getattr(mine, f"{side}_unit").unique()  # of each shard, as often as it has rows
-            pairs[f"scale {len(pairs)}"] = unit, getattr(other, f"{side}_unit").reshape(1).expand(len(unit))
+            scale_inv = getattr(mine, f"{side}_scale_inv").unique()  # of each shard, as often as it has rows
+            pairs[f"scale {len(pairs)}"] = (
+                scale_inv,
+                getattr(other, f"{side}_scale_inv").reshape(1).expand(len(scale_inv)),
+            )
     return {name.split()[0] for name, (mine, other) in pairs.items() if not torch.equal(mine, part(other, mine, rank))}
 
 
@@ -168,7 +178,7 @@ def a_layer(
         assert collectives.counts["all_reduce"] == len(done.maxima)
         return found
     of_weight = cast(weight, "tensor", recipe.weight.dtype, recipe.scale_rounding, group)
-    layer.weight = nn.Parameter(Float8Weight(*of_weight, weight.dtype))
+    layer.weight = nn.Parameter(GatheredWeight(*of_weight, weight.dtype))
     graphs = Compiled(layer)
     found = ran(layer, seen, x, grad)
     nodes = [n for graph in (graphs.forward, graphs.backward) for n in graph.graph.nodes]  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ from titanlite.config.schema import Compile, Config, Float8, Optimizer, Parallel
 from titanlite.data.batches import Batch
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
-from titanlite.float8.weight import Float8Weight, WeightShard, local_data
+from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
@@ -78,8 +78,8 @@ def alone(float8: Float8Recipe, ranks: int) -> Truth:
         master, how = local_data(masters[name]), float8.weight
         if name.removesuffix(".weight") not in done.converted:
             return master.bfloat16().requires_grad_()
-        bits, unit = cast(master, how.output, how.dtype, float8.scale_rounding)
-        return Float8Weight(bits, unit, torch.bfloat16).requires_grad_()
+        qdata, scale_inv = cast(master, how.output, how.dtype, float8.scale_rounding)
+        return GatheredWeight(qdata, scale_inv, torch.bfloat16).requires_grad_()
 
     def of_rank(number: int, rank: int) -> tuple[Tensor, list[Tensor]]:
         weights, seen = {name: used(name) for name in masters}, batch(number, rank)
@@ -175,8 +175,8 @@ def scales_of_own_shards(run: Run) -> None:
 def units_of_the_first_gather(run: Run) -> None:
     gathered = WeightShard.fsdp_post_all_gather
 
-    def without_renewal(self, tensors, unit, dtype, *, out=None):
-        return gathered(self, tensors, unit, dtype) if out is None else None
+    def without_renewal(self, tensors, scale_inv, dtype, *, out=None):
+        return gathered(self, tensors, scale_inv, dtype) if out is None else None
 
     WeightShard.fsdp_post_all_gather = without_renewal
 
@@ -219,11 +219,11 @@ def test_a_fault_is_seen(name: str, reshard: str, fault: Callable[[Run], object]
 
 def test_a_weight_that_came_in_float8_is_for_float8_layers_alone() -> None:
     """What stands for it, as it is, may be passed on; to compute with it, or with a part, is refused."""
-    weight = Float8Weight(torch.zeros(4, 2, dtype=torch.float8_e4m3fn), torch.ones(4, 1), torch.bfloat16)
+    weight = GatheredWeight(torch.zeros(4, 2, dtype=torch.float8_e4m3fn), torch.ones(4, 1), torch.bfloat16)
     for same in (weight.detach(), weight.view(4, 2), torch.ops.aten.alias(weight)):
-        assert isinstance(same, Float8Weight)
-        assert same.bits is weight.bits
-        assert same.unit is weight.unit
+        assert isinstance(same, GatheredWeight)
+        assert same.qdata is weight.qdata
+        assert same.scale_inv is weight.scale_inv
     for use in (
         lambda: weight + 1,
         lambda: weight.t(),

@@ -144,7 +144,7 @@ def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         shard = torch.zeros(4, 6, dtype=torch.bfloat16)
         gather._on_gpus(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
-        assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", declared=True)]
+        assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", expected=True)]
 
     run_ranks(body, tmp_path)
 

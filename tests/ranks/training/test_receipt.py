@@ -495,7 +495,7 @@ def test_an_eligible_pair_that_was_missed_ends_the_run(plant: Callable[[], None]
 
 
 def test_a_declared_reason_ends_no_run(desk: Desk) -> None:
-    how = Lowered("matmul_reduce_scatter", "128×128, 128×96", "slower than plain", declared=True)
+    how = Lowered("matmul_reduce_scatter", "128×128, 128×96", "slower than plain", expected=True)
     run = desk.run("declared", 2, *ASYNC, "--job.stop_after=2", plant=lambda: lowered.update([how]))
     declared = {"what": f"{how.op} {how.shapes}", "why": how.reason}
     assert run.receipt["async_tensor_parallel"]["skipped"] == [LOOKED_UP, declared]

@@ -395,7 +395,7 @@ def test_every_operator_of_titanlite_has_a_class():
     # In backward, of weights before FSDP gathers them, and what is as cheap as elementwise work: there no rule applies.
     gradients = ["swiglu_grad", "swiglu_grad_cast", "window_attention_grad"]
     gradients += ["norm_rope_grad", "rms_norm_grad", "rotated_heads_grad"]
-    of_weights = ("turn", "cast_turned", "cast_rows", "cast_by")
+    of_weights = ("transpose", "cast_transpose", "cast_rows", "cast_by")
     elsewhere = {f"titanlite.{op}.default" for op in (*gradients, *of_weights, "norm_rope")}
     spelled = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("titanlite::")}
     assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *in_classes, *elsewhere}

@@ -74,27 +74,27 @@ def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.parametrize("data", DATA)
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("rounding", ["exact", "pow2_floor"])
 @pytest.mark.parametrize("of", ["tensor", "row"])
-def test_casts_and_scales_are_torchaos(of: Granularity, rounding, dtype, turned, data) -> None:
+def test_casts_and_scales_are_torchaos(of: Granularity, rounding, dtype, transposed, data) -> None:
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 
     by_row = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1} if of == "row" else {}
     for precision in (torch.bfloat16, torch.float32):
         x = data(64, 128).to(precision)
-        x = x.t() if turned else x
+        x = x.t() if transposed else x
         pow2 = rounding == "pow2_floor"
         scale = tensor_to_scale(x, DTYPES[dtype], round_scales_to_power_of_2=pow2, **by_row)
         ours, theirs = cast(x, of, dtype, rounding), to_fp8_saturated(x.float() * scale, DTYPES[dtype])
         if pow2:  # of infinity torchao's scale is zero, and its products are NaN; here that is in the bytes already
             scale = torch.where(scale == 0, torch.nan, scale)
             theirs = torch.where(scale.isnan(), torch.nan, theirs.float()).to(theirs.dtype)
-        assert_same_bits(ours.unit, scale.reciprocal())
-        assert_same_bits(ours.bits, theirs)
-        assert ours.bits.stride() == x.stride()
+        assert_same_bits(ours.scale_inv, scale.reciprocal())
+        assert_same_bits(ours.qdata, theirs)
+        assert ours.qdata.stride() == x.stride()
 
 
 @pytest.mark.parametrize("data", DATA)
@@ -140,10 +140,10 @@ def test_blocks_of_128_are_torchaos(data) -> None:
         ("1x128", kernels.torch_blockwise_scale_act_quant_lhs),
         ("128x128", kernels.torch_blockwise_scale_weight_quant),
     ):
-        data8, unit = reference(x)
+        data8, scale_inv = reference(x)
         ours = cast(x, of, "e4m3", "exact")
-        assert_same_bits(ours.bits, data8)
-        assert_same_bits(ours.unit, unit)
+        assert_same_bits(ours.qdata, data8)
+        assert_same_bits(ours.scale_inv, scale_inv)
 
 
 @pytest.mark.parametrize("data", [ordinary, outliers, powers_of_two])
@@ -152,10 +152,10 @@ def test_blocks_of_32_are_torchaos(data) -> None:
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
     x = data(64, 128).bfloat16()  # of float32, torchao's logarithm cannot tell all numbers from a power of two
-    unit, data8 = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+    scale_inv, data8 = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
     ours = cast(x, "1x32", "e4m3", "e8m0_rceil")
-    assert_same_bits(ours.bits, data8.view(64, 128))
-    assert torch.equal(ours.unit, unit.view(64, 4).float())
+    assert_same_bits(ours.qdata, data8.view(64, 128))
+    assert torch.equal(ours.scale_inv, scale_inv.view(64, 4).float())
 
 
 @pytest.mark.parametrize("data", [ordinary, outliers, zeros, tiny, powers_of_two])
@@ -164,12 +164,12 @@ def test_blocks_of_32_are_torchaos(data) -> None:
 def test_each_block_is_a_tensor_of_its_own(of: Granularity, rounding, data) -> None:
     x, (rows, columns) = data(256, 256), BLOCKS[of]
     whole = cast(x, of, "e4m3", rounding)
-    assert whole.unit.shape == (256 // rows, 256 // columns)
+    assert whole.scale_inv.shape == (256 // rows, 256 // columns)
     for i, j in [(0, 0), (1, 0), (0, 1), (256 // rows - 1, 256 // columns - 1)]:
         at = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
         alone = cast(x[at], "tensor", "e4m3", rounding)
-        assert_same_bits(whole.bits[at], alone.bits)
-        assert whole.unit[i, j] == alone.unit
+        assert_same_bits(whole.qdata[at], alone.qdata)
+        assert whole.scale_inv[i, j] == alone.scale_inv
         assert_same_bits(dequantise(*whole)[at], dequantise(*alone))
 
 
@@ -178,20 +178,20 @@ def test_e8m0_is_the_largest_power_of_two_that_saturates_nothing(dtype: str) -> 
     most = torch.finfo(DTYPES[dtype]).max
     edges = most * 2.0 ** torch.arange(-40, 40, 7)
     for amax in torch.cat([edges, edges * (1 + 2**-23), edges * (1 - 2**-24), edges * 1.5]):
-        scale = 1 / cast(amax.view(1, 1), "tensor", dtype, "e8m0_rceil").unit.item()
+        scale = 1 / cast(amax.view(1, 1), "tensor", dtype, "e8m0_rceil").scale_inv.item()
         assert math.frexp(scale)[0] == 0.5
         assert amax * scale <= most < amax * scale * 2
     for amax, exponent in ((0.0, 127), (1e-44, 127), (math.inf, -127)):
         x = torch.full((1, 1), amax)
-        unit = cast(x, "tensor", dtype, "e8m0_rceil").unit
-        assert (unit.item(), unit.dtype) == (2.0**-exponent, torch.float32)
-    assert cast(torch.full((1, 1), math.nan), "tensor", dtype, "e8m0_rceil").unit.isnan().all()
+        scale_inv = cast(x, "tensor", dtype, "e8m0_rceil").scale_inv
+        assert (scale_inv.item(), scale_inv.dtype) == (2.0**-exponent, torch.float32)
+    assert cast(torch.full((1, 1), math.nan), "tensor", dtype, "e8m0_rceil").scale_inv.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_what_no_scale_can_reach_is_clamped(dtype: str) -> None:
     x = torch.tensor([[1.0, math.inf, -math.inf, 3e38]])  # at E8M0's least scale, 2^-127
-    got = cast(x, "row", dtype, "e8m0_rceil").bits.float()
+    got = cast(x, "row", dtype, "e8m0_rceil").qdata.float()
     most = torch.finfo(DTYPES[dtype]).max
     assert got.tolist() == [[0.0, most, -most, 1.75]]
 

@@ -202,15 +202,15 @@ def test_a_swapped_format_is_seen(name, operand):
 
 def along_the_sum(x: Tensor, *how: Any) -> emulated.Cast:
     """A cast whose rows are the operand's columns."""
-    turned = cast(x.t(), *how)
-    return emulated.Cast(turned.bits.t(), turned.unit.t())
+    transposed = cast(x.t(), *how)
+    return emulated.Cast(transposed.qdata.t(), transposed.scale_inv.t())
 
 
 def of_an_earlier_step(x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> emulated.Cast:
     """A cast by the scales that it had when numbers were a quarter of what they are."""
-    unit = cast(x / 4, of, dtype, rounding).unit
-    bits = cast_to(x, 1 / emulated.dequantise(torch.ones_like(x), unit), emulated.DTYPES[dtype])
-    return emulated.Cast(bits, unit)
+    scale_inv = cast(x / 4, of, dtype, rounding).scale_inv
+    qdata = cast_to(x, 1 / emulated.dequantise(torch.ones_like(x), scale_inv), emulated.DTYPES[dtype])
+    return emulated.Cast(qdata, scale_inv)
 
 
 @pytest.mark.parametrize("wrong", [along_the_sum, of_an_earlier_step])

@@ -15,7 +15,7 @@ from titanlite.config.schema import Compile, Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
-from titanlite.float8.weight import Float8Weight, WeightShard
+from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.block_price import block_prices
 from titanlite.forecast.memory import (
     EAGER_LOSS_TOKENS,
@@ -319,9 +319,9 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     weight = inner = torch.randn(V, D).bfloat16()
     if float8 and isinstance(model.output.weight.data, WeightShard):
         inner, unit = cast(weight, float8.weight.output, float8.weight.dtype, float8.scale_rounding)
-        weight = Float8Weight(inner, unit, torch.bfloat16)
+        weight = GatheredWeight(inner, unit, torch.bfloat16)
     model.output.weight, model.norm.weight = nn.Parameter(weight), nn.Parameter(torch.ones(D).bfloat16())
-    apart = [inner, model.norm.weight, *([weight.unit] if isinstance(weight, Float8Weight) else [])]
+    apart = [inner, model.norm.weight, *([weight.scale_inv] if isinstance(weight, GatheredWeight) else [])]
     loss, targets = CrossEntropy(), torch.arange(tokens)
     assert cross_entropy.ROWS == EAGER_LOSS_TOKENS
     if compiled:  # a compiled pass makes nothing of the logits' size, nor does this

@@ -13,7 +13,7 @@ from titanlite.kernels.block_scaled_matmul import (
     as_cublas_has_it,
     block_scaled_matmul,
     dequantise,
-    obstacle,
+    unsupported_reason,
 )
 
 PAIRS = [((1, 128), (128, 128)), ((128, 128), (1, 128)), ((1, 128), (1, 128))]
@@ -23,14 +23,14 @@ SHAPES = [(256, 384, 128), (128, 128, 256), (256, 512, 256), (384, 1152, 640)]  
 def operand(R: int, C: int, blocks: tuple[int, int], seed: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Random bytes, and units of very different sizes."""
     rng = torch.Generator().manual_seed(seed)
-    bits = torch.randn(R, C, generator=rng).to(torch.float8_e4m3fn)
-    unit = torch.exp(2 * torch.randn(R // blocks[0], C // blocks[1], generator=rng))
-    return bits.to(device), unit.to(device)
+    qdata = torch.randn(R, C, generator=rng).to(torch.float8_e4m3fn)
+    scale_inv = torch.exp(2 * torch.randn(R // blocks[0], C // blocks[1], generator=rng))
+    return qdata.to(device), scale_inv.to(device)
 
 
-def numbers(bits: Tensor, unit: Tensor, blocks: tuple[int, int]) -> Tensor:
+def numbers(qdata: Tensor, scale_inv: Tensor, blocks: tuple[int, int]) -> Tensor:
     """What they stand for, in float64, written another way than the definition."""
-    return bits.double() * unit.double().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
+    return qdata.double() * scale_inv.double().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
 
 
 def sqnr(got: Tensor, truth: Tensor) -> float:
@@ -52,22 +52,22 @@ def test_definition(left_of, right_of, R: int, C: int, S: int) -> None:
 
 @pytest.mark.parametrize(("R", "C", "S"), SHAPES)
 @pytest.mark.parametrize(("left_of", "right_of"), PAIRS)
-@pytest.mark.parametrize("turned", [False, True])  # as maxima of a transposed matrix come
-def test_scales_are_laid_out_as_torch_wants_them(turned: bool, left_of, right_of, R: int, C: int, S: int) -> None:
+@pytest.mark.parametrize("transposed", [False, True])  # as maxima of a transposed matrix come
+def test_scales_are_laid_out_as_torch_wants_them(transposed: bool, left_of, right_of, R: int, C: int, S: int) -> None:
     """torch checks sizes and strides of fake tensors as cuBLASLt's caller would those of real ones."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     left, right = operand(R, C, left_of, 0, device), operand(S, C, right_of, 1, device)
-    if turned:
-        left, right = ((bits, unit.t().contiguous().t()) for bits, unit in (left, right))
+    if transposed:
+        left, right = ((qdata, scale_inv.t().contiguous().t()) for qdata, scale_inv in (left, right))
     given = [as_cublas_has_it(*left), as_cublas_has_it(*right)]
 
     right_t = right[0].t()
 
     def shape_of_result(scales: list[Tensor]) -> torch.Size:
         with FakeTensorMode() as mode:
-            a, b, *units = [cast("Tensor", mode.from_tensor(t)) for t in (left[0], right_t, *scales)]
+            a, b, *scale_invs = [cast("Tensor", mode.from_tensor(t)) for t in (left[0], right_t, *scales)]
             kinds = [kind.value for _, kind in given]
-            how = ([units[0]], kinds[:1], [], [units[1]], kinds[1:], [])
+            how = ([scale_invs[0]], kinds[:1], [], [scale_invs[1]], kinds[1:], [])
             out = torch._scaled_mm_v2(a, b, *how, None, torch.bfloat16)
             return out.shape
 
@@ -76,9 +76,9 @@ def test_scales_are_laid_out_as_torch_wants_them(turned: bool, left_of, right_of
     if R > 128 and (device == "cuda" or (2, 12) <= torch.__version__ < (2, 14)):
         with pytest.raises(RuntimeError, match="blockwise scaling"):
             shape_of_result([scale.contiguous() for scale, _ in given])
-    for (laid_out, _), (bits, unit) in zip(given, (left, right), strict=True):
-        got = laid_out if unit.shape[0] == bits.shape[0] else laid_out.t()[:, : unit.shape[1]]
-        assert torch.equal(got, unit)
+    for (laid_out, _), (qdata, scale_inv) in zip(given, (left, right), strict=True):
+        got = laid_out if scale_inv.shape[0] == qdata.shape[0] else laid_out.t()[:, : scale_inv.shape[1]]
+        assert torch.equal(got, scale_inv)
 
 
 def test_floating_point_operations_are_counted() -> None:
@@ -88,8 +88,8 @@ def test_floating_point_operations_are_counted() -> None:
     assert counter.get_total_flops() == 2 * 256 * 384 * 128
 
 
-def test_no_gpu_is_an_obstacle() -> None:
-    assert obstacle(torch.device("cpu")) == "the device is no GPU"
+def test_no_gpu_is_unsupported() -> None:
+    assert unsupported_reason(torch.device("cpu")) == "the device is no GPU"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_no_gpu_is_an_obstacle() -> None:
 def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    said = obstacle(torch.device("cuda"))
+    said = unsupported_reason(torch.device("cuda"))
     assert said is None if why is None else why in str(said)
 
 
@@ -108,7 +108,7 @@ def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("R", "C", "S"), [*SHAPES, (4096, 14336, 4096)])
 @pytest.mark.parametrize(("left_of", "right_of"), PAIRS)
 def test_tensor_cores_against_the_definition(left_of, right_of, R: int, C: int, S: int, compiled: bool) -> None:
-    if why := obstacle(torch.device("cuda")):
+    if why := unsupported_reason(torch.device("cuda")):
         pytest.skip(why)
     left, right = operand(R, C, left_of, 0, "cuda"), operand(S, C, right_of, 1, "cuda")
     truth = numbers(*left, left_of) @ numbers(*right, right_of).t()

@@ -51,7 +51,7 @@ def test_parts(shapes, n_chunks, dtypes, device):
 def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(rows, at_once):
     device = pytest.importorskip("titanlite.kernels.device.chunk_cat")
     with compiling() as compiled:
-        device.chunk_cat([torch.zeros(rows, 7, dtype=torch.bfloat16)], 8, torch.zeros(8, 7 * -(-rows // 8)))
+        device.launch_chunk_cat([torch.zeros(rows, 7, dtype=torch.bfloat16)], 8, torch.zeros(8, 7 * -(-rows // 8)))
     ptx = compiled["_chunk_cat"].asm["ptx"]
     assert bool(re.search(r"ld\.global\.v4\.b32", ptx)) == at_once
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == device.BLOCK // (32 * 4) // 4  # parts are whole either way

@@ -50,7 +50,7 @@ from titanlite.kernels.device import (
 )
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
-from titanlite.kernels.float8_cast import _blocks_like
+from titanlite.kernels.float8_cast import empty_blocks
 from titanlite.kernels.products import NOTHING, SLOWER, out_shapes, scales_travel
 
 LOADED_FIRST = ["load", "load", "run", "run"]  # rule 4 of the kernels
@@ -92,7 +92,7 @@ class Launches:
         assert known == specialised, f"{kernel.fn.__name__}: two kernels under the key {key}"
         strided = {"x"} if "stride" in named else {name.replace("_row", "_grad") for name in named if "_row" in name}
         for name, argument in named.items():
-            if isinstance(argument, Tensor) and name not in strided and "units" not in name:
+            if isinstance(argument, Tensor) and name not in strided and "scale_inv" not in name:
                 assert argument.is_contiguous(), f"{kernel.fn.__name__}: {name} has strides {argument.stride()}"
             elif hasattr(argument, "block_shape"):
                 *rows, column = argument.strides
@@ -100,9 +100,9 @@ class Launches:
                 assert all(row > 0 and row * argument.base.dtype.itemsize % 16 == 0 for row in rows), name
                 assert argument.base.data_ptr() % 16 == 0, name
         if kernel.fn.__name__ == "_matmul_push":  # TMA begins at whole 16 bytes of a row only
-            turned = named["B_K_MAJOR" if named["BY_COLS"] else "A_K_MAJOR"] is False
+            transposed = named["B_K_MAJOR" if named["BY_COLS"] else "A_K_MAJOR"] is False
             itemsize = named["a0"].base.dtype.itemsize  # type: ignore[attr-defined]
-            assert not turned or named["segment"] * itemsize % 16 == named["size"] * itemsize % 16 == 0  # type: ignore[operator]
+            assert not transposed or named["segment"] * itemsize % 16 == named["size"] * itemsize % 16 == 0  # type: ignore[operator]
         self.arguments.append(named)
         return lambda: self.order.append("run")
 
@@ -141,7 +141,7 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
     shape[case.dim] = split(whole, case.dim, whole[case.dim], ranks).length(rank)
     shard = placed(torch.zeros(shape, dtype=case.dtype), case.memory)
     other = placed(torch.zeros(sizes(first, "cuda"), dtype=case.other_dtype or case.dtype), case.memory)
-    if gather.obstacle(shard, [other], case.dim, whole[case.dim], ranks, case.form, case.scale_of):
+    if gather.gather_unsupported_reason(shard, [other], case.dim, whole[case.dim], ranks, case.form, case.scale_of):
         return
     bias_dtype = case.bias_dtype or out_dtype_of(case.dtype, case.out_dtype)
     (product,) = out_shapes(whole, [other], case.form)
@@ -163,7 +163,7 @@ def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
     inner = [sizes(K, "cuda")[0] for K in case.inner]
     lefts = [placed(torch.zeros([*rows, K], dtype=case.dtype), case.memory) for K in inner]
     rights = [placed(torch.zeros([K, N], dtype=case.right_dtype or case.dtype), case.memory) for K in inner]
-    if scatter.obstacle(lefts, rights, ranks):
+    if scatter.scatter_unsupported_reason(lefts, rights, ranks):
         return
     own = [*rows, N]
     own[case.dim] = split(own, case.dim, own[case.dim], ranks).length(rank)
@@ -268,13 +268,13 @@ EMPTY = [
 @pytest.mark.parametrize(("shard", "dim", "size", "other", "form"), EMPTY)
 def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, other: list[int], form: str):
     args = torch.zeros(shard, dtype=BF16), [torch.zeros(other, dtype=BF16)]
-    assert gather.obstacle(*args, dim, size, 4, form, "tensor") == NOTHING
+    assert gather.gather_unsupported_reason(*args, dim, size, 4, form, "tensor") == NOTHING
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 64, 32), (512, 0, 32), (512, 64, 0)])
 def test_nothing_to_scatter(M: int, K: int, N: int):
     args = [torch.zeros(M, K, dtype=BF16)], [torch.zeros(K, N, dtype=BF16)]
-    assert scatter.obstacle(*args, 4) == NOTHING
+    assert scatter.scatter_unsupported_reason(*args, 4) == NOTHING
 
 
 def test_casts(launches: Launches):
@@ -282,23 +282,23 @@ def test_casts(launches: Launches):
         (128, 384), (256, 1280), (BF16, torch.float32), (E4M3, E5M2), (False, True)
     ):
         x, grad = torch.zeros(M, 2 * F, dtype=dtype), torch.zeros(M, F, dtype=dtype)
-        float8_cast.cast_rows(x, other)
-        float8_cast.cast_rows(x, other, torch.ones(()))
-        float8_cast.turn(x.to(other))
+        float8_cast.launch_cast_rows(x, other)
+        float8_cast.launch_cast_rows(x, other, torch.ones(()))
+        float8_cast.launch_transpose(x.to(other))
         for by_row in (False, True):
             for strided in (x, grad, x[:, :F]):
-                float8_cast.cast_turned(strided, torch.ones(M, 1), by_row, other, pow2)
-            swiglu.swiglu_cast(x, by_row, other, pow2)
+                float8_cast.launch_cast_transpose(strided, torch.ones(M, 1), by_row, other, pow2)
+            swiglu.launch_swiglu_cast(x, by_row, other, pow2)
             for result in (E4M3, E5M2):
-                swiglu.swiglu_grad_cast(grad, x, by_row, other, result, pow2)
-        swiglu.swiglu_grad(grad, x)
-        swiglu.swiglu_grad(grad.to(BF16), x)
-        for rows, rows_turned in ((1, 1), (128, 0), (0, 128)):
+                swiglu.launch_swiglu_grad_cast(grad, x, by_row, other, result, pow2)
+        swiglu.launch_swiglu_grad(grad, x)
+        swiglu.launch_swiglu_grad(grad.to(BF16), x)
+        for rows, rows_transposed in ((1, 1), (128, 0), (0, 128)):
             for strided in (x, grad, x[:, :F]):
-                out = *_blocks_like(strided, rows, other), *_blocks_like(strided.t(), rows_turned, other)
-                block_cast.cast_blocks(strided, *out, rows, rows_turned, pow2)
+                out = *empty_blocks(strided, rows, other), *empty_blocks(strided.t(), rows_transposed, other)
+                block_cast.launch_cast_blocks(strided, *out, rows, rows_transposed, pow2)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
-    of_float8 = {"_amax", "_cast_turned", "_turn", "_cast_rows", "_cast_blocks"}
+    of_float8 = {"_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}
 
 
@@ -306,10 +306,10 @@ def test_heads(launches: Launches):
     for S, K, R, E, eps, dtype in product((12, 24), (1, 2), (1, 3), (16, 48), (1e-5, 1e-6), (BF16, torch.float32)):
         qkv, weight = torch.zeros(24, K * (R + 2) * E, dtype=dtype), torch.ones(E, dtype=dtype)
         given = qkv, weight, weight, torch.ones(S, E // 2), torch.zeros(S, E // 2), R, eps
-        q, k = norm_rope.norm_rope(*given)
+        q, k = norm_rope.launch_norm_rope(*given)
         for of_q in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
-            norm_rope.norm_rope_grad(of_q, k, k.clone(), *given)
-            rope.rotated_heads_grad(of_q, k, k.clone(), *given[3:5])
+            norm_rope.launch_norm_rope_grad(of_q, k, k.clone(), *given)
+            rope.launch_rotated_heads_grad(of_q, k, k.clone(), *given[3:5])
     kernels = {"_norm_rope", "_norm_rope_grad", "_rotated_heads_grad"}
     assert {name for name, *_ in launches.by_key} == kernels  # type: ignore[misc]
 
@@ -319,8 +319,8 @@ def test_norms(launches: Launches):
         x, mean = torch.zeros(M, D, dtype=dtype), torch.ones(M, 1)
         for weight in (torch.ones(D, dtype=dtype), torch.ones(D)):
             for rest in (None, x.clone(), torch.zeros(M, D)):
-                rms_norm.rms_norm_grad(x.clone(), x, weight, mean, rest, eps)
-                rms_norm.rms_norm_grad(torch.zeros(M, D), x, weight, mean, rest, eps)
+                rms_norm.launch_rms_norm_grad(x.clone(), x, weight, mean, rest, eps)
+                rms_norm.launch_rms_norm_grad(torch.zeros(M, D), x, weight, mean, rest, eps)
     assert {name for name, *_ in launches.by_key} == {"_rms_norm_grad", "_add_parts"}  # type: ignore[misc]
 
 
@@ -331,8 +331,8 @@ def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyP
     for stem in (scatter, gather):
         monkeypatch.setattr(stem, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
-    assert scatter.obstacle([left], [right], ranks) == reason
-    assert gather.obstacle(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
+    assert scatter.scatter_unsupported_reason([left], [right], ranks) == reason
+    assert gather.gather_unsupported_reason(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
 
 
 @pytest.mark.parametrize(

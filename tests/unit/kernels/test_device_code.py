@@ -227,10 +227,10 @@ def gather(
     scale = {"": None, "tensor": torch.empty(()), "row": torch.empty(*shape[:-1], 1)}[scale_of]
     other_scales = [] if scale is None else [torch.empty(1, N) if scale_of == "row" else torch.empty(())]
     scale_of = scale_of or "tensor"
-    plan = gather_stem.plan(
+    plan = gather_stem.plan_gather(
         shard, [right], dim, whole[dim], Group("g", ranks, 1), form, scale, scale_of, out, fast, choice
     )  # fmt: skip
-    gather_stem.all_gather_matmul(
+    gather_stem.launch_all_gather_matmul(
         plan, shard, [right], dim, whole[dim], "g", form, [torch.empty(N, dtype=BF16)] if bias else [],
         scale, scale_of, other_scales, out, fast,
     )  # fmt: skip
@@ -246,8 +246,8 @@ def scatter(
     if dtype == E4M3:
         left_scales = [torch.empty(*rows, 1) if by_row else torch.empty(()) for _ in lefts]
         right_scales = [torch.empty(1, N) if by_row else torch.empty(()) for _ in rights]
-    scatter_stem.matmul_reduce_scatter(
-        scatter_stem.plan(lefts, rights, dim, Group("g", ranks, 1), out, fast, choice),
+    scatter_stem.launch_matmul_reduce_scatter(
+        scatter_stem.plan_scatter(lefts, rights, dim, Group("g", ranks, 1), out, fast, choice),
         lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, out, fast,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from titanlite.float8 import emulated
 from titanlite.kernels import float8_cast
 from titanlite.kernels.block_scaled_matmul import dequantise
-from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_turned, turn
+from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_transpose, transpose
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -48,11 +48,11 @@ def test_bits_are_torchaos(shape, dtype, by_column, pow2, source, device):
     x = outliers(*shape, source, device)
     factors = torch.exp2(torch.arange(shape[0], device=device) % 5 - 2.0)[:, None]
     for view in (x, outliers(*shape[::-1], source, device).t()):
-        bits, scale = cast_turned(view, factors, by_column, dtype, pow2)
+        qdata, scale = cast_transpose(view, factors, by_column, dtype, pow2)
         wanted, wanted_scale = torchaos(view.float() * factors, by_column, dtype, pow2)
-        assert bits.is_contiguous()
-        assert bits.dtype == dtype
-        assert torch.equal(bits.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        assert qdata.is_contiguous()
+        assert qdata.dtype == dtype
+        assert torch.equal(qdata.view(torch.uint8), wanted.contiguous().view(torch.uint8))
         assert torch.equal(scale, wanted_scale)
 
 
@@ -62,10 +62,10 @@ def test_what_a_known_scale_makes_too_large_becomes_the_largest(dtype, device):
     most = torch.finfo(dtype).max
     x = torch.tensor([[1e6, torch.inf, 1.04 * most, 0.6 * most, torch.nan, 1.0] * 8], device=device)
     for given in (x, -x, x.bfloat16()):
-        bits = cast_by(given.contiguous(), torch.ones((), device=device), dtype).float()
+        qdata = cast_by(given.contiguous(), torch.ones((), device=device), dtype).float()
         wanted = given.float().clamp(-most, most).to(dtype).float()
-        assert torch.equal(bits.nan_to_num(0), wanted.nan_to_num(0))
-        assert torch.equal(bits.isnan(), given.isnan())
+        assert torch.equal(qdata.nan_to_num(0), wanted.nan_to_num(0))
+        assert torch.equal(qdata.isnan(), given.isnan())
 
 
 @pytest.mark.parametrize("dtype", ["fp8e4nv", "fp8e5"])
@@ -78,10 +78,10 @@ def test_a_gpus_conversion_saturates(dtype):
     from titanlite.kernels.device.block_cast import _cast_blocks
     from titanlite.kernels.device.float8_cast import _cast_rows
 
-    bits = f"*{dtype}"
-    by_row = ["*bf16", "*fp32", bits, "*fp32", "i32", "fp32"], {"KNOWN": True, "BK": 1024}
-    both_ways = {"ROWS": 1, "ROWS_TURNED": 1, "POW2": False, "BLOCK": 128}
-    by_block = ["*bf16", bits, "*fp32", bits, "*fp32", "i32", "i32", "i32", "fp32"], both_ways
+    qdata = f"*{dtype}"
+    by_row = ["*bf16", "*fp32", qdata, "*fp32", "i32", "fp32"], {"KNOWN": True, "BK": 1024}
+    both_ways = {"ROWS": 1, "ROWS_TRANSPOSED": 1, "POW2": False, "BLOCK": 128}
+    by_block = ["*bf16", qdata, "*fp32", qdata, "*fp32", "i32", "i32", "i32", "fp32"], both_ways
     for kernel, (types, constants) in ((_cast_rows, by_row), (_cast_blocks, by_block)):
         types = dict(zip(kernel.arg_names, [*types, *["constexpr"] * len(constants)], strict=True))
         ptx = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -95,9 +95,9 @@ def test_a_gpus_conversion_saturates(dtype):
 def test_not_a_number_stays_one(by_column, device):
     x = torch.ones(300, 130, device=device)
     x[7, 5] = torch.nan
-    bits, scale = cast_turned(x, torch.ones(300, 1, device=device), by_column, E4M3, False)
+    qdata, scale = cast_transpose(x, torch.ones(300, 1, device=device), by_column, E4M3, False)
     assert scale.isnan().sum() == 1
-    assert bits.float().isnan().sum() == (300 if by_column else bits.numel())
+    assert qdata.float().isnan().sum() == (300 if by_column else qdata.numel())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,28 +105,28 @@ def test_not_a_number_stays_one(by_column, device):
 def test_turned_bytes(shape, device):
     x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).to(device)
     for dtype in (E4M3, E5M2):
-        turned = turn(x.view(dtype))
-        assert turned.is_contiguous()
-        assert turned.dtype == dtype
-        assert torch.equal(turned.view(torch.uint8), x.t())
+        transposed = transpose(x.view(dtype))
+        assert transposed.is_contiguous()
+        assert transposed.dtype == dtype
+        assert torch.equal(transposed.view(torch.uint8), x.t())
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize(("rows", "rows_turned"), [(1, 1), (128, 0), (0, 128), (1, 128), (128, 1)])
-def test_bits_of_blocks_are_the_definitions(rows, rows_turned, pow2, source, device):
+@pytest.mark.parametrize(("rows", "rows_transposed"), [(1, 1), (128, 0), (0, 128), (1, 128), (128, 1)])
+def test_bits_of_blocks_are_the_definitions(rows, rows_transposed, pow2, source, device):
     of, rounding = {1: "1x128", 128: "128x128"}, "pow2_floor" if pow2 else "exact"
     for x in (outliers(384, 256, source, device), outliers(128, 1024, source, device)[:, 128:512]):
-        *straight, bits, units = cast_blocks(x, rows, rows_turned, E4M3, pow2)
-        for view, height, got in ((x, rows, straight), (x.t(), rows_turned, (bits, units))):
+        *straight, qdata, scale_invs = cast_blocks(x, rows, rows_transposed, E4M3, pow2)
+        for view, height, got in ((x, rows, straight), (x.t(), rows_transposed, (qdata, scale_invs))):
             if height == 0:
                 assert not any(t.numel() for t in got)
                 continue
             wanted = emulated.cast(view, of[height], "e4m3", rounding)
             assert got[0].is_contiguous()
-            assert torch.equal(got[0].view(torch.uint8), wanted.bits.contiguous().view(torch.uint8))
-            assert torch.equal(got[1], wanted.unit)
+            assert torch.equal(got[0].view(torch.uint8), wanted.qdata.contiguous().view(torch.uint8))
+            assert torch.equal(got[1], wanted.scale_inv)
             assert (got[1].t() if height == 1 else got[1]).is_contiguous()
 
 
@@ -134,11 +134,11 @@ def maxima(device: str) -> Tensor:
     """Each of 2²³ mantissas with some exponent; and those where there is something to be careful about."""
     rng = torch.Generator(device).manual_seed(0)
     exponents = torch.randint(80, 255, (2**23,), generator=rng, device=device, dtype=torch.int32)  # from 2⁻⁴⁷ on
-    bits = torch.arange(2**23, device=device, dtype=torch.int32) | exponents << 23
+    qdata = torch.arange(2**23, device=device, dtype=torch.int32) | exponents << 23
     least = torch.tensor(float8_cast.EPS).view(torch.int32).item()
     edges = [0, 1, least - 1, least, least + 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF]
     tops = [(e << 23) + m for e in range(255) for m in (0, 0x600000, 0x600001, 0x7FFFFF)]
-    whole = torch.cat([bits, torch.tensor([*edges, *tops], device=device, dtype=torch.int32)])
+    whole = torch.cat([qdata, torch.tensor([*edges, *tops], device=device, dtype=torch.int32)])
     return whole.view(torch.float32)
 
 
@@ -162,15 +162,15 @@ def test_a_gpus_scales_of_every_mantissa_are_the_definitions(dtype, pow2):
 def test_what_is_not_a_number_stays_in_its_block(rows, device):
     x = torch.ones(256, 256, device=device)
     x[7, 5], x[200, 130] = torch.nan, torch.inf
-    for bits, units in zip(*[iter(cast_blocks(x, rows, rows, E4M3, False))] * 2, strict=True):
-        assert dequantise(bits, units).isnan().sum() == 2 * 128 * rows
+    for qdata, scale_invs in zip(*[iter(cast_blocks(x, rows, rows, E4M3, False))] * 2, strict=True):
+        assert dequantise(qdata, scale_invs).isnan().sum() == 2 * 128 * rows
 
 
 def test_operators():
     fake = {"test_utils": "test_faketensor"}  # the others compute with results, which float8 on CPUs does not
     x, factors = outliers(64, 48, torch.bfloat16, "cpu"), torch.ones(64, 1)
-    torch.library.opcheck(torch.ops.titanlite.cast_turned.default, (x, factors, True, E4M3, True), **fake)
-    torch.library.opcheck(torch.ops.titanlite.turn.default, (x.to(E4M3),), **fake)
+    torch.library.opcheck(torch.ops.titanlite.cast_transpose.default, (x, factors, True, E4M3, True), **fake)
+    torch.library.opcheck(torch.ops.titanlite.transpose.default, (x.to(E4M3),), **fake)
     torch.library.opcheck(torch.ops.titanlite.cast_rows.default, (x, E4M3), **fake)
     torch.library.opcheck(torch.ops.titanlite.cast_by.default, (x, torch.ones(()), E4M3), **fake)
     x = outliers(256, 128, torch.bfloat16, "cpu")

@@ -132,8 +132,8 @@ def test_code_for_sm_90_moves_16_bytes_of_a_head_at_once(E: int, monkeypatch: py
     monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
     given, angles, upstream = drawn((8, 4, 2, 2, E), torch.bfloat16, "cpu")
     with compiling() as compiled:
-        device.norm_rope(*given, *angles, 2, EPS)
-        device.norm_rope_grad(*upstream, *given, *angles, 2, EPS)
+        device.launch_norm_rope(*given, *angles, 2, EPS)
+        device.launch_norm_rope_grad(*upstream, *given, *angles, 2, EPS)
     for name, heads in (("_norm_rope", 2), ("_norm_rope_grad", 3)):  # a query, a key and, backward, a value
         stores = re.findall(r"\bst\.global(?:\.v([24]))?\.b32 ", compiled[name].asm["ptx"])
         assert stores.count("4") == 2 * heads, name  # halves

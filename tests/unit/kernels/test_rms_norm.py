@@ -149,7 +149,7 @@ def test_code_for_sm_90_moves_16_bytes_of_a_row_at_once(D, monkeypatch):
     monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
     x, grad, weight = inputs((8, D), torch.bfloat16, "cpu")
     with compiling() as compiled:
-        device.rms_norm_grad(grad, x, weight, torch.ones(8, 1), x, EPS)
+        device.launch_rms_norm_grad(grad, x, weight, torch.ones(8, 1), x, EPS)
     code = compiled["_rms_norm_grad"].asm["ptx"]
     each = 4 if D == 1152 else 2  # accesses for what a thread has of a row: 32 numbers, 16 in all others
     found = {access: re.findall(rf"\b{access}\.global(?:\.v([24]))?\.b32 ", code) for access in ("ld", "st")}

@@ -112,7 +112,9 @@ def test_operator(device):
 def test_code_for_sm_90_moves_16_bytes_of_a_head_at_once(E):
     device = pytest.importorskip("titanlite.kernels.device.rope")
     with compiling() as compiled:
-        device.rotated_heads_grad(*upstream_of((8, 4, 2, 2, E), torch.bfloat16, "cpu"), *rope_table(4, E, 1e4, None))
+        device.launch_rotated_heads_grad(
+            *upstream_of((8, 4, 2, 2, E), torch.bfloat16, "cpu"), *rope_table(4, E, 1e4, None)
+        )
     stores = re.findall(r"\bst\.global(?:\.v([24]))?\.b32 ", compiled["_rotated_heads_grad"].asm["ptx"])
     assert stores.count("4") == 2 * 3  # halves of a query, a key and a value
 

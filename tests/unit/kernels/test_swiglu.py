@@ -77,8 +77,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def by_two_passes(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    scale, unit = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
-    return cast_to(y, scale, dtype), unit
+    scale, scale_inv = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
+    return cast_to(y, scale, dtype), scale_inv
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -94,21 +94,24 @@ def test_casts_in_one_pass(rows, n_blocks, by_row, dtype, pow2, device):
     )
     wanted = by_two_passes(swiglu(x), by_row, E4M3, pow2)
     wanted_grad = by_two_passes(defined_grad(grad, x), by_row, dtype, pow2)
-    bits, unit = swiglu_cast(x, by_row, E4M3, pow2)
-    grad_bits, grad_unit, again, again_unit = swiglu_grad_cast(grad, x, by_row, dtype, E4M3, pow2)
-    assert torch.equal(again.view(torch.uint8), bits.view(torch.uint8))
-    assert torch.equal(again_unit, unit)
-    for got, got_unit, (want, want_unit) in ((bits, unit, wanted), (grad_bits, grad_unit, wanted_grad)):
+    qdata, scale_inv = swiglu_cast(x, by_row, E4M3, pow2)
+    grad_qdata, grad_scale_inv, again, again_scale_inv = swiglu_grad_cast(grad, x, by_row, dtype, E4M3, pow2)
+    assert torch.equal(again.view(torch.uint8), qdata.view(torch.uint8))
+    assert torch.equal(again_scale_inv, scale_inv)
+    for got, got_scale_inv, (want, want_scale_inv) in (
+        (qdata, scale_inv, wanted),
+        (grad_qdata, grad_scale_inv, wanted_grad),
+    ):
         assert got.is_contiguous()
         assert got.dtype == want.dtype
         equal = got.view(torch.uint8) == want.view(torch.uint8)
         if device == "cpu":
             assert equal.all()
-            assert torch.equal(got_unit, want_unit)
+            assert torch.equal(got_scale_inv, want_scale_inv)
         else:
             assert equal.float().mean() > 0.999
-            assert (got_unit / want_unit - 1).abs().max() <= 2**-8
-    assert unit.shape == grad_unit.shape == ((rows, 1) if by_row else ())
+            assert (got_scale_inv / want_scale_inv - 1).abs().max() <= 2**-8
+    assert scale_inv.shape == grad_scale_inv.shape == ((rows, 1) if by_row else ())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -116,9 +119,9 @@ def test_casts_in_one_pass(rows, n_blocks, by_row, dtype, pow2, device):
 def test_what_is_not_a_number_stays_one_when_cast(by_row, device):
     x = torch.ones(3, 2 * BLOCK, device=device, dtype=torch.bfloat16)
     x[1, 5] = torch.nan
-    bits, unit = swiglu_cast(x, by_row, E4M3, True)
-    assert unit.isnan().sum() == 1
-    assert bits.float().isnan().sum() == (BLOCK if by_row else bits.numel())
+    qdata, scale_inv = swiglu_cast(x, by_row, E4M3, True)
+    assert scale_inv.isnan().sum() == 1
+    assert qdata.float().isnan().sum() == (BLOCK if by_row else qdata.numel())
 
 
 @pytest.mark.parametrize("by_row", [True, False])

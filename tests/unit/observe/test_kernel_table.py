@@ -111,7 +111,7 @@ def test_an_empty_trace_says_so():
         ("_rotated_heads_grad", "triton"),
         ("_rms_norm_grad", "triton"),
         ("_add_parts", "triton"),
-        ("_cast_turned", "triton"),
+        ("_cast_transpose", "triton"),
         ("_cast_blocks", "triton"),
         ("_adamw", "optimizer"),
         ("gather_matmul", "matmul"),

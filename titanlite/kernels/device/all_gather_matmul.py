@@ -45,19 +45,19 @@ from titanlite.kernels.products import (
 from titanlite.kernels.shapes import Split, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
-"""Where the gathered dim lies in G as stored, and whether it is the contracted one."""
+"""Places of the gathered dim in G as stored: a row or a column, kept or contracted."""
 
 UNIT = 128
 """Rows of a shard whose arrival is counted together."""
 COPY_BYTES = 128
-"""Of each row that the specialised kernel copies at once: the width that TMA swizzles."""
+"""Bytes of each row that the specialised kernel copies at once: the width that TMA swizzles."""
 PUBLISHERS = 264
 """Thread blocks of the first kernel."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where everything lies, for one call.
+class GatherLayout:
+    """The places of everything, for one call.
 
     Attributes:
         wait: ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS.
@@ -78,7 +78,7 @@ class Layout:
     K: int
 
 
-def layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> Layout:
+def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> GatherLayout:
     """Describe the gather of a shard of `shape` along `dim` (not negative), for the product `form`."""
     whole = split(shape, dim, size, ranks)
     full = [*shape[:dim], size, *shape[dim + 1 :]]
@@ -94,13 +94,13 @@ def layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> Layo
         rows = whole.outer * segment
     flat = [math.prod(full[:-1]), full[-1]]
     X, K = flat if contracts_last else flat[::-1]
-    return Layout(wait, whole, rows, columns, segment, X, K)
+    return GatherLayout(wait, whole, rows, columns, segment, X, K)
 
 
-def obstacle(
+def gather_unsupported_reason(
     shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
 ) -> str | None:
-    """Why this call is not to be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
+    """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
     if shard.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
         return f"{shard.dtype} operands; the kernels take bfloat16, float16 and float8"
     if not 2 <= ranks <= MAX_RANKS:
@@ -108,7 +108,7 @@ def obstacle(
     dim %= shard.ndim
     if not others or not others[0].numel() or not math.prod([*shard.shape[:dim], size, *shard.shape[dim + 1 :]]):
         return NOTHING
-    at = layout(list(shard.shape), dim, size, ranks, form)
+    at = gather_layout(list(shard.shape), dim, size, ranks, form)
     itemsize = shard.dtype.itemsize
     if at.columns * itemsize % 16:
         return f"rows of {at.columns * itemsize} bytes; the copies want a multiple of 16"
@@ -128,15 +128,15 @@ def obstacle(
     return SLOWER if tiles("all_gather_matmul", itemsize, ranks, M, N, at.K, fast_accum=True).plain else None
 
 
-def _product(at: Layout, other: Tensor, form: str) -> tuple[int, int]:
-    """Rows and columns of the first product."""
+def _product(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
+    """Return rows and columns of the first product."""
     if form.startswith("left"):
         return at.X, other.shape[1]
     return math.prod(other.shape[:-1]), at.X
 
 
-def all_gather_matmul(
-    plan: "Plan",
+def launch_all_gather_matmul(
+    plan: "GatherPlan",
     shard: Tensor,
     others: list[Tensor],
     dim: int,
@@ -150,7 +150,7 @@ def all_gather_matmul(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> list[Tensor]:
-    """The operator's arguments and results. The first product is fused with the gather.
+    """Run the operator, its first product fused with the gather. Arguments and results are the operator's.
 
     Args:
         plan: of these arguments.
@@ -167,7 +167,7 @@ def all_gather_matmul(
     gathered = shard.new_empty(plan.gathered)
     out = shard.new_empty(plan.out, dtype=plan.out_dtype)
     left = form.startswith("left")
-    o = o_rows.placed(others[0] if left else others[0].flatten(0, -2), turned=left)
+    o = o_rows.placed(others[0] if left else others[0].flatten(0, -2), transposed=left)
     moves_scale = plan.moves_scale
     scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
     row_bytes = at.columns * shard.dtype.itemsize
@@ -265,8 +265,8 @@ def all_gather_matmul(
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
-class Plan:
-    """What depends on a call's shapes, dtypes and strides, and on the rank.
+class GatherPlan:
+    """All that depends on a call's shapes, dtypes and strides, and on the rank.
 
     Attributes:
         at: where everything lies.
@@ -292,7 +292,7 @@ class Plan:
         lanes: ranks, rounded up to a power of two.
     """
 
-    at: Layout
+    at: GatherLayout
     other: Rows
     pick: Tiles
     specialised: bool
@@ -315,7 +315,7 @@ class Plan:
     lanes: int
 
 
-def plan(
+def plan_gather(
     shard: Tensor,
     others: list[Tensor],
     dim: int,
@@ -327,22 +327,24 @@ def plan(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
     choice: Tiles | None = None,
-) -> Plan:
-    """How a call is done in which `obstacle` has found none; arguments are the operator's, which it takes as they are.
+) -> GatherPlan:
+    """Plan a call for which `gather_unsupported_reason` is None; arguments are the operator's.
 
     Args:
         ranks: of the group.
         choice: tiles; those of the tuning table if None.
     """
     dim, other = dim % shard.ndim, others[0]
-    at = layout(list(shard.shape), dim, size, ranks.size, form)
+    at = gather_layout(list(shard.shape), dim, size, ranks.size, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
     dtype = out_dtype_of(shard.dtype, out_dtype)
     M, N = _product(at, other, form)
     pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
     aligned_rows = N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
-    specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT  # a counter for each m rows; see `obstacle`
+    specialised = (
+        specialised and dtype.itemsize == 2 and pick.m >= UNIT
+    )  # a counter for each m rows; see `gather_unsupported_reason`
     specialised = specialised and at.segment % pick.m == 0
     specialised = specialised and has_steps_for_parts(pick, at.K, itemsize, fast_accum)
     pick = pick if specialised else pick.narrow()
@@ -359,9 +361,9 @@ def plan(
     full = [*shard.shape[:dim], size, *shard.shape[dim + 1 :]]
     columns = at.columns * (ranks.size if by_columns else 1)
     padded = (at.whole.outer, at.whole.chunk * ranks.size, at.whole.inner)
-    return Plan(
+    return GatherPlan(
         at=at,
-        other=rows_of([other.t() if left else other.flatten(0, -2)], may_turn=shard.dtype not in FLOAT8)[0],
+        other=rows_of([other.t() if left else other.flatten(0, -2)], may_transpose=shard.dtype not in FLOAT8)[0],
         pick=pick,
         specialised=specialised,
         full=full,
@@ -385,5 +387,5 @@ def plan(
 
 
 def contracts_last(form: str) -> bool:
-    """Whether G's last dim is the contracted one."""
+    """Check that G's last dim is the contracted one."""
     return form in ("left", "right_t")

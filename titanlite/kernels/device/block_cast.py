@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.float8_cast import scale_of, to_bytes
+from titanlite.kernels.device.float8_cast import scale_from_amax, to_bytes
 from titanlite.kernels.device.launch import launch
 from titanlite.kernels.float8_scales import BLOCK
 
@@ -23,7 +23,7 @@ def _larger(a, b):
 
 @triton.jit
 def _larger_of_each(a, b):
-    """Two integers of 16 bits with one instruction (SM90 and later)."""
+    """Take the larger of each two integers of 16 bits with one instruction (SM90 and later)."""
     if a.dtype.primitive_bitwidth == 16:
         larger = tl.inline_asm_elementwise(
             "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2
@@ -35,7 +35,7 @@ def _larger_of_each(a, b):
 
 @triton.jit
 def _size(value):
-    """Without its sign, as an integer as wide."""
+    """Return a number without its sign, as an integer as wide."""
     if value.dtype.primitive_bitwidth == 16:
         size = value.to(tl.int16, bitcast=True) & 0x7FFF
     else:
@@ -45,13 +45,13 @@ def _size(value):
 
 @triton.jit
 def _greatest(size, axis: tl.constexpr, dtype: tl.constexpr):
-    """Along an axis, as the bits of a float32. `tl.max` would widen the integers first."""
+    """Take the greatest along an axis, as the bits of a float32. `tl.max` would widen the integers first."""
     return tl.reduce(size, axis, _larger).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
-    """Four float32 numbers in float8, the first in the lowest byte; saturating, as `to_bytes`."""
+    """Pack four float32 numbers in float8, the first in the lowest byte; saturating, as `to_bytes`."""
     asm: tl.constexpr = E4M3_WORD if dtype == tl.float8e4nv else E5M2_WORD
     return tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -60,19 +60,19 @@ def _word(a, b, c, d, dtype: tl.constexpr):
 def _cast_blocks(
     x,
     out,
-    units,
-    out_turned,
-    units_turned,
+    scale_invs,
+    out_transposed,
+    scale_invs_transposed,
     M,
     K,
     stride,
     most,
     ROWS: tl.constexpr,
-    ROWS_TURNED: tl.constexpr,
+    ROWS_TRANSPOSED: tl.constexpr,
     POW2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of 128×128: what it is scaled by depends on nothing else.
+    """Cast one block of 128×128: what it is scaled by depends on nothing else.
 
     It is read as four matrices, of every fourth row each, so that a thread has four bytes that follow one another in
     the transpose: threads exchange words, not bytes.
@@ -86,24 +86,24 @@ def _cast_blocks(
     c = tl.load(at + 2 * stride)
     d = tl.load(at + 3 * stride)
     dtype: tl.constexpr = x.dtype.element_ty
-    if ROWS_TURNED:
+    if ROWS_TRANSPOSED:
         sizes = _larger_of_each(_larger_of_each(_size(a), _size(b)), _larger_of_each(_size(c), _size(d)))
         amax = _greatest(sizes, 0, dtype)
-        if ROWS_TURNED == 1:
-            at_unit = i * K + k
+        if ROWS_TRANSPOSED == 1:
+            at_scale_inv = i * K + k
         else:
-            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), k * 0 + j * (M // BLOCK) + i
-        scale, unit = scale_of(amax, most, POW2)
-        tl.store(units_turned + at_unit, unit)
+            amax, at_scale_inv = tl.zeros_like(amax) + tl.max(amax, 0), k * 0 + j * (M // BLOCK) + i
+        scale, scale_inv = scale_from_amax(amax, most, POW2)
+        tl.store(scale_invs_transposed + at_scale_inv, scale_inv)
         by = scale[None, :]
         word = _word(
             a.to(tl.float32) * by,
             b.to(tl.float32) * by,
             c.to(tl.float32) * by,
             d.to(tl.float32) * by,
-            out_turned.dtype.element_ty,
+            out_transposed.dtype.element_ty,
         )
-        words = out_turned.to(tl.pointer_type(tl.int32))
+        words = out_transposed.to(tl.pointer_type(tl.int32))
         tl.store(words + k[:, None].to(tl.int64) * (M // 4) + (i * (BLOCK // 4) + q)[None, :], word.T)
     if ROWS:
         even = tl.join(_greatest(_size(a), 1, dtype), _greatest(_size(c), 1, dtype))
@@ -111,30 +111,30 @@ def _cast_blocks(
         amax = tl.join(even, odd).reshape([BLOCK])  # of rows 0, 1, 2, 3 of the first four, and so on
         row = i * BLOCK + tl.arange(0, BLOCK)
         if ROWS == 1:
-            at_unit = j * M + row
+            at_scale_inv = j * M + row
         else:
-            amax, at_unit = tl.zeros_like(amax) + tl.max(amax, 0), row * 0 + i * (K // BLOCK) + j
-        scale, unit = scale_of(amax, most, POW2)
-        tl.store(units + at_unit, unit)
+            amax, at_scale_inv = tl.zeros_like(amax) + tl.max(amax, 0), row * 0 + i * (K // BLOCK) + j
+        scale, scale_inv = scale_from_amax(amax, most, POW2)
+        tl.store(scale_invs + at_scale_inv, scale_inv)
         even, odd = tl.split(scale.reshape([BLOCK // 4, 2, 2]))
         of_a, of_c = tl.split(even)
         of_b, of_d = tl.split(odd)
-        bits: tl.constexpr = out.dtype.element_ty
+        qdata: tl.constexpr = out.dtype.element_ty
         at = out + m[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(at, to_bytes(a.to(tl.float32) * of_a[:, None], bits))
-        tl.store(at + K, to_bytes(b.to(tl.float32) * of_b[:, None], bits))
-        tl.store(at + 2 * K, to_bytes(c.to(tl.float32) * of_c[:, None], bits))
-        tl.store(at + 3 * K, to_bytes(d.to(tl.float32) * of_d[:, None], bits))
+        tl.store(at, to_bytes(a.to(tl.float32) * of_a[:, None], qdata))
+        tl.store(at + K, to_bytes(b.to(tl.float32) * of_b[:, None], qdata))
+        tl.store(at + 2 * K, to_bytes(c.to(tl.float32) * of_c[:, None], qdata))
+        tl.store(at + 3 * K, to_bytes(d.to(tl.float32) * of_d[:, None], qdata))
 
 
-def cast_blocks(
+def launch_cast_blocks(
     x: Tensor,
     out: Tensor,
-    units: Tensor,
-    out_turned: Tensor,
-    units_turned: Tensor,
+    scale_invs: Tensor,
+    out_transposed: Tensor,
+    scale_invs_transposed: Tensor,
     rows: int,
-    rows_turned: int,
+    rows_transposed: int,
     pow2: bool,
 ) -> None:
     """Fill what `titanlite.kernels.float8_cast.cast_blocks` returns.
@@ -142,16 +142,17 @@ def cast_blocks(
     Args:
         x: [M, K], rows contiguous; M and K are multiples of 128.
         out: [M, K] float8, contiguous.
-        units: [M/rows, K/128] float32, laid out as is said there.
-        out_turned: [K, M] float8, contiguous.
-        units_turned: [K/rows_turned, M/128] float32.
+        scale_invs: [M/rows, K/128] float32, laid out as is said there.
+        out_transposed: [K, M] float8, contiguous.
+        scale_invs_transposed: [K/rows_transposed, M/128] float32.
         rows: of a block of `x`; 0 if it is not wanted.
-        rows_turned: of a block of its transpose; 0 if it is not wanted.
+        rows_transposed: of a block of its transpose; 0 if it is not wanted.
         pow2: round scales down to a power of two.
     """
     (M, K), stride = x.shape, x.stride(0)
-    tensors = x, out, units, out_turned, units_turned
+    tensors = x, out, scale_invs, out_transposed, scale_invs_transposed
     launch(
-        _cast_blocks, (M, K, stride, x.dtype, out.dtype, rows, rows_turned, pow2), (M // BLOCK, K // BLOCK), tensors,
-        lambda: (*tensors, M, K, stride, torch.finfo(out.dtype).max, rows, rows_turned, pow2, BLOCK), num_warps=4,
+        _cast_blocks, (M, K, stride, x.dtype, out.dtype, rows, rows_transposed, pow2),
+        (M // BLOCK, K // BLOCK), tensors,
+        lambda: (*tensors, M, K, stride, torch.finfo(out.dtype).max, rows, rows_transposed, pow2, BLOCK), num_warps=4,
     )  # fmt: skip

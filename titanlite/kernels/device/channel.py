@@ -28,7 +28,7 @@ from torch import Tensor
 from titanlite.kernels.device.rendezvous import Rendezvous
 
 CHUNKS = 8
-"""Of a shard: each has a ready flag with the peers, set as soon as the chunk is there."""
+"""Number of chunks of a shard: each has a ready flag with the peers, set as soon as the chunk is there."""
 HEADER = 8 + CHUNKS
 """First words of a channel's local counters: blocks that have begun, tiles claimed, blocks that have ended, those of
 the first kernel that have ended, copies claimed, copies of the own shard claimed; the last CHUNKS: copies written, by
@@ -208,7 +208,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channel:
-    """The channel of a process group and a use, made at its first use by all its ranks together.
+    """Return the channel of a process group and a use, made at its first use by all its ranks together.
 
     Args:
         group: its name.
@@ -254,5 +254,5 @@ def peer_failure() -> PeerError | None:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

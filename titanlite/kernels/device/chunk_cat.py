@@ -12,7 +12,7 @@ BLOCK = 1024
 
 @triton.jit
 def _chunk_cat(source, out, size, part, width, first, BLOCK: tl.constexpr):
-    """A piece of one tensor's part for one rank.
+    """Copy a block of one tensor's part for one rank.
 
     size: of the tensor; part: of it for a rank; width: of a row of `out`; first: where the tensor begins in a row.
     """
@@ -22,8 +22,8 @@ def _chunk_cat(source, out, size, part, width, first, BLOCK: tl.constexpr):
     tl.store(out + rank * width + first + at, value.to(out.dtype.element_ty), mask=at < part)
 
 
-def chunk_cat(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
-    """What `titanlite.kernels.chunk_cat.chunk_cat` does."""
+def launch_chunk_cat(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
+    """Launch the kernel; arguments as of `titanlite.kernels.chunk_cat.chunk_cat`."""
     first = 0
     for tensor in tensors:
         first += _put(tensor.contiguous(), n_chunks, out, first)

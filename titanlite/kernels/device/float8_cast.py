@@ -13,14 +13,14 @@ from titanlite.kernels.float8_scales import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
 ROWS, COLUMNS = 128, 128
-"""Of a tile: 128 bytes are written together."""
+"""Sizes of a tile: 128 bytes are written together."""
 CHUNK, WIDTH = 1024, 128
 """Rows and columns whose maxima a thread block takes."""
 
 
 @triton.jit
 def _inverse(x):
-    """1 / x of float32, correctly rounded where both are normal numbers: an approximation and two steps of Newton's.
+    """Return 1 / x of float32, correctly rounded where both are normal: an approximation and two steps of Newton's.
 
     Those leave one mantissa, of all ones, as exact as the approximation; `tests/unit/kernels/test_float8_cast.py` holds
     that against every mantissa. `tl.div_rn` has branches, and a thread that takes many quotients waits at each
@@ -33,7 +33,7 @@ def _inverse(x):
 
 @triton.jit
 def _quotient(most, value):
-    """`most` / `value`, correctly rounded, from 1e-12 to infinity. The greatest values have no normal inverse.
+    """Return `most` / `value`, correctly rounded, from 1e-12 to infinity. The greatest values have no normal inverse.
 
     The quotient of two float32 numbers, rounded to float32, is that of float64 rounded twice: 53 ≥ 2·24 + 2 bits.
     """
@@ -45,33 +45,35 @@ def _quotient(most, value):
 
 
 @triton.jit
-def scale_of(amax, most, POW2: tl.constexpr):
-    """Return scale and unit for maxima, given as the bits of float32, as `float8_scales.scale_of` has them."""
+def scale_from_amax(amax, most, POW2: tl.constexpr):
+    """Return scale and its inverse for maxima, given as the bits of float32, as `float8_scales.scale_of` has them."""
     if POW2:
         amax = tl.maximum(amax, tl.full((), EPS, tl.float32).to(tl.int32, bitcast=True))
         top = most.to(tl.int32, bitcast=True)
         exponent = 254 + (top >> 23) - 127 - ((amax + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
         scale = tl.where(amax < 0x7F800000, exponent << 23, 0x7FC00000).to(tl.float32, bitcast=True)
-        unit = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
+        scale_inv = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
     else:
         value = amax.to(tl.float32, bitcast=True)
         # 1 / EPS is 10¹² exactly; a division in float64 would have branches, too.
         least = (most.to(tl.float64) * tl.full((), 1 / EPS, tl.float64)).to(tl.float32)
         scale = tl.where(value <= EPS, least, _quotient(most, value))  # EPS is rounded down to float32
-        unit = tl.where(scale == 0, float("inf"), _inverse(scale))
-    return scale, unit
+        scale_inv = tl.where(scale == 0, float("inf"), _inverse(scale))
+    return scale, scale_inv
 
 
 @triton.jit
 def to_bytes(value, dtype: tl.constexpr):
-    """Float32 in float8: what is too large becomes the largest, NaN stays. PTX's conversion sees to both, `.satfinite`
-    (SM89 and later); Triton's interpreter does not."""
+    """Cast float32 to float8: what is too large becomes the largest, NaN stays.
+
+    PTX's conversion sees to both, `.satfinite` (SM89 and later); Triton's interpreter does not.
+    """
     return value.to(dtype)
 
 
 @triton.jit
 def _of_greater_size(a, b):
-    """One of two float32 numbers, with any sign; NaN if either is."""
+    """Take the greater in size of two float32 numbers, with any sign; NaN if either is."""
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -81,7 +83,7 @@ def _of_greater_size(a, b):
 def _amax(
     x, factors, out, M, K, stride, BY_COLUMN: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
 ):
-    """Greatest size of `x · factors` by column, or of all, as the bits of a float32: those of NaN are the greatest."""
+    """Find the greatest size of `x · factors` by column or of all, as the bits of a float32: NaN's are the greatest."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     most = tl.zeros([BM, BK], tl.float32)
     first = tl.program_id(1) * CHUNK
@@ -98,12 +100,12 @@ def _amax(
 
 
 @triton.jit
-def _cast_turned(
+def _cast_transpose(
     x,
     factors,
     amax,
     out,
-    units,
+    scale_invs,
     M,
     K,
     stride,
@@ -117,17 +119,17 @@ def _cast_turned(
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = (m < M)[:, None] & (k < K)[None, :]
     at = k if BY_COLUMN else k * 0
-    scale, unit = scale_of(tl.load(amax + at, mask=k < K, other=0), most, POW2)
+    scale, scale_inv = scale_from_amax(tl.load(amax + at, mask=k < K, other=0), most, POW2)
     value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(factors + m, mask=m < M, other=0.0)[:, None]
     byte = to_bytes(value * scale[None, :], out.dtype.element_ty)
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
     if tl.program_id(0) == 0:
-        tl.store(units + at, unit, mask=k < K)
+        tl.store(scale_invs + at, scale_inv, mask=k < K)
 
 
 @triton.jit
-def _turn(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
+def _transpose(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     byte = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :])
@@ -135,7 +137,7 @@ def _turn(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _cast_rows(x, scale, out, units, K, most, KNOWN: tl.constexpr, BK: tl.constexpr):
+def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.constexpr):
     row = tl.program_id(0)
     k = tl.arange(0, BK)
     x += row.to(tl.int64) * K
@@ -148,16 +150,16 @@ def _cast_rows(x, scale, out, units, K, most, KNOWN: tl.constexpr, BK: tl.conste
         for start in range(BK, K, BK):
             value = tl.abs(tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32))
             amax = tl.maximum(amax, value.to(tl.int32, bitcast=True))
-        by, unit = scale_of(tl.max(amax, 0), most, POW2=True)
-        tl.store(units + row, unit)
+        by, scale_inv = scale_from_amax(tl.max(amax, 0), most, POW2=True)
+        tl.store(scale_invs + row, scale_inv)
     tl.store(out + k, to_bytes(first * by, out.dtype.element_ty), mask=k < K)
     for start in range(BK, K, BK):
         value = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * by
         tl.store(out + start + k, to_bytes(value, out.dtype.element_ty), mask=start + k < K)
 
 
-def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`x · scale` as float8.
+def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cast `x · scale`.
 
     Args:
         x: [M, K], contiguous.
@@ -165,21 +167,23 @@ def cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tup
         scale: [] float32; for each row a power of two, so that it fits, if None.
 
     Returns:
-        [M, K], and without a scale the value of one unit, [M, 1] float32.
+        [M, K], and without a scale the inverse scales, [M, 1] float32.
     """
     M, K = x.shape
     out = torch.empty_like(x, dtype=dtype)
-    unit = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
-    tensors, BK, known = (x, scale, out, unit), min(triton.next_power_of_2(K), 4096), scale is not None
+    scale_inv = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
+    tensors, BK, known = (x, scale, out, scale_inv), min(triton.next_power_of_2(K), 4096), scale is not None
     launch(
         _cast_rows, (K, x.dtype, dtype, known), M, tensors,
         lambda: (*tensors, K, torch.finfo(dtype).max, known, BK), num_warps=8,
     )  # fmt: skip
-    return out, unit
+    return out, scale_inv
 
 
-def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """`(x · factors).T` as float8.
+def launch_cast_transpose(
+    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool
+) -> tuple[Tensor, Tensor]:
+    """Cast `(x · factors).T`.
 
     Args:
         x: [M, K], rows contiguous.
@@ -189,30 +193,30 @@ def cast_turned(x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype,
         pow2: round scales down to a power of two.
 
     Returns:
-        [K, M], and the value of one unit, [K, 1] or [] float32.
+        [K, M], and the inverse scales, [K, 1] or [] float32.
     """
     M, K = x.shape
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
-    out, unit = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
+    out, scale_inv = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
     stride = x.stride(0)
     key = M, K, stride, x.dtype, dtype, by_column, pow2
     launch(
         _amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, amax),
         lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 32, WIDTH), num_warps=4,
     )  # fmt: skip
-    tensors = x, factors, amax, out, unit
+    tensors = x, factors, amax, out, scale_inv
     launch(
-        _cast_turned, key, (cdiv(M, ROWS), cdiv(K, COLUMNS)), tensors,
+        _cast_transpose, key, (cdiv(M, ROWS), cdiv(K, COLUMNS)), tensors,
         lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, by_column, pow2, ROWS, COLUMNS), num_warps=4,
     )  # fmt: skip
-    return out, unit
+    return out, scale_inv
 
 
-def turn(x: Tensor) -> Tensor:
-    """The transpose of float8 bytes [M, K], contiguous."""
+def launch_transpose(x: Tensor) -> Tensor:
+    """Transpose float8 bytes [M, K]; the result is contiguous."""
     M, K = x.shape
     out = x.new_empty((K, M))
     tensors = x.view(torch.uint8), out.view(torch.uint8)
     grid = cdiv(M, ROWS), cdiv(K, 128)
-    launch(_turn, (M, K), grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
+    launch(_transpose, (M, K), grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
     return out

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_DESCRIPTORS = 4096
-"""Kept for one kernel."""
+"""Most descriptors that are kept for one kernel."""
 
 UNREAD = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
 """Further arguments of `make_tensordesc_arg`: Triton 3.8 has one, the rest of the launch, which it does not read."""

@@ -34,8 +34,8 @@ REDUCE_BLOCK = 4096
 """Elements that a thread block adds."""
 
 
-def obstacle(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | None:
-    """Why this call is not to be fused, in words, or None. Depends on shapes, dtypes and the group's size alone."""
+def scatter_unsupported_reason(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | None:
+    """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
     left = lefts[0]
     if left.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
         return f"{left.dtype} operands; the kernels take bfloat16, float16 and float8"
@@ -57,14 +57,14 @@ def obstacle(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | Non
 
 
 def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
-    """Scales as the kernel reads them: one after the other, and all by row if one is."""
+    """Return scales as the kernel reads them: one after the other, and all by row if one is."""
     if len(scales) > 1 and any(scale.numel() > 1 for scale in scales):
         scales = [scale if scale.numel() > 1 else scale.reshape(1).expand(rows) for scale in scales]
     return [scale.contiguous() for scale in scales]
 
 
-def matmul_reduce_scatter(
-    plan: "Plan",
+def launch_matmul_reduce_scatter(
+    plan: "ScatterPlan",
     lefts: list[Tensor],
     rights: list[Tensor],
     dim: int,
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
 ) -> Tensor:
-    """The operator's arguments and result.
+    """Run the operator, fused. Arguments and result are the operator's.
 
     Args:
         plan: of these arguments.
@@ -93,7 +93,7 @@ def matmul_reduce_scatter(
 
     # Everything is allocated before the first launch.
     a = [rows.placed(_flat(x)) for rows, x in zip(a_rows, lefts, strict=True)]
-    b = [rows.placed(x, turned=True) for rows, x in zip(b_rows, rights, strict=True)]
+    b = [rows.placed(x, transposed=True) for rows, x in zip(b_rows, rights, strict=True)]
     out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
     capacity = to.begin(plan.slot_bytes)
@@ -161,8 +161,8 @@ def matmul_reduce_scatter(
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
-class Plan:
-    """What depends on a call's shapes, dtypes and strides, and on the rank.
+class ScatterPlan:
+    """All that depends on a call's shapes, dtypes and strides, and on the rank.
 
     Attributes:
         pick: tiles.
@@ -207,7 +207,7 @@ class Plan:
     rights: list[Rows]
 
 
-def plan(
+def plan_scatter(
     lefts: list[Tensor],
     rights: list[Tensor],
     dim: int,
@@ -215,8 +215,8 @@ def plan(
     out_dtype: torch.dtype | None,
     fast_accum: bool,
     choice: Tiles | None = None,
-) -> Plan:
-    """How a call is done in which `obstacle` has found none; arguments are the operator's.
+) -> ScatterPlan:
+    """Plan a call for which `scatter_unsupported_reason` is None; arguments are the operator's.
 
     Args:
         ranks: of the group.
@@ -246,7 +246,7 @@ def plan(
     size = whole.size if by_cols else whole.size * whole.inner // N
     # Float8 rows run along K alone; and TMA begins at a whole 16 bytes of a row, which an owner's part does not always.
     parts_begin_aligned = segment * itemsize % 16 == size * itemsize % 16 == 0
-    return Plan(
+    return ScatterPlan(
         pick=pick,
         whole=whole,
         specialised=specialised,
@@ -272,5 +272,4 @@ def plan(
 
 
 def _flat(left: Tensor) -> Tensor:
-    """[M, K]."""
     return left if left.ndim == 2 else left.flatten(0, -2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
-from titanlite.kernels.device.rope import angles, block_of, halves, store
+from titanlite.kernels.device.rope import angles, halves, head_block, store
 
 BLOCKS = 8
 """Thread blocks to a multiprocessor that compute gradients; its registers have room for three at a time."""
@@ -19,7 +19,7 @@ BLOCKS = 8
 
 @triton.jit
 def _mean(low, high, E: tl.constexpr):
-    """Over a head."""
+    """Sum over a head."""
     return ((tl.sum(low, 1) + tl.sum(high, 1)) / E)[:, None]
 
 
@@ -112,15 +112,15 @@ def _norm_rope_grad(
 
 
 def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
-    """S, K, E, and a thread block's part."""
+    """Return S, K, E, and a thread block's part."""
     S, E = len(cos), 2 * cos.shape[1]
-    return S, qkv.shape[1] // E // (queries_per_kv + 2), E, *block_of(E)
+    return S, qkv.shape[1] // E // (queries_per_kv + 2), E, *head_block(E)
 
 
-def norm_rope(
+def launch_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As the operator; `qkv` is contiguous."""
+    """Launch the operator's kernel; `qkv` is contiguous."""
     M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     tensors = qkv, q_weight, k_weight, cos, sin, qkv.new_empty(M, K * R, E), qkv.new_empty(M, K, E)
     if M:
@@ -132,11 +132,11 @@ def norm_rope(
     return tensors[-2:]
 
 
-def norm_rope_grad(
+def launch_norm_rope_grad(
     q_grad: Tensor, k_grad: Tensor, v_grad: Tensor,
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As the operator; `qkv` is contiguous, and so is each head of a gradient."""
+    """Launch the gradient's kernel; `qkv` is contiguous, and so is each head of a gradient."""
     M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     blocks = min(cdiv(M, rows), BLOCKS * multiprocessors(qkv.device))
     out, parts = qkv.new_empty(qkv.shape), qkv.new_empty(blocks, 2, 2, half, dtype=torch.float32)

@@ -14,20 +14,20 @@ from torch import Tensor
 
 
 def lies_in_rows(matrix: Tensor) -> bool:
-    """Whether the rows of a matrix lie as TMA wants them, apart from where the first begins."""
+    """Check that the rows of a matrix lie as TMA wants them, apart from where the first begins."""
     row, column = matrix.stride()
     return column == 1 and row > 0 and row * matrix.dtype.itemsize % 16 == 0
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """The tensor itself, or a copy with its strides if its first byte is not where TMA can begin."""
+    """Return the tensor itself, or a copy with its strides if its first byte is not where TMA can begin."""
     if matrix.data_ptr() % 16:
         return matrix.new_empty_strided(matrix.shape, matrix.stride()).copy_(matrix)
     return matrix
 
 
 class Rows(NamedTuple):
-    """How kernels read an operand [N, K] of a product: as a row-major matrix.
+    """An operand [N, K] of a product as kernels read it: a row-major matrix.
 
     Attributes:
         shape: of that matrix: [N, K], or [K, N].
@@ -41,28 +41,28 @@ class Rows(NamedTuple):
     k_major: bool
     copied: bool
 
-    def placed(self, operand: Tensor, turned: bool = False) -> Tensor:
-        """What to read in an operand's place, most often itself; `turned` if it comes as [K, N]."""
+    def placed(self, operand: Tensor, transposed: bool = False) -> Tensor:
+        """Return what to read in an operand's place, most often itself; `transposed` if it comes as [K, N]."""
         if self.copied:  # `contiguous()` keeps any stride of a dim of length 1
-            return (operand.t() if turned else operand).clone(memory_format=torch.contiguous_format)
+            return (operand.t() if transposed else operand).clone(memory_format=torch.contiguous_format)
         return aligned(operand)
 
 
-def rows_of(operands: Sequence[Tensor], may_turn: bool) -> list[Rows]:
-    """How kernels read operands [N, K]: all along K, or all the other way if they may.
+def rows_of(operands: Sequence[Tensor], may_transpose: bool) -> list[Rows]:
+    """Describe how kernels read operands [N, K]: all along K, or all the other way if they may.
 
     Depends on shapes and strides alone.
     """
     if all(lies_in_rows(x) for x in operands):
         return [Rows((x.shape[0], x.shape[1]), x.stride(0), True, False) for x in operands]
-    if may_turn and all(lies_in_rows(x.t()) for x in operands):
+    if may_transpose and all(lies_in_rows(x.t()) for x in operands):
         return [Rows((x.shape[1], x.shape[0]), x.stride(1), False, False) for x in operands]
     return [Rows((x.shape[0], x.shape[1]), x.shape[1], True, True) for x in operands]
 
 
 @triton.jit
 def add_product(acc, a, b, BK: tl.constexpr, FAST: tl.constexpr):
-    """`acc + a @ b` in float32, of blocks [M, BK] and [BK, N].
+    """Return `acc + a @ b` in float32, of blocks [M, BK] and [BK, N].
 
     Hopper's tensor cores add float8 products with about 14 bits. Unless that is allowed (FAST), what one step of BK has
     added is added to the sum in float32, as cuBLAS does without `use_fast_accum`.

@@ -73,7 +73,7 @@ def tma_stores_written():
 
 @triton.jit
 def nanoseconds():
-    """The GPU's clock."""
+    """Read the GPU's clock."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 

@@ -13,11 +13,11 @@ from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 1024
-"""That a thread block has at a time, or a row if that is more; 16 for each of its threads if D is a power of two."""
+"""Numbers of a thread block at a time, or a row if that is more; 16 for each thread if D is a power of two."""
 WARPS = 24
-"""Of a multiprocessor's, that compute gradients: its registers have room for no more."""
+"""Thread blocks to a multiprocessor that compute gradients: its registers have room for no more."""
 COLUMNS = 8
-"""Of the weight's gradient that a thread block adds up."""
+"""Parts of the weight's gradient that a thread block adds up."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _rms_norm_grad(
 
 @triton.jit
 def _add_parts(parts, out, N, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """[N, D] → [D]."""
+    """Sum [N, D] to [D]."""
     d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, N, ROWS):
@@ -57,10 +57,10 @@ def _add_parts(parts, out, N, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.c
     tl.store(out + d, tl.sum(total, 0).to(out.dtype.element_ty), mask=d < D)
 
 
-def rms_norm_grad(
+def launch_rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As the operator; all tensors are contiguous."""
+    """Launch the operator's kernels; all tensors are contiguous."""
     M, D = x.shape
     width = triton.next_power_of_2(D)
     rows = max(1, NUMBERS // width)

@@ -9,12 +9,12 @@ from torch import Tensor
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 2048
-"""Of a head of all tokens that a thread block has at a time; 16 for each of its threads."""
+"""Numbers of a head of all tokens that a thread block has at a time; 16 for each of its threads."""
 
 
 @triton.jit
 def angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
-    """Of the tokens in `m`, and which numbers there are."""
+    """Load the angles of the tokens in `m`, with a mask of the numbers there are."""
     e = tl.arange(0, HALF)[None, :]
     inside = (m < M)[:, None] & (e < E // 2)
     at = (m % S)[:, None] * (E // 2) + e
@@ -23,7 +23,7 @@ def angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def halves(x, inside, E: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of a head of each token, float32."""
+    """Load both halves of a head of each token, float32."""
     e = tl.arange(0, HALF)[None, :]
     low = tl.load(x + e, mask=inside, other=0.0).to(tl.float32)
     return low, tl.load(x + E // 2 + e, mask=inside, other=0.0).to(tl.float32)
@@ -31,7 +31,7 @@ def halves(x, inside, E: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def store(x, low, high, inside, E: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of a head of each token, in the dtype of `x`."""
+    """Store both halves of a head of each token, in the dtype of `x`."""
     e = tl.arange(0, HALF)[None, :]
     tl.store(x + e, low.to(x.dtype.element_ty), mask=inside)
     tl.store(x + E // 2 + e, high.to(x.dtype.element_ty), mask=inside)
@@ -62,15 +62,15 @@ def _rotated_heads_grad(
         store(out + (of + 1) * E, low, high, inside, E, HALF)
 
 
-def block_of(E: int) -> tuple[int, int]:
-    """Half a head rounded up to a power of two, and tokens that a thread block has at a time."""
+def head_block(E: int) -> tuple[int, int]:
+    """Return half a head rounded up to a power of two, and tokens that a thread block has at a time."""
     half = triton.next_power_of_2(E // 2)
     return half, max(1, NUMBERS // (2 * half))
 
 
-def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As the operator; each head of a gradient is contiguous."""
-    (M, heads, E), K, S, (half, rows) = q_grad.shape, k_grad.shape[1], len(cos), block_of(q_grad.shape[2])
+def launch_rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Launch the operator's kernel; each head of a gradient is contiguous."""
+    (M, heads, E), K, S, (half, rows) = q_grad.shape, k_grad.shape[1], len(cos), head_block(q_grad.shape[2])
     out = q_grad.new_empty(M, (heads + 2 * K) * E)
     if M:
         strides = [grad.stride()[:2] for grad in (q_grad, k_grad, v_grad)]

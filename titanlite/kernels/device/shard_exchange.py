@@ -66,7 +66,7 @@ class _Exchange:
         self.turn = 0
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the next slot.
+        """Return memory of the next slot.
 
         Args:
             size: elements, equal on all ranks. More than ever before is a collective that waits for the GPU.

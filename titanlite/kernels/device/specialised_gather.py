@@ -15,11 +15,11 @@ from titanlite.kernels.device.specialised_matmul import (
     WORKER_REGISTERS,
     announce,
     announce_end,
+    consume,
+    consume_in_steps,
     first_columns,
     first_of,
     load_operands,
-    multiply,
-    multiply_in_steps,
     tile_position,
 )
 from titanlite.kernels.device.specialised_protocol import (
@@ -27,10 +27,10 @@ from titanlite.kernels.device.specialised_protocol import (
     N_CHUNKS,
     barrier,
     execute,
-    leave,
+    leave_kernel,
     signal,
     wait_for_chunk,
-    wait_for_count,
+    wait_for_copies,
 )
 
 OWN_PER_CLAIM = gl.constexpr(8)
@@ -61,7 +61,7 @@ def _produce(
             unit = theirs // (RANKS - 1)
         row = (unit // per_segment * RANKS + source) * segment + unit % per_segment * BM
         if theirs >= 0:
-            wait_for_count(counters + HEADER + source * units + unit, count, epoch, deadline, failure)
+            wait_for_copies(counters + HEADER + source * units + unit, count, epoch, deadline, failure)
         announce(row // BM * y_tiles + y, tiles, empty, it, STAGES)
         if theirs >= 0:
             it = load_operands(
@@ -299,7 +299,7 @@ def gather_matmul(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CM: gl.constexpr, CN: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """As `general_gather._publish` and `._gather_matmul`, for the form "left" gathered along rows in whole tiles.
+    """Gather and multiply as the kernels of `general_gather`, for the form "left" gathered along rows in whole tiles.
 
     s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
     w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied; rest_desc: O again, in blocks of
@@ -345,23 +345,23 @@ def gather_matmul(
     )  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (multiply, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
+            (consume, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
             (_produce, (producer, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
             (_copy, (copier, RANKS, BM, CM, CN)),
         ], [1, 1], [WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     elif FAST:
         gl.warp_specialize([
-            (multiply, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
-            (multiply, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (consume, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
+            (consume, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, True, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
             (_produce, (producer, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
             (_copy, (copier, RANKS, BM, CM, CN)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (multiply_in_steps, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, BM, BN, STAGES, 0)),
-            (multiply_in_steps, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, BM, BN, STAGES, 1)),
+            (consume_in_steps, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, BM, BN, STAGES, 0)),
+            (consume_in_steps, (consumer, BIAS, OF_ROWS, OF_COLUMNS, 1, BM, BN, STAGES, 1)),
             (_produce, (producer, RANKS, GROUP, B_K_MAJOR, BM, BN, BK, STAGES)),
             (_copy, (copier, RANKS, BM, CM, CN)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     used = HEADER + RANKS * (rows // BM)
-    leave(counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, False, RANKS, CONSUMERS)
+    leave_kernel(counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, False, RANKS, CONSUMERS)

@@ -29,7 +29,7 @@ from titanlite.kernels.device.tiles import WIDE
 
 CONSUMER_REGISTERS = gl.constexpr(216)
 WORKER_REGISTERS = gl.constexpr(72)
-"""Of a producer's thread, or a copier's."""
+"""Registers of a thread of the producer, or of the copier."""
 PART = gl.constexpr(64)
 """Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
 
@@ -162,7 +162,7 @@ def _scaled(
 
 
 @gluon.jit
-def multiply(
+def consume(
     given,
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
@@ -219,12 +219,12 @@ def multiply(
 
 
 @gluon.jit
-def multiply_in_steps(
+def consume_in_steps(
     given,
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """As `multiply`, by one of two consumers, with the product of each step added to the others in float32.
+    """Consume by one of two consumers, with the product of each step added to the others in float32.
 
     One consumer adds, and stores, while the other has the tensor cores. Sums and products take twice the registers,
     which a tile of 256 columns would not leave; one of 192 comes as 128 and 64, for tensors have powers of two.

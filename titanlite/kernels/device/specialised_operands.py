@@ -1,4 +1,4 @@
-"""What the host prepares for the specialised kernels: matrices in blocks, and how many steps of them are in flight."""
+"""Operands of the specialised kernels on the host: matrices in blocks, and how many steps are in flight."""
 
 from functools import cache
 

@@ -33,7 +33,7 @@ def execute(asm: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_count(counter, count, epoch, deadline, failure):
+def wait_for_copies(counter, count, epoch, deadline, failure):
     """Wait as `protocol.wait_for_count`: then TMA may load what the copies of this launch have stored."""
     seen = _load_acquire(counter)
     if seen < count:
@@ -106,7 +106,7 @@ def _wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: gl.constexpr, 
 
 
 @gluon.jit
-def leave(
+def leave_kernel(
     counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank,
     MEET: gl.constexpr, RANKS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip

@@ -10,14 +10,14 @@ from titanlite.kernels.device.specialised_matmul import (
     WORKER_REGISTERS,
     announce,
     announce_end,
+    consume,
+    consume_in_steps,
     first_columns,
     first_of,
     load_operands,
-    multiply,
-    multiply_in_steps,
     tile_position,
 )
-from titanlite.kernels.device.specialised_protocol import HEADER, leave
+from titanlite.kernels.device.specialised_protocol import HEADER, leave_kernel
 
 
 @gluon.jit
@@ -55,7 +55,7 @@ def matmul_push(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """As `general_push._matmul_push`, for one product scattered along rows in whole tiles.
+    """Do what `general_push._matmul_push` does, for one product scattered along rows in whole tiles.
 
     rest_desc: as of `specialised_gather.gather_matmul`.
     """
@@ -87,19 +87,21 @@ def matmul_push(
     )  # fmt: skip
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (multiply, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
+            (consume, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
             (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [1], [WORKER_REGISTERS])  # fmt: skip
     elif FAST:
         gl.warp_specialize([
-            (multiply, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
-            (multiply, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
+            (consume, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
+            (consume, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
             (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (multiply_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 0)),
-            (multiply_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 1)),
+            (consume_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 0)),
+            (consume_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 1)),
             (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
-    leave(counters, HEADER, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, True, RANKS, CONSUMERS)
+    leave_kernel(
+        counters, HEADER, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, True, RANKS, CONSUMERS
+    )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.float8_cast import scale_of, to_bytes
+from titanlite.kernels.device.float8_cast import scale_from_amax, to_bytes
 from titanlite.kernels.device.launch import cdiv, launch
 
 BLOCK = tl.constexpr(128)
@@ -21,7 +21,7 @@ PART, ROWS = 16, 16
 
 @triton.jit
 def _gate(x, blocks, first, BLOCKS: tl.constexpr):
-    """Gate and up, [BLOCKS, 128] float32 each, of blocks from `first` on; zeros beyond the end of the row."""
+    """Load gate and up, [BLOCKS, 128] float32 each, of blocks from `first` on; zeros beyond the end of the row."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     at = x + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
     gate = tl.load(at, mask=n < blocks, other=0.0)
@@ -31,8 +31,10 @@ def _gate(x, blocks, first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """Off by at most (2 + |x|) units in the last place, as its argument is rounded, and zero where float32 has no
-    normal number: `tl.sigmoid` takes twice the instructions to tell subnormal ones."""
+    """Return the sigmoid, off by at most (2 + |x|) units in the last place, as its argument is rounded.
+
+    It is zero where float32 has no normal number: `tl.sigmoid` takes twice the instructions to tell subnormal ones.
+    """
     return tl.inline_asm_elementwise(
         "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
         " rcp.approx.ftz.f32 $0, e; }",
@@ -46,7 +48,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """Two numbers with one instruction, where bfloat16 is made; one by one each would be as dear as an exponential."""
+    """Round, two numbers with one instruction to bfloat16; one by one each would cost as much as an exponential."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -56,14 +58,13 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _forward(x, blocks, first, BLOCKS: tl.constexpr):
-    """The result."""
     gate, up = _gate(x, blocks, first, BLOCKS)
     return gate * _sigmoid(gate) * up
 
 
 @triton.jit
 def _backward(grad, x, blocks, first, BLOCKS: tl.constexpr):
-    """The gradients of gate and up, and the result."""
+    """Return the gradients of gate and up, and the result."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     gate, up = _gate(x, blocks, first, BLOCKS)
     d = tl.load(grad + n * BLOCK + tl.arange(0, BLOCK)[None, :], mask=n < blocks, other=0.0).to(tl.float32)
@@ -89,21 +90,21 @@ def _larger(a, b):
 
 @triton.jit
 def _most(a, dtype: tl.constexpr):
-    """Greatest size once it is rounded, as the bits of a float32: those of NaN are the greatest."""
+    """Return the greatest size once rounded, as the bits of a float32: those of NaN are the greatest."""
     most = tl.reduce(tl.reduce(tl.abs(a), 1, _larger), 0, _larger)
     return most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _store(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Blocks of a row as bytes, `STEP` blocks apart."""
+    """Store blocks of a row as bytes, `STEP` blocks apart."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     byte = to_bytes(a.to(tl.float32) * scale, out.dtype.element_ty)
     tl.store(out + n * STEP * BLOCK + tl.arange(0, BLOCK)[None, :], byte, mask=n < blocks)
 
 
 @triton.jit
-def _swiglu_rows(x, out, units, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
+def _swiglu_rows(x, out, scale_invs, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr):
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x += row * blocks * 2 * BLOCK
@@ -114,13 +115,13 @@ def _swiglu_rows(x, out, units, blocks, most, POW2: tl.constexpr, BLOCKS: tl.con
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
             amax = tl.maximum(amax, _most(_forward(x, blocks, first, BLOCKS), dtype))
-    scale, unit = scale_of(amax, most, POW2)
+    scale, scale_inv = scale_from_amax(amax, most, POW2)
     _store(out, a, scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
             a = _rounded(_forward(x, blocks, first, BLOCKS), dtype)
             _store(out, a, scale, blocks, first, 1, BLOCKS)
-    tl.store(units + row, unit)
+    tl.store(scale_invs + row, scale_inv)
 
 
 @triton.jit
@@ -128,9 +129,9 @@ def _swiglu_grad_rows(
     grad,
     x,
     out,
-    units,
+    scale_invs,
     h,
-    h_units,
+    h_scale_invs,
     blocks,
     most,
     h_most,
@@ -152,8 +153,8 @@ def _swiglu_grad_rows(
             d, e, f = _backward(grad, x, blocks, first, BLOCKS)
             amax = tl.maximum(amax, _most(_larger(tl.abs(d), tl.abs(e)), dtype))
             h_amax = tl.maximum(h_amax, _most(f, dtype))
-    scale, unit = scale_of(amax, most, POW2)
-    h_scale, h_unit = scale_of(h_amax, h_most, POW2)
+    scale, scale_inv = scale_from_amax(amax, most, POW2)
+    h_scale, h_scale_inv = scale_from_amax(h_amax, h_most, POW2)
     _store(out, a, scale, blocks, 0, 2, BLOCKS)
     _store(out + BLOCK, b, scale, blocks, 0, 2, BLOCKS)
     _store(h, c, h_scale, blocks, 0, 1, BLOCKS)
@@ -163,13 +164,13 @@ def _swiglu_grad_rows(
             _store(out, _rounded(d, dtype), scale, blocks, first, 2, BLOCKS)
             _store(out + BLOCK, _rounded(e, dtype), scale, blocks, first, 2, BLOCKS)
             _store(h, _rounded(f, dtype), h_scale, blocks, first, 1, BLOCKS)
-    tl.store(units + row, unit)
-    tl.store(h_units + row, h_unit)
+    tl.store(scale_invs + row, scale_inv)
+    tl.store(h_scale_invs + row, h_scale_inv)
 
 
 @triton.jit
 def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """Greatest sizes of the result, and with `grad` of its gradients."""
+    """Find the greatest sizes of the result, and with `grad` of its gradients."""
     dtype: tl.constexpr = x.dtype.element_ty
     first, start = tl.program_id(1) * BLOCKS, tl.program_id(0).to(tl.int64) * ROWS
     result, gradient = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -187,22 +188,22 @@ def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr
 
 
 @triton.jit
-def _swiglu_by(x, amax, out, unit, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr):
+def _swiglu_by(x, amax, out, scale_inv, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr):
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
-    scale, one = scale_of(tl.load(amax), most, POW2)
+    scale, one = scale_from_amax(tl.load(amax), most, POW2)
     a = _forward(x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     _store(out + row * blocks * BLOCK, _rounded(a, x.dtype.element_ty), scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
-        tl.store(unit, one)
+        tl.store(scale_inv, one)
 
 
 @triton.jit
 def _swiglu_grad_by(
-    grad, x, amax, out, unit, h, h_unit, blocks, most, h_most, POW2: tl.constexpr, BLOCKS: tl.constexpr
+    grad, x, amax, out, scale_inv, h, h_scale_inv, blocks, most, h_most, POW2: tl.constexpr, BLOCKS: tl.constexpr
 ):
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
-    scale, one = scale_of(tl.load(amax + 1), most, POW2)
-    h_scale, h_one = scale_of(tl.load(amax), h_most, POW2)
+    scale, one = scale_from_amax(tl.load(amax + 1), most, POW2)
+    h_scale, h_one = scale_from_amax(tl.load(amax), h_most, POW2)
     a, b, c = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     dtype: tl.constexpr = x.dtype.element_ty
     out += row * blocks * 2 * BLOCK
@@ -210,12 +211,12 @@ def _swiglu_grad_by(
     _store(out + BLOCK, _rounded(b, dtype), scale, blocks, first, 2, BLOCKS)
     _store(h + row * blocks * BLOCK, _rounded(c, dtype), h_scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
-        tl.store(unit, one)
-        tl.store(h_unit, h_one)
+        tl.store(scale_inv, one)
+        tl.store(h_scale_inv, h_one)
 
 
-def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """As `titanlite.kernels.swiglu.swiglu_grad`; `grad` and `x` are contiguous."""
+def launch_swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """Launch the operator's kernel; `grad` and `x` are contiguous."""
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out = torch.empty_like(x)
     tensors = grad, x, out
@@ -224,60 +225,60 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """As `titanlite.kernels.swiglu.swiglu_cast`; `x` is contiguous."""
+def launch_swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Launch the operator's kernels; `x` is contiguous."""
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out, most = x.new_empty((M, x.shape[1] // 2), dtype=dtype), torch.finfo(dtype).max
-    unit = x.new_empty((M, 1) if by_row else (), dtype=torch.float32)
+    scale_inv = x.new_empty((M, 1) if by_row else (), dtype=torch.float32)
     if by_row:
         n = min(triton.next_power_of_2(blocks), WIDEST)
         launch(
-            _swiglu_rows, (blocks, x.dtype, dtype, pow2), M, (x, out, unit),
-            lambda: (x, out, unit, blocks, most, pow2, n, blocks <= n), num_warps=_warps(n),
+            _swiglu_rows, (blocks, x.dtype, dtype, pow2), M, (x, out, scale_inv),
+            lambda: (x, out, scale_inv, blocks, most, pow2, n, blocks <= n), num_warps=_warps(n),
         )  # fmt: skip
-        return out, unit
+        return out, scale_inv
     amax, parts = torch.zeros(1, dtype=torch.int32, device=x.device), cdiv(blocks, PART)
     launch(
         _amax, (M, blocks, x.dtype), (cdiv(M, ROWS), parts), (x, amax),
         lambda: (x, x, amax, M, blocks, False, PART, ROWS), num_warps=4,
     )  # fmt: skip
-    tensors = x, amax, out, unit
+    tensors = x, amax, out, scale_inv
     launch(
         _swiglu_by, (blocks, x.dtype, dtype, pow2), (M, parts), tensors,
         lambda: (*tensors, blocks, most, pow2, PART), num_warps=4,
     )  # fmt: skip
-    return out, unit
+    return out, scale_inv
 
 
-def swiglu_grad_cast(
+def launch_swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `titanlite.kernels.swiglu.swiglu_grad_cast`; `grad` and `x` are contiguous."""
+    """Launch the operator's kernels; `grad` and `x` are contiguous."""
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out, h = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
     most = torch.finfo(dtype).max, torch.finfo(result_dtype).max
-    unit, h_unit = (x.new_empty((M, 1) if by_row else (), dtype=torch.float32) for _ in range(2))
+    scale_inv, h_scale_inv = (x.new_empty((M, 1) if by_row else (), dtype=torch.float32) for _ in range(2))
     key = blocks, grad.dtype, x.dtype, dtype, result_dtype, pow2
     if by_row:
-        tensors = grad, x, out, unit, h, h_unit
+        tensors = grad, x, out, scale_inv, h, h_scale_inv
         n = min(triton.next_power_of_2(blocks), WIDEST)
         launch(
             _swiglu_grad_rows, key, M, tensors,
             lambda: (*tensors, blocks, *most, pow2, n, blocks <= n), num_warps=_warps(n),
         )  # fmt: skip
-        return out, unit, h, h_unit
+        return out, scale_inv, h, h_scale_inv
     amax, parts = torch.zeros(2, dtype=torch.int32, device=x.device), cdiv(blocks, PART)
     launch(
         _amax, (M, blocks, grad.dtype, x.dtype), (cdiv(M, ROWS), parts), (grad, x, amax),
         lambda: (grad, x, amax, M, blocks, True, PART, ROWS), num_warps=4,
     )  # fmt: skip
-    tensors = grad, x, amax, out, unit, h, h_unit
+    tensors = grad, x, amax, out, scale_inv, h, h_scale_inv
     launch(
         _swiglu_grad_by, key, (M, parts), tensors, lambda: (*tensors, blocks, *most, pow2, PART), num_warps=4
     )  # fmt: skip
-    return out, unit, h, h_unit
+    return out, scale_inv, h, h_scale_inv
 
 
 def _warps(blocks: int) -> int:
-    """For a row of so many blocks: 16 numbers a thread."""
+    """Return the warps for a row of so many blocks: 16 numbers a thread."""
     return max(1, blocks // 4)

@@ -1,4 +1,4 @@
-"""How a collective matmul is cut up, by shape: a table of measured shapes, and a rule for all others.
+"""The tiles of a collective matmul, by shape: a table of measured shapes, and a rule for all others.
 
 `tiles.toml` holds what `scripts/bench/collective_matmul.py --tune` found best. It is part of the package, so that
 nobody tunes at run time and all ranks choose alike.
