@@ -11,12 +11,18 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 _LONGEST, _MOST = 2_000, 100  # characters of a part, and problems of a source, that a message shows
 
 
 class TitanliteError(Exception):
     """Base of all errors raised on purpose. Its arguments are messages, as of `describe`: one for each source."""
+
+    @classmethod
+    def of(cls, source: str, where: str, saw: str, want: str, fix: str) -> Self:
+        """Make the error of one problem of a source, whose four parts are those of `Problem`."""
+        return cls(describe(source, [Problem(where, saw, want, fix)]))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.state import Checkpoints
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError
 
 
 class Background:
@@ -64,7 +64,7 @@ class Background:
             want = f"{size} of the host's memory for this rank's copies of weights and moments"
             fix = 'more hosts, or checkpoint.async_mode = "disabled"'
             saw = f'"async", and there is too little memory ({str(e).splitlines()[0]})'
-            raise ConfigError(describe(f"rank {rank()}", [Problem("checkpoint.async_mode", saw, want, fix)])) from e
+            raise ConfigError.of(f"rank {rank()}", "checkpoint.async_mode", saw, want, fix) from e
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host, in the layout that it has."""

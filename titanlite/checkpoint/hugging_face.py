@@ -32,7 +32,7 @@ from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
-from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.models.find import build_model
 from titanlite.models.hugging_face import our_weight, their_weights
@@ -71,8 +71,7 @@ def export(
     if dims.n_kv_heads < dims.n_heads and not layout.groups_heads:
         want = f"n_heads = {dims.n_heads}: transformers' {layout.class_name} has no grouped heads"
         fix = "train with as many key/value heads as heads"
-        problem = Problem("model.n_kv_heads", str(dims.n_kv_heads), want, fix)
-        raise CheckpointError(describe("titanlite export", [problem]))
+        raise CheckpointError.of("titanlite export", "model.n_kv_heads", str(dims.n_kv_heads), want, fix)
     model = build_model(config.model, dims, seq_len)
     end = tokenizer.separator_id if tokenizer else None
     tmp, makes_parent = out.with_name(f"{out.name}.tmp"), not out.parent.exists()
@@ -98,8 +97,9 @@ def export(
                     out.parent.rmdir()
             raise
     except (OSError, SafetensorError) as error:
-        problem = Problem("--out", f"{out} ({error})", "a folder that can be written, with room", "name another")
-        raise CheckpointError(describe("titanlite export", [problem])) from error
+        raise CheckpointError.of(
+            "titanlite export", "--out", f"{out} ({error})", "a folder that can be written, with room", "name another"
+        ) from error
 
 
 def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
@@ -124,13 +124,14 @@ def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str
             return _load(Path(os.path.expanduser(path)), LAYOUTS[architecture], model, parameters)
         except (OSError, SafetensorError) as error:
             want = "safetensors that every rank can read"
-            problem = Problem("checkpoint.initial_load_path", f"{path} ({error})", want, "fetch the folder again")
-            raise CheckpointError(describe(f"rank {rank()}", [problem])) from error
+            raise CheckpointError.of(
+                f"rank {rank()}", "checkpoint.initial_load_path", f"{path} ({error})", want, "fetch the folder again"
+            ) from error
 
     of_ranks = on_all_ranks(load_here)
     if different := [r for r, other in enumerate(of_ranks) if other != of_ranks[0]]:
         want, fix = f"on rank {different[0]} the weights that rank 0 has read", "the same folder on every host"
-        raise CheckpointError(describe("initial weights", [Problem("checkpoint.initial_load_path", path, want, fix)]))
+        raise CheckpointError.of("initial weights", "checkpoint.initial_load_path", path, want, fix)
     return of_ranks[0][0]
 
 

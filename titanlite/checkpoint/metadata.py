@@ -19,7 +19,7 @@ import torch
 import torch.serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
-from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.errors import CheckpointError
 
 _NAMED: list[Any] = [
     metadata.Metadata,
@@ -144,4 +144,4 @@ def _first_fault(content: Any) -> str | None:
 def _refused(folder: Path, saw: str) -> CheckpointError:
     want = "a description of tensors as titanlite writes it; nothing else is read, because a pickle can run code"
     fix = "move this checkpoint's folder away; a run goes on from its own checkpoints only"
-    return CheckpointError(describe(str(folder), [Problem(".metadata", saw, want, fix)]))
+    return CheckpointError.of(str(folder), ".metadata", saw, want, fix)

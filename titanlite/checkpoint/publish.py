@@ -228,8 +228,9 @@ def _manifest(folder: Path) -> dict[str, Entry]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
             raise _unreadable(str(folder), e) from None
-        problem = Problem(MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE)
-        raise CheckpointError(describe(str(folder), [problem])) from None
+        raise CheckpointError.of(
+            str(folder), MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE
+        ) from None
     bad = [n for n in entries if not _FILE.fullmatch(n) or n in (".", "..", MANIFEST)]
     if bad:
         want = "plain file names inside the checkpoint"
@@ -263,13 +264,13 @@ def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
 
 def _unreadable(where: str, e: OSError) -> CheckpointError:
     want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
-    return CheckpointError(describe(where, [Problem(e.filename or "a file", e.strerror or str(e), want, fix)]))
+    return CheckpointError.of(where, e.filename or "a file", e.strerror or str(e), want, fix)
 
 
 def _exists(final: Path) -> CheckpointError:
     fix = "set job.name to a new name, or move the existing checkpoint away"
     want = "a step that has not been saved: a checkpoint is never overwritten"
-    return CheckpointError(describe(str(final.parent), [Problem(final.name, "exists already", want, fix)]))
+    return CheckpointError.of(str(final.parent), final.name, "exists already", want, fix)
 
 
 def _delete(path: Path) -> None:

@@ -153,7 +153,7 @@ def other_text(folder: Path, state: dict[str, Any], corpus: str, tokenizer: str,
         if strict:
             saw, want = f"one of fingerprint {tokenizer}", f"the one that the weights know, of fingerprint {made_by}"
             fix = "restore its file and data.add_bos_token, or use another job.name; job.strict = false goes on"
-            raise CheckpointError(describe(str(folder), [Problem(where, saw, want, fix)]))
+            raise CheckpointError.of(str(folder), where, saw, want, fix)
         saw = f"{where} is another than before (fingerprint {tokenizer}, before {made_by})"
         return f"{saw}, and its ids are not those that the weights know; restore the old file, or use another job.name"
     if not corpus or before == corpus:
@@ -174,8 +174,7 @@ def read_state(folder: Path, step: int) -> dict[str, Any]:
             raise ValueError("no state in it")
     except (OSError, ValueError, LookupError, TypeError) as e:
         want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
-        problem = Problem(STATE, f"{type(e).__name__}: {e}", want, fix)
-        raise CheckpointError(describe(str(folder), [problem])) from None
+        raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
     if saved.get("version") != VERSION:
         want = f"version {VERSION}, which titanlite {titanlite.__version__} reads"
         fix = "use the titanlite that wrote it"
@@ -240,11 +239,11 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     seen = f"not given: local_batch_size × data-parallel ranks make {per_step} sequences per step"
     want = f"{batch} sequences per step, with which the checkpoint was trained"
     fix = f"--training.global_batch_size {batch}, or the number that it is to go on with"
-    raise ConfigError(describe(str(folder), [Problem("training.global_batch_size", seen, want, fix)]))
+    raise ConfigError.of(str(folder), "training.global_batch_size", seen, want, fix)
 
 
 def _refused(root: Path, saw: str, want: str, fix: str) -> CheckpointError:
-    return CheckpointError(describe(str(root), [Problem("checkpoint.resume", saw, want, fix)]))
+    return CheckpointError.of(str(root), "checkpoint.resume", saw, want, fix)
 
 
 def _list(steps: list[int]) -> str:

@@ -125,9 +125,7 @@ def check_seen(folder: Path) -> None:
     if not folder.is_dir():
         fix = "set job.dump_folder to a folder on a file system that all hosts share"
         place = f"rank {rank()} on {socket.gethostname()}"
-        raise CheckpointError(
-            describe(str(folder), [Problem(place, "does not see it", "one folder for all ranks", fix)])
-        )
+        raise CheckpointError.of(str(folder), place, "does not see it", "one folder for all ranks", fix)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -167,13 +165,13 @@ class _Writer(dcp.FileSystemWriter):
             if cause is None:
                 raise
             free, make_room = room_in(self.folder)
-            problem = Problem(
+            raise CheckpointError.of(
+                str(self.folder),
                 f"rank {rank()}",
                 f"cannot write: {cause}",
                 "a folder that every rank can write to, with space and quota for the whole checkpoint",
                 f"{make_room} ({free} now) or set job.dump_folder to another disk; earlier checkpoints are whole",
-            )
-            raise CheckpointError(describe(str(self.folder), [problem])) from e
+            ) from e
 
 
 class _Reader(dcp.FileSystemReader):
@@ -220,20 +218,23 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
         differ = [n for n in of_rank if plain.setdefault(n, of_rank[n]) != of_rank[n]]
         if differ:
             fix = "put the rank into the name of a tensor that differs by rank, or make it a DTensor"
-            problem = Problem(
-                few_names(differ), "another shape or dtype on some rank", "the same tensor on all ranks", fix
+            raise CheckpointError.of(
+                str(folder),
+                few_names(differ),
+                "another shape or dtype on some rank",
+                "the same tensor on all ranks",
+                fix,
             )
-            raise CheckpointError(describe(str(folder), [problem]))
     total = sum(sharded for sharded, _, _ in ranks) + sum(n for _, n in plain.values())
     free = min(free for _, _, free in ranks)
     if free < SPARE * total:
-        problem = Problem(
+        raise CheckpointError.of(
+            str(folder),
             "free space",
             f"{byte_size(free)} free at {folder}",
             f"needs {byte_size(SPARE * total)} ({SPARE} times the tensors)",
             "make room, lower checkpoint.keep_latest_k, or set job.dump_folder to another disk",
         )
-        raise CheckpointError(describe(str(folder), [problem]))
 
 
 def _fits(tensor: Tensor, metadata: Metadata, name: str) -> bool:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in _COMMANDS:
             near = nearest(name, _COMMANDS)
             fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
-            raise ConfigError(describe("command line", [Problem(name, "", f"one of {', '.join(_COMMANDS)}", fix)]))
+            raise ConfigError.of("command line", name, "", f"one of {', '.join(_COMMANDS)}", fix)
         return importlib.import_module(f"{__name__}.{_module(name)}").run(rest)
     except TitanliteError as error:
         sys.stderr.write(f"{error}\n")

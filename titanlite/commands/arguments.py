@@ -173,4 +173,4 @@ def _want(own: Collection[str]) -> str:
 
 
 def _error(where: str, saw: str, want: str, fix: str) -> ConfigError:
-    return ConfigError(describe("command line", [Problem(where, saw, want, fix)]))
+    return ConfigError.of("command line", where, saw, want, fix)

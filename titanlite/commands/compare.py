@@ -68,8 +68,7 @@ def run(argv: Sequence[str]) -> int:
         draw_losses([(record.name, record.steps, record.validations) for record in records], out)
     except OSError as error:
         saw, want = f"{out} ({error.strerror or error})", "a file that can be written"
-        problem = Problem("--out", saw, want, "--out with a path in a folder of yours")
-        raise RunError(describe("titanlite compare", [problem])) from None
+        raise RunError.of("titanlite compare", "--out", saw, want, "--out with a path in a folder of yours") from None
     sys.stdout.write(_tables(records, out))
     return 0
 
@@ -106,8 +105,9 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     records = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     if not any(record.steps for record in records):
         saw = ", ".join(str(folder) for folder in folders)
-        problem = Problem("RUN", saw, "a logged step in at least one run", "wait for the first step")
-        raise RunError(describe("titanlite compare", [problem]))
+        raise RunError.of(
+            "titanlite compare", "RUN", saw, "a logged step in at least one run", "wait for the first step"
+        )
     return records
 
 
@@ -127,13 +127,23 @@ def _read(folder: Path, name: str) -> RunRecord:
     try:
         config = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # tomli's, or a byte that is no text
-        problem = Problem("config.toml", "", "TOML, as the run wrote it", "restore the file from a copy")
-        raise RunError(describe(f"{folder / 'config.toml'}: {error}", [problem])) from error
+        raise RunError.of(
+            f"{folder / 'config.toml'}: {error}",
+            "config.toml",
+            "",
+            "TOML, as the run wrote it",
+            "restore the file from a copy",
+        ) from error
     steps, validations = ([row for row in rows if key in row] for key in ("loss", "validation_loss"))
     if bad := [row for row in (*steps, *validations) if not isinstance(row.get("tokens"), int)]:
         want = "as many tokens as there were until then, a whole number"
-        problem = Problem(f"tokens of step {bad[0]['step']}", str(bad[0].get("tokens")), want, "restore the file")
-        raise RunError(describe(str(folder / "metrics.jsonl"), [problem]))
+        raise RunError.of(
+            str(folder / "metrics.jsonl"),
+            f"tokens of step {bad[0]['step']}",
+            str(bad[0].get("tokens")),
+            want,
+            "restore the file",
+        )
     return RunRecord(
         name=name,
         steps=steps,
@@ -151,8 +161,7 @@ def _state(status: Path) -> str:
     except ValueError:
         said = None
     if not isinstance(said, dict):
-        problem = Problem("status.json", "", "a JSON object, as the run wrote it", "delete the file")
-        raise RunError(describe(str(status), [problem]))
+        raise RunError.of(str(status), "status.json", "", "a JSON object, as the run wrote it", "delete the file")
     return said.get("state", "")
 
 

@@ -86,7 +86,7 @@ def _config(folder: RunFolder) -> Config:
         return read_config(folder.config)[0]
     inside = sorted(Path(file).parent for file in glob(f"{escape(str(folder.path))}/*/config.toml"))
     fix = f"did you mean {inside[0]}?" if inside else "give the path <dump_folder>/<name> of a run"
-    raise CheckpointError(describe("titanlite export", [Problem(str(folder.path), "", _RUN, fix)]))
+    raise CheckpointError.of("titanlite export", str(folder.path), "", _RUN, fix)
 
 
 def _step(root: Path, asked: str | None) -> int:
@@ -96,7 +96,7 @@ def _step(root: Path, asked: str | None) -> int:
         return steps[-1] if step is None else step
     want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
     fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
-    raise CheckpointError(describe("titanlite export", [Problem("--step", asked or "", want, fix)]))
+    raise CheckpointError.of("titanlite export", "--step", asked or "", want, fix)
 
 
 def _check(config: Config, out: Path, dtype: str) -> None:
@@ -128,5 +128,5 @@ def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
         saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
         want = f"the tokenizer that the run was trained with; {saw}"
         fix = "--tokenizer with the path of that tokenizer.json"
-        raise CheckpointError(describe("titanlite export", [Problem("data.tokenizer", repr(name), want, fix)]))
+        raise CheckpointError.of("titanlite export", "data.tokenizer", repr(name), want, fix)
     return tokenizer

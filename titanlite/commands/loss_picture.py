@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; yellow is left out, it is lost on white.
@@ -40,8 +39,7 @@ def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
-        problem = Problem("--out", str(path), want, "--out losses.png")
-        raise RunError(describe("titanlite compare", [problem]))
+        raise RunError.of("titanlite compare", "--out", str(path), want, "--out losses.png")
     differences = [less_the_first(steps, runs[0][1]) for _, steps, _ in runs]
     has_differences = any(points for points in differences[1:])
     figure = Figure(figsize=(9, 7.5 if has_differences else 5.5), dpi=150, layout="constrained")

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from titanlite import recipes
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import Float8Recipe
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError
 from titanlite.float8.matmul import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
 from titanlite.models.find import build_model
@@ -64,8 +64,9 @@ def measured(checked: CheckedRun) -> str:
     """
     if not torch.cuda.is_available():
         want = "a GPU; this machine has none, and the times of another device say nothing"
-        problem = Problem("--measure", "", want, "run it on a machine like those that will train")
-        raise ConfigError(describe("titanlite recipes float8", [problem]))
+        raise ConfigError.of(
+            "titanlite recipes float8", "--measure", "", want, "run it on a machine like those that will train"
+        )
     device, config = torch.device("cuda"), checked.config
     names = dict.fromkeys(recipes.names("float8", config.job.recipe_dirs))
     if checked.float8 is not None:  # it may be a path

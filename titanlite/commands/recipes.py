@@ -14,7 +14,7 @@ from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.write import to_toml
-from titanlite.errors import Problem, RecipeError, describe, nearest
+from titanlite.errors import RecipeError, nearest
 from titanlite.preflight.checked_run import checked_run
 from titanlite.recipes import Kind, current_name, load, names
 
@@ -57,13 +57,14 @@ def run(argv: list[str]) -> int:
     argv, given = _COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
     if len(argv) > 2:
-        problem = Problem(" ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME")
-        raise RecipeError(describe("command line", [problem]))
+        raise RecipeError.of(
+            "command line", " ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME"
+        )
     for kind in argv[:1]:
         if kind not in _KINDS:
             near = nearest(kind, _KINDS)
             fix = f"did you mean {near}?" if near else "titanlite recipes, to see them all"
-            raise RecipeError(describe("command line", [Problem("KIND", kind, f"one of {', '.join(_KINDS)}", fix)]))
+            raise RecipeError.of("command line", "KIND", kind, f"one of {', '.join(_KINDS)}", fix)
     if _FROM in given:
         sys.stdout.write(_of_folder(argv, given[_FROM]))
     elif len(argv) == 2:
@@ -91,8 +92,9 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
 def _measure(argv: list[str]) -> int:
     """Time every float8 recipe on the linear layers of a config."""
     if argv[:1] != ["float8"] and not {"-h", "--help"} & set(argv):
-        problem = Problem(_MEASURE, " ".join(argv), "the kind whose recipes are arithmetic: float8", _USAGE)
-        raise RecipeError(describe("command line", [problem]))
+        raise RecipeError.of(
+            "command line", _MEASURE, " ".join(argv), "the kind whose recipes are arithmetic: float8", _USAGE
+        )
     checked = checked_run(_TIMED.read(argv[1:] if argv[:1] == ["float8"] else argv).flags)
 
     from titanlite.commands.measure_float8 import measured  # imports torch

@@ -52,8 +52,13 @@ def run(argv: Sequence[str]) -> int:
     steps = _steps(given.own.get("--steps", _STEPS), config)
     folder = Path(os.path.expanduser(config.job.dump_folder)) / f"{config.job.name}-verify-resume"
     if folder.exists():
-        problem = Problem(str(folder), "", "a folder that does not exist yet", "delete it: an earlier check left it")
-        raise CheckpointError(describe("titanlite verify-resume", [problem]))
+        raise CheckpointError.of(
+            "titanlite verify-resume",
+            str(folder),
+            "",
+            "a folder that does not exist yet",
+            "delete it: an earlier check left it",
+        )
     for name, more, last in ((_WHOLE, "", 2 * steps), ("stopped", "", steps), ("stopped", ", then resumed", 2 * steps)):
         sys.stdout.write(f"{name}{more}: to step {last}\n")
         sys.stdout.flush()
@@ -68,7 +73,7 @@ def _steps(given: str, config: Config) -> int:
     if given.isdecimal() and len(given) < 20 and 0 < 2 * int(given) <= config.training.steps:
         return int(given)
     want = f"at least 1, and at most half of training.steps = {config.training.steps}"
-    raise ConfigError(describe("command line", [Problem("--steps", given, want, "--steps 1")]))
+    raise ConfigError.of("command line", "--steps", given, want, "--steps 1")
 
 
 def _train(flags: Sequence[str], folder: Path, name: str, last: int, processes: int) -> None:
@@ -90,8 +95,13 @@ def _train(flags: Sequence[str], folder: Path, name: str, last: int, processes: 
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         sys.stderr.write(done.stdout)
-        problem = Problem(f"{name}, to step {last}", f"exit code {done.returncode}", "0", "fix the error printed above")
-        raise CheckpointError(describe("titanlite verify-resume", [problem]))
+        raise CheckpointError.of(
+            "titanlite verify-resume",
+            f"{name}, to step {last}",
+            f"exit code {done.returncode}",
+            "0",
+            "fix the error printed above",
+        )
 
 
 def _require_equal(whole: RunFolder, stopped: RunFolder, last: int) -> None:

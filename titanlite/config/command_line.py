@@ -94,8 +94,9 @@ def _require_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        problem = Problem("working directory", error.strerror or str(error), "one that exists", "cd to another")
-        raise ConfigError(describe("this process", [problem])) from None
+        raise ConfigError.of(
+            "this process", "working directory", error.strerror or str(error), "one that exists", "cd to another"
+        ) from None
 
 
 def _flags(args: Sequence[str]) -> dict[str, list[str]]:
@@ -108,11 +109,11 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
             key = name.replace("-", "_")
             if key == "config" and key in flags:
                 fix = 'extends = ["a.toml", "b.toml"] in a file merges several'
-                raise ConfigError(describe("command line", [Problem("--config", value, "one TOML file", fix)]))
+                raise ConfigError.of("command line", "--config", value, "one TOML file", fix)
             flags[key] = [value] if has_value else []
         elif _is_flag_without_dashes(arg, first=not (key and flags[key])):
             fix = f"--{arg.lstrip('-')}"
-            raise ConfigError(describe("command line", [Problem(arg, "", "flags that begin with two dashes", fix)]))
+            raise ConfigError.of("command line", arg, "", "flags that begin with two dashes", fix)
         elif key and not (key == "config" and flags[key]):
             flags[key].append(arg)
         elif not flags:
@@ -120,7 +121,7 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
         else:
             want = "a flag, such as --training.steps 100"
             fix = "leave it out, or write the flag whose value it is"
-            raise ConfigError(describe("command line", [Problem(arg, "", want, fix)]))
+            raise ConfigError.of("command line", arg, "", want, fix)
     return flags
 
 
@@ -210,4 +211,4 @@ def _help(topics: list[str], usage: str) -> str:
         return section_page(topic.partition(".")[0])
     want = f"one of {', '.join(sections())}"
     fix = suggest_key(topic) or "--help alone lists what they are for"
-    raise ConfigError(describe("command line", [Problem("--help", topics[0], want, fix)]))
+    raise ConfigError.of("command line", "--help", topics[0], want, fix)

@@ -113,8 +113,7 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
         fix = "strings are in quotes, lists in [ ], booleans are true or false, a key stands once in its table"
         raise ConfigError(describe(str(path), [Problem(seen, "", want, fix, error.lineno)])) from None
     except UnicodeDecodeError as error:
-        problem = Problem(f"byte {error.start}", "", "text in UTF-8", "save the file as UTF-8")
-        raise ConfigError(describe(str(path), [problem])) from None
+        raise ConfigError.of(str(path), f"byte {error.start}", "", "text in UTF-8", "save the file as UTF-8") from None
     except (RecursionError, ValueError) as error:  # of tomli, where what is valid goes beyond Python's limits
         said = str(error).partition(";")[0]
         problem = _too_deep(said, None) if isinstance(error, RecursionError) else _too_large("a number", said, None)
@@ -123,8 +122,7 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
         seen = (error.strerror or str(error)).lower()
         is_missing = isinstance(error, FileNotFoundError)
         fix = nearest_file(path) if is_missing else "make it a file that you can read, or name another"
-        problem = Problem(seen, "", f"a TOML file, looked for from {Path.cwd()}", fix)
-        raise ConfigError(describe(str(path), [problem])) from None
+        raise ConfigError.of(str(path), seen, "", f"a TOML file, looked for from {Path.cwd()}", fix) from None
     _check_values(path, table, lines)
     return table, lines
 

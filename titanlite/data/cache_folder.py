@@ -12,7 +12,7 @@ from titanlite.data.shards import VERSION
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.durable import room_in
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 from titanlite.redact import redact_urls
 
 
@@ -56,8 +56,9 @@ def check_cache_is_folder(data: Data) -> None:
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not is_folder(path, unknown=True):
             saw = f"{data.cache_dir!r}: {path} is no folder"
-            problem = Problem("data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder")
-            raise DataError(describe("data", [problem]))
+            raise DataError.of(
+                "data", "data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder"
+            )
 
 
 def check_cache_is_outside(source: Source, data: Data) -> None:
@@ -71,7 +72,7 @@ def check_cache_is_outside(source: Source, data: Data) -> None:
     if source.kind in ("text", "dataset") and (is_inside or is_matched) and not _is_hidden(cache, pattern):
         want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
         fix = "set data.cache_dir to another folder, or leave it out for the default"
-        raise DataError(describe("data", [Problem("data.cache_dir", repr(data.cache_dir), want, fix)]))
+        raise DataError.of("data", "data.cache_dir", repr(data.cache_dir), want, fix)
 
 
 def _is_hidden(cache: Path, pattern: str) -> bool:
@@ -91,4 +92,4 @@ def unusable_cache(data: Data, e: OSError) -> DataError:
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         want, fix = "a folder for token shards that can be entered and written", "make it writable"
     fix = f"{fix}, or set data.cache_dir to a folder on a local disk"
-    return DataError(describe("data", [Problem("data.cache_dir", f"{data.cache_dir!r}: {e}", want, fix)]))
+    return DataError.of("data", "data.cache_dir", f"{data.cache_dir!r}: {e}", want, fix)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.data.sources import SUFFIXES, Source, ending, files_below
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -58,7 +58,7 @@ def left_out(source: Source) -> list[str]:
     if twice := [f for f, n in Counter(Path(f).resolve() for files in splits for f in set(files)).items() if n > 1]:
         saw = f"{source.name!r}, a folder of which `datasets` reads {len(twice)} files twice, as {twice[0]}"
         fix = "delete the links to it, or name the files without hf:"
-        raise DataError(describe("data", [Problem(source.key, saw, "each file once", fix)]))
+        raise DataError.of("data", source.key, saw, "each file once", fix)
     below = _files_below(source, folder)
     others = [f for f in below if f.resolve() not in chosen]
     suffixes = {_suffix(f) for f in below if f.resolve() in chosen}
@@ -88,7 +88,7 @@ def builder_of(source: Source) -> "DatasetBuilder":
     if type(builder).__module__.startswith("datasets.packaged_modules.cache"):
         saw = f"{source.name!r}, which the hub does not give; `datasets` has kept records of it from another time"
         fix = f"download its files, as with `hf download --repo-type dataset {path} --local-dir DIR`, and give hf:DIR"
-        raise DataError(describe("data", [Problem(source.key, saw, "the dataset as it is on the hub", fix)]))
+        raise DataError.of("data", source.key, saw, "the dataset as it is on the hub", fix)
     for name, value in _OPTIONS.items():
         field = next((f for f in dataclasses.fields(builder.config) if f.name == name), None)
         if field is not None and getattr(builder.config, name) == field.default:  # the README may say otherwise
@@ -122,7 +122,7 @@ def _refused(source: Source, folder: str, records: list[Path], suffixes: set[str
     readme = "---", "configs:", "- config_name: default", '  data_files: "PATTERN"', "---"
     begin = f"or begin {os.path.join(folder, 'README.md')} with the pattern of what is to be read:"
     fix = "\n      ".join([f"{fix};", begin, *readme])
-    return DataError(describe("data", [Problem(source.key, saw, want, fix)]))
+    return DataError.of("data", source.key, saw, want, fix)
 
 
 def _files_below(source: Source, folder: str) -> list[Path]:

@@ -21,7 +21,7 @@ from titanlite.data.parquet import column_values, no_such_field, open_column, te
 from titanlite.data.sources import CODECS, JSON_LINES, Source, ending, unreadable
 from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import is_panic
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 from titanlite.json_file import parse_json
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
@@ -272,13 +272,13 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
         if source.files:
             fix = "correct config, split or file; or name the files without hf:, where data.max_bad_records skips some"
-        problem = Problem(
+        raise DataError.of(
+            "data",
             source.key,
             f"{source.name!r}: {type(e).__name__}: {e}",
             f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`",
             fix,
-        )
-        raise DataError(describe("data", [problem])) from e
+        ) from e
 
 
 def _not_utf8(e: UnicodeDecodeError, before: int = 0) -> str:

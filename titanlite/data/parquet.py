@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.errors import DataError, nearest
 
 _STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
 _BATCH_BYTES, _BATCH_ROWS = 1 << 26, 256  # of a Parquet file that are unpacked at once
@@ -31,11 +31,12 @@ def open_column(file: Path, text_key: str, key: str) -> Iterator[Any]:
             if str(kind) not in _STRINGS:
                 want = f"a column of strings; in {file} it is one of {kind}"
                 fix = "name a column of strings, or write this one as strings"
-                raise DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
+                raise DataError.of("data", "data.text_key", repr(text_key), want, fix)
             yield table
     except (pyarrow.ArrowException, UnicodeDecodeError) as e:
-        problem = Problem(key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern")
-        raise DataError(describe("data", [problem])) from e
+        raise DataError.of(
+            "data", key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern"
+        ) from e
 
 
 def column_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
@@ -76,4 +77,4 @@ def no_such_field(file: Path, text_key: str, names: list[str]) -> DataError:
     near = nearest(text_key, names)
     fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"
     want = f"one of the fields of {file}: {', '.join(names) or 'none'}"
-    return DataError(describe("data", [Problem("data.text_key", repr(text_key), want, fix)]))
+    return DataError.of("data", "data.text_key", repr(text_key), want, fix)

@@ -97,9 +97,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
                 meta = _tokenize(found, tokenizer, data, dtype, unfinished, shown, report)
             if found.stamps() != stamps:
                 saw = f"{source!r}, whose files changed during reading"
-                raise DataError(
-                    describe("data", [Problem(key, saw, "files that do not change meanwhile", "run again")])
-                )
+                raise DataError.of("data", key, saw, "files that do not change meanwhile", "run again")
             meta.write(unfinished)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -269,7 +267,7 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fa
         fix = f"set model.vocab_size = {rows_for(tokenizer.vocab_size)}, or choose a smaller tokenizer"
         if is_given:
             fix = "name the tokenizer of the weights of checkpoint.initial_load_path in data.tokenizer"
-        raise DataError(describe("data", [Problem("model.vocab_size", str(vocab_size), want, fix)]))
+        raise DataError.of("data", "model.vocab_size", str(vocab_size), want, fix)
 
 
 def _check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
@@ -282,7 +280,7 @@ def _check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
 
 def _no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
     saw = f"{source!r}, which holds no text" + (f" but bad records, as {bad[0]}" if bad else "")
-    return DataError(describe("data", [Problem(key, saw, "at least one document", "give another source")]))
+    return DataError.of("data", key, saw, "at least one document", "give another source")
 
 
 def _tally(source: Source, data: Data, notify: Callable[[str], object] = lambda line: None) -> Tally:

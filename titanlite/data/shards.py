@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from titanlite.durable import write_durably
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 from titanlite.json_file import read_json
 from titanlite.redact import redact_tree
 
@@ -243,7 +243,7 @@ def sample_count(
             + ", or a smaller training.seq_len"
             + (" or batch (training.local_batch_size, training.global_batch_size)" if at_least > 1 else "")
         )
-        raise DataError(describe("data", [Problem(key, saw, want, fix)]))
+        raise DataError.of("data", key, saw, want, fix)
     return n_samples
 
 
@@ -276,9 +276,9 @@ def _typed(read: T) -> T:
 
 def _unreadable(folder: Path, e: OSError) -> DataError:
     want, fix = "folders and files that can be read", "make it readable, or set data.cache_dir to another folder"
-    return DataError(describe(str(folder), [Problem(e.filename or "a file", e.strerror or str(e), want, fix)]))
+    return DataError.of(str(folder), e.filename or "a file", e.strerror or str(e), want, fix)
 
 
 def _damaged(folder: Path, saw: str, want: str) -> DataError:
     fix = f"delete {folder}; it is made again from the source at the next run"
-    return DataError(describe(str(folder), [Problem("token shards", saw, want, fix)]))
+    return DataError.of(str(folder), "token shards", saw, want, fix)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.errors import DataError, nearest
 from titanlite.redact import STAR
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -100,7 +100,7 @@ def resolve(source: str, key: str = "data.source") -> Source:
             fix = f"write the user and password that a record leaves out where {STAR} stands"
         elif _HUB_NAME.fullmatch(source) and not os.path.isdir(source.partition("/")[0]):
             fix = f"{fix}; a dataset of the hub of that name is hf:{source}"
-        raise DataError(describe("data", [Problem(key, saw, known, fix)]))
+        raise DataError.of("data", key, saw, known, fix)
     _check_kinds(source, key, files)
     kind = "tokens" if ending(files[0]) == ".bin" else "text"
     return Source(source, key, kind, tuple(files), count=walk.count(len(files)))
@@ -135,16 +135,16 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
             fix = f"end the download, or delete what is left of it; or {fix}"
         else:
             fix = f"{fix}, or rename the files"
-        raise DataError(describe("data", [Problem(key, saw, "files named " + ", ".join(SUFFIXES), fix)]))
+        raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), fix)
     tokens = [f for f in files if ending(f) == ".bin"]
     if tokens and len(tokens) < len(files):
         text = next(f for f in files if ending(f) != ".bin")
         saw = f"{source!r}, which matches token files ({tokens[0]}, …) and text ({text}, …)"
         fix = f"give one of them, as in {str(tokens[0].parent / '*.bin')!r}"
-        raise DataError(describe("data", [Problem(key, saw, "token files or text, not both", fix)]))
+        raise DataError.of("data", key, saw, "token files or text, not both", fix)
     if odd := next((f for f in files if os.path.exists(f) and not os.path.isfile(f)), None):
         saw, fix = f"{source!r}, which matches {odd}, a pipe or a device", "write what comes out of it to a file"
-        raise DataError(describe("data", [Problem(key, saw, "files", fix)]))
+        raise DataError.of("data", key, saw, "files", fix)
     stems: dict[str, Path] = {}
     for file in files:
         if ending(file) in JSON_LINES:
@@ -152,13 +152,13 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
             if other != file:
                 saw = f"{source!r}, which matches {other} and {file.name}, as if one were made from the other"
                 fix = f"narrow the pattern, as in {str(file.parent / f'*{ending(other)}')!r}, or move one of them away"
-                raise DataError(describe("data", [Problem(key, saw, "the records of each file once", fix)]))
+                raise DataError.of("data", key, saw, "the records of each file once", fix)
 
 
 def unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
     """Make the error to raise where a file or folder of a source cannot be read."""
     want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
-    return DataError(describe("data", [Problem(key, f"{source!r}: {path}: {e.strerror or e}", want, fix)]))
+    return DataError.of("data", key, f"{source!r}: {path}: {e.strerror or e}", want, fix)
 
 
 def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
@@ -281,16 +281,17 @@ def _resolve_dataset(source: str, key: str) -> Source:
     parts = source.removeprefix("hf:").split(":")
     want = "hf:<dataset>[:<config>[:<split>]], as in hf:allenai/c4:en or hf:/data/books::train"
     if not parts[0] or len(parts) > 3:
-        problem = Problem(key, repr(source), want, "write the dataset's name on the hub, or the path of its folder")
-        raise DataError(describe("data", [problem]))
+        raise DataError.of(
+            "data", key, repr(source), want, "write the dataset's name on the hub, or the path of its folder"
+        )
     path = os.path.expanduser(parts[0])
     if not path.startswith(("/", ".")) and os.path.isdir(path):
         saw = f"{source!r}, the name of a dataset of the hub and of a folder in the working directory, {Path.cwd()}"
         fix = f"{source.replace('hf:', 'hf:./', 1)} for the folder; for the hub, start in another directory"
-        raise DataError(describe("data", [Problem(key, saw, "one of them", fix)]))
+        raise DataError.of("data", key, saw, "one of them", fix)
     if path.startswith(("/", ".")) and not os.path.isdir(path):
         saw = f"{source!r}, and there is no folder {path} (working directory: {Path.cwd()})"
-        raise DataError(describe("data", [Problem(key, saw, want, "correct the path of the folder")]))
+        raise DataError.of("data", key, saw, want, "correct the path of the folder")
     config, split = [*parts[1:], "", ""][:2]
     below = files_below(source, key, path) if os.path.isdir(path) else ()
     files = sorted({Path(f).resolve() for f in below})  # a link to nothing is refused by name

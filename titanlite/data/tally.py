@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlite.config.schema import Data
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 
 _REPORT_BYTES = 1 << 22  # of text, after which progress is reported
 _LISTED = 10  # bad records that a message names
@@ -108,4 +108,4 @@ class Tally:
         if len(large) < len(self.bad):
             fix += "; and " if large else ""
             fix += "correct these records, or raise data.max_bad_records, so that as many are skipped"
-        raise DataError(describe("data", [Problem(self.key, seen, want, fix)]))
+        raise DataError.of("data", self.key, seen, want, fix)

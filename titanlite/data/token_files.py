@@ -16,7 +16,7 @@ import numpy as np
 
 from titanlite.data.shards import BLOCK_BYTES, Meta, Shard, block_hash, token_hash
 from titanlite.data.sources import Source
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _CHUNK_BYTES = 4 * BLOCK_BYTES
@@ -147,7 +147,7 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
         fix = "set model.vocab_size to that of the tokenizer that made the file"
         if meta.dtype == "uint32":
             fix += ', or, if it holds uint16, put {"dtype": "uint16"} in meta.json beside it'
-        raise DataError(describe("data", [Problem(key, saw, want, fix)]))
+        raise DataError.of("data", key, saw, want, fix)
 
 
 def _of_meta(file: Path, source: Source) -> str | None:
@@ -257,4 +257,4 @@ def _chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:
 
 
 def _refused(source: Source, saw: str, want: str, fix: str) -> DataError:
-    return DataError(describe("data", [Problem(source.key, saw, want, fix)]))
+    return DataError.of("data", source.key, saw, want, fix)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from titanlite.errors import DataError, Problem, describe
+from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
@@ -98,9 +98,7 @@ class FileTokenizer:
                 want = (
                     f"false with a tokenizer whose bos_token is its eos_token, as {name!r}: documents follow it anyway"
                 )
-                raise DataError(
-                    describe("data", [Problem("data.add_bos_token", "true", want, "add_bos_token = false")])
-                )
+                raise DataError.of("data", "data.add_bos_token", "true", want, "add_bos_token = false")
         model = self._tokenizer.model
         if isinstance(model, tokenizers.models.Unigram):  # which does not tell
             self.unknown_id = json.loads(self._content)["model"].get("unk_id")
@@ -210,7 +208,7 @@ def load(tokenizer: str, add_bos: bool = False) -> Tokenizer:
     if tokenizer == "bytes":
         if add_bos:
             want, fix = "false with tokenizer `bytes`, which has no such token", "false, or name a tokenizer.json"
-            raise DataError(describe("data", [Problem("data.add_bos_token", "true", want, fix)]))
+            raise DataError.of("data", "data.add_bos_token", "true", want, fix)
         return ByteTokenizer()
     path = Path(os.path.expanduser(tokenizer))
     if os.path.isfile(path / "tokenizer.json"):
@@ -279,10 +277,9 @@ def _special_token(
         saw = f"{name!r}, whose special tokens are {', '.join(special[:_LISTED])}{', …' * (len(special) > _LISTED)}"
         want = f"{wanted}, one of {', '.join(usual)}"
         fix = f'name the token in {config}: {{"{key}": "…"}}'
-        raise DataError(describe("data", [Problem("data.tokenizer", saw if special else repr(name), want, fix)]))
+        raise DataError.of("data", "data.tokenizer", saw if special else repr(name), want, fix)
     return ids[found[0]]
 
 
 def _unusable(name: str, saw: str, fix: str = "name a tokenizer.json as Hugging Face writes it, or bytes") -> DataError:
-    problem = Problem("data.tokenizer", f"{name!r}, {saw}", "`bytes`, or the path of a tokenizer.json", fix)
-    return DataError(describe("data", [problem]))
+    return DataError.of("data", "data.tokenizer", f"{name!r}, {saw}", "`bytes`, or the path of a tokenizer.json", fix)

@@ -31,7 +31,7 @@ def check_launcher() -> None:
         want = f"1 on each host, which is torchrun; or {', '.join((*_SAID, 'LOCAL_RANK'))} set for each process"
         how = "srun --ntasks-per-node 1 torchrun ... train.py, as in scripts/launch/slurm.sbatch"
         fix = f"{how}; for one process, unset {name}"
-        raise ConfigError(describe(by, [Problem("processes", n, want, fix)]))
+        raise ConfigError.of(by, "processes", n, want, fix)
     if given and missing:
         want = f"set, as a launcher does, beside {' and '.join(given)}"
         fix = f"start with torchrun, or unset {' '.join(given)} for a run of one process"
@@ -40,7 +40,7 @@ def check_launcher() -> None:
     if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         want = "0, or a store of its own for each restart: in a shared one gloo finds the addresses of dead workers"
         fix = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host, before torchrun"
-        raise ConfigError(describe("torchrun", [Problem("--max-restarts", restarts, want, fix)]))
+        raise ConfigError.of("torchrun", "--max-restarts", restarts, want, fix)
 
 
 class Launcher:

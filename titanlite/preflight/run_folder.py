@@ -100,8 +100,7 @@ class RunFolder:
                 "the file that this job has locked: since it was removed or replaced, another job may have begun here"
             )
             fix = "let one of the two go on; never delete the lock of a job that runs, which is dropped when it ends"
-            problem = Problem("lock", "not this job's any more", want, fix)
-            raise FolderLostError(describe(str(self.path), [problem])) from None
+            raise FolderLostError.of(str(self.path), "lock", "not this job's any more", want, fix) from None
         os.close(before)  # type: ignore[arg-type]
         if notices:
             self._lock = None
@@ -211,13 +210,13 @@ class RunFolder:
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             free, make_room = room_in(self.path)
-            problem = Problem(
+            raise ConfigError.of(
+                str(self.path),
                 "a file",
                 f"{e}; {free} in this folder",
                 "a folder that takes the run's log, metrics and status, on a disk and in a quota with room for them",
                 f"{make_room}, or clear the file's place, and start again: the run goes on from its last checkpoint",
-            )
-            raise ConfigError(describe(str(self.path), [problem])) from e
+            ) from e
 
     def release(self) -> None:
         """Drop the lock before the process ends. Without a lock, nothing."""
@@ -230,13 +229,13 @@ class RunFolder:
         try:
             yield
         except OSError as e:
-            problem = Problem(
+            raise ConfigError.of(
+                str(self.path),
                 "job.dump_folder",
                 f"{config.job.dump_folder} ({e})",
                 "a folder that can be read and written",
                 f"set job.dump_folder to one, {room_in(self.path)[1]}, or remove what is in a file's place",
-            )
-            raise ConfigError(describe(str(self.path), [problem])) from None
+            ) from None
 
     def _take_lock(self) -> list[str]:
         lock = open_plain(self.path / "lock", os.O_RDWR | os.O_CREAT)
@@ -249,13 +248,13 @@ class RunFolder:
                 return [f"{self.path}: this file system has no locks; make sure that no second job uses the folder"]
             if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            problem = Problem(
+            raise ConfigError.of(
+                f"{self.path}: in use",
                 "lock",
                 holder.strip() or "held by another process",
                 "no other job in this folder",
                 "wait for that job or stop it, or choose another job.name",
-            )
-            raise ConfigError(describe(f"{self.path}: in use", [problem])) from None
+            ) from None
         self._lock = lock
         # A forked child (a data worker, say) shares the lock and would keep it when this process is killed.
         os.register_at_fork(after_in_child=self.release)
@@ -279,8 +278,7 @@ class RunFolder:
             except OSError as e:
                 want = "a folder that can be written: the run would end when it comes to that"
                 fix = "make it writable or move it away, or choose another job.name"
-                problem = Problem(str(folder), str(e.strerror), want, fix)
-                raise ConfigError(describe(str(self.path), [problem])) from None
+                raise ConfigError.of(str(self.path), str(folder), str(e.strerror), want, fix) from None
         return notices
 
     def _compare(self, config: Config) -> list[str]:
@@ -290,8 +288,13 @@ class RunFolder:
         except FileNotFoundError:
             return []
         except (ValueError, RecursionError) as e:  # tomli's, or a byte that is no text
-            problem = Problem("config.toml", str(e), "the config of this run", "restore it, or choose another job.name")
-            raise ConfigError(describe(str(self.path), [problem])) from None
+            raise ConfigError.of(
+                str(self.path),
+                "config.toml",
+                str(e),
+                "the config of this run",
+                "restore it, or choose another job.name",
+            ) from None
         # A key that a former version did not know had, in effect, its default.
         default, now = dotted(asdict(Config())), dotted(redact_tree(asdict(config), redact_urls))
         was = default | before
@@ -321,19 +324,20 @@ class RunFolder:
     def _check_new(self, config: Config) -> None:
         if not config.checkpoint.enable and _has_content(self.checkpoints):
             want = "true: without it this start begins anew, beside the checkpoints of the run that is here"
-            problem = Problem("checkpoint.enable", "false", want, "choose another job.name, or delete the folder")
-            raise ConfigError(describe(str(self.path), [problem]))
+            raise ConfigError.of(
+                str(self.path), "checkpoint.enable", "false", want, "choose another job.name, or delete the folder"
+            )
         if config.checkpoint.resume != "never":
             return
         used = [p.name for p in (self.checkpoints, self.metrics) if _has_content(p)]
         if used:
-            problem = Problem(
+            raise ConfigError.of(
+                str(self.path),
                 "checkpoint.resume",
                 f'"never", and the folder has {" and ".join(used)}',
                 "a new folder",
                 'choose another job.name, set checkpoint.resume = "auto", or delete the folder',
             )
-            raise ConfigError(describe(str(self.path), [problem]))
 
 
 def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
