@@ -40,9 +40,6 @@ def open_plain(path: Path, flags: int) -> int:
 def append_plain(path: Path) -> TextIO:
     """Open a plain text file to add lines to it, each of which is at once the operating system's; made if need be.
 
-    Args:
-        path: the file.
-
     Raises:
         OSError: as `open_plain` says.
     """
@@ -55,10 +52,6 @@ def is_at(path: Path, file: int) -> bool:
     """Return whether a path is still that of an open file: nobody has removed, moved or replaced it.
 
     So it is as long as nothing else is known: a network's file system may fail for a while.
-
-    Args:
-        path: where it was opened.
-        file: its descriptor.
     """
     try:
         found = path.lstat()
@@ -74,9 +67,6 @@ def is_at(path: Path, file: int) -> bool:
 
 def read_plain(path: Path) -> bytes:
     """Read a plain file.
-
-    Args:
-        path: the file.
 
     Raises:
         OSError: as `open_plain` says.
@@ -121,20 +111,13 @@ def _require_plain(path: Path) -> None:
 
 
 def earlier(*paths: Path) -> list[Path]:
-    """Name what files were before: `metrics.earlier-1.jsonl`, or `-2` and so on, the first number that is free for all.
-
-    Args:
-        paths: the files.
-    """
+    """Name what files were before: `metrics.earlier-1.jsonl`, or `-2` and so on, the first number that is free for all."""
     numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
 
 
 def room_in(folder: Path) -> tuple[str, str]:
     """Say what is free on the disk of a folder, and what makes more of it: a disk may have bytes and no inode left.
-
-    Args:
-        folder: there or not.
 
     Returns:
         As "3.1 GiB are free", and as "make room".
@@ -148,9 +131,6 @@ def room_in(folder: Path) -> tuple[str, str]:
 
 def require_writable(folder: Path) -> None:
     """Raise what making a file in a folder would raise, or the folder itself where it is not there; touch nothing.
-
-    Args:
-        folder: there or not.
 
     Raises:
         OSError: what is there is no folder, or nothing can be made in it: permissions, a read-only mount, or a link to

@@ -89,10 +89,6 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
     Three letters with another, or without one, are still that word ("ful"); where more differs, or of two letters any
     ("7B", "70B"), they are another, as a word with another number is ("llama4").
-
-    Args:
-        word: what was written.
-        choices: what could have been.
     """
     number = re.sub(r"\D", "", word)
     spelling = {c.lower(): c for c in choices if not number or re.sub(r"\D", "", c) in ("", number)}
@@ -109,10 +105,6 @@ class Report(str):
 
 def describe(source: str, problems: Sequence[Problem]) -> Report:
     """Format all problems of one source as one message.
-
-    Args:
-        source: the file, or "command line".
-        problems: at least one.
 
     Returns:
         A message of one headline and four parts per problem.

@@ -36,10 +36,6 @@ AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
     """Return the names of all recipes of one kind, the shipped ones first.
 
-    Args:
-        kind: which recipes.
-        extra_dirs: the user's folders (`job.recipe_dirs`).
-
     Raises:
         RecipeError: a folder does not exist, or two recipes have one name.
     """
@@ -48,11 +44,6 @@ def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
 
 def current_name(kind: Kind, name: str, extra_dirs: Sequence[str] = ()) -> str:
     """Return the name that a recipe has here: `name`, unless that is what torchao or torchtitan once called it.
-
-    Args:
-        kind: which recipes.
-        name: as the config says it.
-        extra_dirs: the user's folders (`job.recipe_dirs`), whose names are never old ones.
 
     Raises:
         RecipeError: as `names`.
@@ -112,10 +103,6 @@ def load(
 
 def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
     """Return the dimensions of a config's model: its flavor's or a folder's, with the overrides of `[model]`.
-
-    Args:
-        config: the run.
-        origin: where its keys were given, for the message if there is no such flavor.
 
     Raises:
         RecipeError: there is no such flavor, or the architecture lacks a key or makes nothing of one.

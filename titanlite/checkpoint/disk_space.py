@@ -24,11 +24,6 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 def lack_of_room(root: Path, config: Config, dims: ModelDims) -> str | None:
     """Say so if the checkpoints that will be there at once need more room than is free.
 
-    Args:
-        root: folder of the checkpoints, which need not exist.
-        config: with checkpoints.
-        dims: the model's dimensions.
-
     Returns:
         One line for the user; None if there is room, or the model's size is not known without its file.
     """

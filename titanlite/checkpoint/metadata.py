@@ -104,9 +104,6 @@ class _Made(dict[int, Any]):
 def read_metadata(folder: Path) -> metadata.Metadata:
     """Read and check what a checkpoint holds.
 
-    Args:
-        folder: a checkpoint written by `store.write`.
-
     Returns:
         DCP's description: every entry a tensor, every tensor whole, every shard in a file of this folder.
 

@@ -40,10 +40,6 @@ def nothing_to_do(config: Config, done: int) -> str | None:
 def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | None:
     """Choose a checkpoint; nothing is touched.
 
-    Args:
-        root: folder of the checkpoints.
-        resume: `checkpoint.resume`.
-
     Returns:
         The step to load; None for a fresh start.
 
@@ -103,10 +99,6 @@ def check_quickly(root: Path, step: int, config: Config, dims: ModelDims, per_st
 def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
     """Give the dimensions of the model that a start goes on with.
 
-    Args:
-        root: folder of the checkpoints; there are some.
-        resume: `checkpoint.resume`.
-
     Raises:
         CheckpointError: as `step_to_resume` says, or the checkpoint is damaged.
         ConfigError: it is of a version that did not say them.
@@ -119,10 +111,6 @@ def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
 
 def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
     """Give the dimensions that a checkpoint was saved with: its recipe may have changed since.
-
-    Args:
-        folder: the checkpoint.
-        state: what it says beside the tensors.
 
     Raises:
         ConfigError: it is of a version that did not say them.
@@ -190,10 +178,6 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     """Return what a checkpoint says of its run, for whichever folder it is resumed in, as JSON.
 
     Texts and tokenizers have fingerprints there, and the optimizer its tensors.
-
-    Args:
-        config: of the run.
-        dims: its model's dimensions.
     """
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
     return {"model": model, "training": {key: getattr(config.training, key) for key in ("seq_len", "seed")}}

@@ -106,9 +106,6 @@ class Checkpoints:
     def choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         """Decide at start what to resume from, and remove what a killed save or deletion left behind.
 
-        Args:
-            resume: `checkpoint.resume`.
-
         Returns:
             The step to load; None for a fresh start.
 

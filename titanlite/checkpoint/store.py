@@ -98,9 +98,6 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
 def digests(folder: Path) -> dict[str, str]:
     """Hash what a checkpoint holds: equal for equal bits, under one layout.
 
-    Args:
-        folder: a checkpoint.
-
     Returns:
         SHA-256 of each stored part of each tensor, by name and offsets.
 

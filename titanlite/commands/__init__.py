@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import titanlite
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe, nearest
+from titanlite.errors import ConfigError, TitanliteError, nearest
 from titanlite.exit_code import guard_streams
 
 _COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume")

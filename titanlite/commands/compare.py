@@ -48,12 +48,6 @@ class RunRecord:
 def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
-    Args:
-        argv: what follows `titanlite compare` on the command line.
-
-    Returns:
-        The exit code, 0.
-
     Raises:
         ConfigError: a flag is unknown or has no value.
         RunError: a path is not a run's folder, or no run has logged anything, all problems at once; a file of a run is
@@ -75,9 +69,6 @@ def run(argv: Sequence[str]) -> int:
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     """Read run folders.
-
-    Args:
-        folders: at least one.
 
     Returns:
         A record per folder, in the same order, with names that differ.

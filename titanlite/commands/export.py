@@ -33,12 +33,6 @@ _COMMAND = Command(
 def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
-    Args:
-        argv: what follows `titanlite export` on the command line.
-
-    Returns:
-        The exit code, 0.
-
     Raises:
         TitanliteError: there is no such checkpoint, it is damaged, its model has no place in that layout, its
             tokenizer is another, or the folder exists or cannot be written; or an argument is none of this command's.

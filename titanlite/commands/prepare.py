@@ -22,12 +22,6 @@ _COMMAND = Command("prepare", __doc__ or "", {})
 def run(argv: Sequence[str]) -> int:
     """Prepare `data.source` and, if it is enabled, `validation.source`, and print what came of it.
 
-    Args:
-        argv: arguments behind `prepare`.
-
-    Returns:
-        The exit code, 0.
-
     Raises:
         TitanliteError: config, source or tokenizer cannot be used; what can be said before reading is said at
             once. Or what was read is too short for a step of the run.

@@ -37,12 +37,6 @@ _UNSEEDED = re.compile(r"rng/rank\d+/(python|numpy) ")  # begins at random in ev
 def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
-    Args:
-        argv: arguments behind `verify-resume`.
-
-    Returns:
-        The exit code, 0: they are equal.
-
     Raises:
         TitanliteError: the config is wrong, one of the runs failed, or they are not equal.
     """

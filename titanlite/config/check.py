@@ -82,10 +82,6 @@ def check(
 def check_homes(config: Config, origin: Origin) -> None:
     """Refuse a path that begins with the home of somebody who has none, as a container's user without an entry.
 
-    Args:
-        config: as it was read.
-        origin: where each key was given.
-
     Raises:
         ConfigError: with every such key.
     """

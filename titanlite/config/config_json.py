@@ -152,10 +152,6 @@ def _table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
 def model_of(config: Config, origin: Origin) -> ModelDims:
     """Make the recipe of the model whose weights a run is to start from.
 
-    Args:
-        config: its `model.flavor` is `from_checkpoint`.
-        origin: where each key was given.
-
     Raises:
         ConfigError: no folder is given, or it is of another model.
     """
@@ -174,11 +170,6 @@ def model_of(config: Config, origin: Origin) -> ModelDims:
 
 def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> None:
     """Hold the folder whose weights a run is to start from against the config.
-
-    Args:
-        config: its `checkpoint.initial_load_path` is given.
-        dims: the model's dimensions.
-        origin: where each key was given.
 
     Raises:
         ConfigError: it is no such folder, or of another model; all that differs is listed.

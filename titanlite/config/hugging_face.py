@@ -147,12 +147,7 @@ def config_json(layout: Layout, dims: ModelDims, seq_len: int, dtype: str, end: 
 
 
 def said(layout: Layout, dims: ModelDims) -> dict[str, Any]:
-    """Give what config.json says of the model that is computed.
-
-    Args:
-        layout: of the architecture.
-        dims: the model's dimensions.
-    """
+    """Give what config.json says of the model that is computed."""
     keys = {"model_type": layout.model_type, **layout.always}
     keys |= {theirs: getattr(dims, ours) for theirs, ours in layout.sizes.items()}
     if dims.rope_scaling is not None:
@@ -165,19 +160,12 @@ def said(layout: Layout, dims: ModelDims) -> dict[str, Any]:
 
 
 def layer_types(dims: ModelDims) -> list[str]:
-    """Name the attention of each layer.
-
-    Args:
-        dims: the model's dimensions.
-    """
+    """Name the attention of each layer."""
     return ["sliding_attention" if window else "full_attention" for window in dims.windows]
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Name the files that have the weights, whether they are there or not.
-
-    Args:
-        folder: in Hugging Face's layout.
 
     Raises:
         ValueError, LookupError, TypeError: their index is damaged, or names a file that is not in the folder itself.

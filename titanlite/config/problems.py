@@ -39,11 +39,7 @@ class Origin:
 
 
 class Problems:
-    """Everything wrong with one config or recipe.
-
-    Args:
-        origin: where the values came from.
-    """
+    """Everything wrong with one config or recipe."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin

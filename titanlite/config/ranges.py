@@ -59,12 +59,7 @@ _FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check_ranges(config: Config, problems: Problems) -> None:
-    """Refuse numbers out of their range, as NaN always is, and those that float32 does not hold.
-
-    Args:
-        config: as it was read.
-        problems: gets what is wrong.
-    """
+    """Refuse numbers out of their range, as NaN always is, and those that float32 does not hold."""
     least, most = _FLOAT32_NORMAL
     for key, span in RANGES.items():
         value, default, name = attrgetter(key)(config), attrgetter(key)(Config()), key.partition(".")[2]

@@ -144,9 +144,6 @@ class SaveRule:
     def blocks(self, n_layers: int) -> range:
         """Give the blocks that the rule is for.
 
-        Args:
-            n_layers: blocks of the model.
-
         Raises:
             ValueError: `layers` is no slice.
         """
@@ -167,11 +164,7 @@ class SaveList:
     origin: ClassVar[Origin] = Origin("save-list")  # no key: where they stand; one that was loaded has its own
 
     def active(self, n_layers: int) -> list[frozenset[int]]:
-        """Give the numbers of the rules that are for each block.
-
-        Args:
-            n_layers: blocks of the model.
-        """
+        """Give the numbers of the rules that are for each block."""
         of_rules = [frozenset(rule.blocks(n_layers)) for rule in self.rules]
         return [frozenset(i for i, blocks in enumerate(of_rules) if n in blocks) for n in range(n_layers)]
 

@@ -42,12 +42,7 @@ def without_decay(patterns: Sequence[str], parameters: Collection[str], origin: 
 
 
 def parameter_names(block: Block, dims: ModelDims) -> list[str]:
-    """Give the names of all parameters of a shipped architecture; embeddings that are tied have one.
-
-    Args:
-        block: what its blocks are made of.
-        dims: its dimensions.
-    """
+    """Give the names of all parameters of a shipped architecture; embeddings that are tied have one."""
     names = ["tok_embeddings.weight", *(["positions.weight"] if dims.max_seq_len else [])]
     kinds = ("weight", "bias") if block.layer_norms else ("weight",)
     norms = ["attention_norm", "ffn_norm", *(["post_attention_norm", "post_ffn_norm"] if block.post_norms else [])]

@@ -37,9 +37,6 @@ _BESIDE = re.compile(
 def left_out(source: Source) -> list[str]:
     """Compare a local folder with what `datasets` reads of it, in all its splits.
 
-    Args:
-        source: a dataset in a folder.
-
     Returns:
         One line about files that are left out and are no records, or none.
 
@@ -71,9 +68,6 @@ def left_out(source: Source) -> list[str]:
 def builder_of(source: Source) -> "DatasetBuilder":
     """Make what reads a dataset through `datasets`, its defaults set so that they change no text.
 
-    Args:
-        source: a dataset.
-
     Returns:
         The builder; nothing but descriptions has been read.
 
@@ -97,12 +91,7 @@ def builder_of(source: Source) -> "DatasetBuilder":
 
 
 def own_files(builder: "DatasetBuilder", split: str) -> tuple[Path, ...]:
-    """Return the files of a split if titanlite reads all of them itself, else nothing.
-
-    Args:
-        builder: of a dataset in a folder.
-        split: of it.
-    """
+    """Return the files of a split if titanlite reads all of them itself, else nothing."""
     given = {"name", "version", "data_dir", "data_files", "description"}
     fields = [f for f in dataclasses.fields(builder.config) if f.name not in given]
     defaults = {f.name: _OPTIONS.get(f.name, f.default) for f in fields}

@@ -184,10 +184,6 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
 def check_cache(inputs: Inputs, data: Data) -> None:
     """Check that shards can be written where some are still to be made: on the host that is to make them.
 
-    Args:
-        inputs: of the run.
-        data: of its config.
-
     Raises:
         DataError: they cannot.
     """

@@ -39,10 +39,6 @@ _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4"
 def token_dtype(source: Source, vocab_size: int) -> str:
     """Return the type of the ids in token files, by the rule above.
 
-    Args:
-        source: of kind "tokens".
-        vocab_size: of the model.
-
     Returns:
         "uint16" or "uint32".
 
@@ -84,11 +80,6 @@ def token_dtype(source: Source, vocab_size: int) -> str:
 def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
     """Read token files once, to know their ids and their fingerprint.
 
-    Args:
-        source: of kind "tokens".
-        dtype: of the ids.
-        report: called with the bytes read so far.
-
     Returns:
         What meta.json of these files is to say; the files stay where they are.
 
@@ -129,11 +120,6 @@ def _prepared(source: Source) -> dict[Path, Shard]:
 
 def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
     """Check that the model has a row for every id.
-
-    Args:
-        meta: of the corpus.
-        vocab_size: of the model.
-        key: the config key of the source.
 
     Raises:
         DataError: an id is too large; the message names file and place.

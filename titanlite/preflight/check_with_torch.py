@@ -14,9 +14,6 @@ from titanlite.preflight.checked_run import CheckedRun
 def check_with_torch(checked: CheckedRun) -> None:
     """Refuse what `checked_run` lets pass because torch would have to be imported: only where something is left.
 
-    Args:
-        checked: the run.
-
     Raises:
         TitanliteError: of a model of the user's own, the blocks are others than the recipe's, or a pattern matches no
             parameter or no layer; or a save-list names an operation that torch has not, or keeps an elementwise one.

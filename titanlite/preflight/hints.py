@@ -20,16 +20,7 @@ from titanlite.json_file import parse_json, read_json
 
 
 def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[str, ...]:
-    """Say so if many ids of the model can never occur in its text; of token files, that is known when they were read.
-
-    Args:
-        config: the run.
-        inputs: what it reads.
-        vocab_size: of the model.
-
-    Returns:
-        One warning, or none.
-    """
+    """Say so if many ids of the model can never occur in its text; of token files, known once they were read."""
     if inputs.tokenizer is None or inputs.sources["data.source"].kind == "tokens":
         return ()
     n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
@@ -41,16 +32,7 @@ def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[s
 
 
 def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> tuple[str, ...]:
-    """Name what makes a run the one that is meant, and was left to a default: model, source, tokenizer.
-
-    Args:
-        config: the run.
-        is_own_vocabulary: whether the tokenizer's ids are the model's, as those of `bytes` are of a model of 256.
-        origin: the place of each key that was given.
-
-    Returns:
-        One warning, or none.
-    """
+    """Name what makes a run the one that is meant, and was left to a default: model, source, tokenizer."""
     chooses = {"model.flavor": config.model.flavor, "data.source": config.data.source}
     if not is_own_vocabulary:
         chooses["data.tokenizer"] = config.data.tokenizer
@@ -61,15 +43,7 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> tuple
 
 
 def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
-    """Say so if the text that a run is validated on is trained on, where that can be seen.
-
-    Args:
-        config: the run.
-        sources: by their keys.
-
-    Returns:
-        One text, or none.
-    """
+    """Say so if the text that a run is validated on is trained on, where that can be seen."""
     trained, held_out = sources["data.source"], sources.get("validation.source")
     if held_out is None:
         return ()
@@ -84,15 +58,7 @@ def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]
 
 
 def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
-    """Say so if the text is to be told by other ids than those that the weights know, where that can be seen.
-
-    Args:
-        config: of a run that starts from `checkpoint.initial_load_path`.
-        sources: by their keys.
-
-    Returns:
-        One text, or none.
-    """
+    """Say so if the text is to be told by other ids than those that the weights know, where that can be seen."""
     theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
     if not os.path.isfile(theirs) or sources["data.source"].kind == "tokens":
         return ()
@@ -117,11 +83,7 @@ def _of_text(tokenizer: bytes) -> dict[str, Any]:
 
 
 def other_training(config: Config) -> tuple[str, ...]:
-    """Say what a run does otherwise with weights than they were made for.
-
-    Args:
-        config: of a run that starts from `checkpoint.initial_load_path`, whose config.json was found to be its model's.
-    """
+    """Say what a run does otherwise with weights than they were made for."""
     said = read_json(Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "config.json")
     return _longer_than_trained(config, said) + _without_dropout(config, said)
 
@@ -144,15 +106,7 @@ def _without_dropout(config: Config, said: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def unaligned_vocabulary(config: Config, dims: ModelDims) -> tuple[str, ...]:
-    """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes.
-
-    Args:
-        config: the run.
-        dims: the model's dimensions.
-
-    Returns:
-        One text, or none.
-    """
+    """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes."""
     ranks, size = config.parallelism.tensor_parallel_degree, dims.vocab_size
     if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
         return ()
@@ -166,14 +120,7 @@ def unaligned_vocabulary(config: Config, dims: ModelDims) -> tuple[str, ...]:
 
 
 def cut_schedule(config: Config) -> tuple[str, ...]:
-    """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is.
-
-    Args:
-        config: the run.
-
-    Returns:
-        One text, or none.
-    """
+    """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is."""
     steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
     decay = steps - warmup if ratio is None else round(ratio * steps)
     if warmup > steps:

@@ -115,9 +115,6 @@ class RunFolder:
     def claim(self, config: Config) -> list[str]:
         """Create the folder or check that it is this run's, and lock it. Call it on one process.
 
-        Args:
-            config: the resolved config.
-
         Returns:
             What the user should be told: keys that changed since the run was last started, a file system without locks.
 
@@ -139,9 +136,6 @@ class RunFolder:
         """Say what claiming the folder would say, and touch nothing.
 
         The lock is not tried: a job that starts at that instant would find it taken.
-
-        Args:
-            config: the resolved config.
 
         Returns:
             Keys that changed since the run was last started.
