@@ -111,12 +111,12 @@ def _require_plain(path: Path) -> None:
 
 
 def earlier(*paths: Path) -> list[Path]:
-    """Name what files were before: `metrics.earlier-1.jsonl`, or `-2` and so on, the first number that is free for all."""
+    """Name what files were before: `metrics.earlier-1.jsonl`, or `-2` and so on: the first number free for all."""
     numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
 
 
-def room_in(folder: Path) -> tuple[str, str]:
+def disk_space_in(folder: Path) -> tuple[str, str]:
     """Say what is free on the disk of a folder, and what makes more of it: a disk may have bytes and no inode left.
 
     Returns:

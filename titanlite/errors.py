@@ -96,14 +96,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return spelling[near[0]] if near else None
 
 
-class Report(str):
+class ErrorReport(str):
     """The message about one source, which still knows its parts: reports of several checks become one."""
 
     source: str
     problems: tuple[Problem, ...]
 
 
-def describe(source: str, problems: Sequence[Problem]) -> Report:
+def describe(source: str, problems: Sequence[Problem]) -> ErrorReport:
     """Format all problems of one source as one message.
 
     Returns:
@@ -113,6 +113,6 @@ def describe(source: str, problems: Sequence[Problem]) -> Report:
     body = "\n  ".join(str(p).replace("\n", "\n  ") for p in problems[:_MOST])
     if len(problems) > _MOST:
         body += f"\n  and {len(problems) - _MOST:,} more"
-    report = Report(f"{source}: {len(problems)} {noun}\n  {body}")
+    report = ErrorReport(f"{source}: {len(problems)} {noun}\n  {body}")
     report.source, report.problems = source, tuple(problems)
     return report

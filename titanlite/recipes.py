@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 from titanlite.config.architectures import check_keys
-from titanlite.config.build import build, show
-from titanlite.config.check_recipe import check_float8, check_model, check_save_list
+from titanlite.config.build import from_table, show
+from titanlite.config.check_recipe import check_float8, check_model, check_save_rules
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
 from titanlite.config.port import flavor, save_list
 from titanlite.config.problems import Origin, Place, Problems
@@ -92,7 +92,7 @@ def load(
 
     table, places = read_merged(path, find_base)
     problems = Problems(Origin(str(path), places))
-    recipe = build(KINDS[kind].schema, table, problems)
+    recipe = from_table(KINDS[kind].schema, table, problems)
     if recipe is not None and not problems:
         KINDS[kind].check(recipe, problems)
     problems.raise_all(RecipeError)
@@ -197,5 +197,5 @@ class _Kind:
 KINDS: dict[Kind, _Kind] = {
     "model": _Kind(ModelDims, check_model, "model.flavor", words=(FROM_CHECKPOINT,)),
     "float8": _Kind(Float8Recipe, check_float8, "float8.recipe", words=("none",)),
-    "activation_checkpoint": _Kind(SaveList, check_save_list, "activation_checkpoint.recipe", words=(AUTO,)),
+    "activation_checkpoint": _Kind(SaveList, check_save_rules, "activation_checkpoint.recipe", words=(AUTO,)),
 }

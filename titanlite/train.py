@@ -9,7 +9,7 @@ mistake costs a second; in a model file of one's own, before anything is written
 import os
 import sys
 
-from titanlite.checkpoint.disk_space import lack_of_room
+from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
@@ -42,7 +42,7 @@ def main() -> None:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
-            lack = lack_of_room(folder.checkpoints, run.config, run.dims)
+            lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims)
             warnings += [lack] if lack else []
 
     from titanlite.training.train import train  # torch is imported here, not before

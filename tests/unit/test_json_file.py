@@ -15,7 +15,7 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.schema import Config, Data, Job
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Meta
-from titanlite.data.tokenizer import load
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import TitanliteError
 from titanlite.json_file import parse_json
 from titanlite.observe.metrics import read_metrics
@@ -40,7 +40,7 @@ def of_folder(path: Path) -> None:
 
 def of_tokenizer(path: Path) -> None:
     make_tokenizer(path / "tokenizer.json")
-    load(str(path / "tokenizer.json"))
+    load_tokenizer(str(path / "tokenizer.json"))
 
 
 def of_records(path: Path) -> None:
@@ -58,7 +58,7 @@ READERS: list[tuple[str, Callable[[Path], object], str]] = [
     (MANIFEST, verify, f"{MANIFEST} = ValueError: nested too deeply"),
     ("state.json", lambda path: read_state(path, 1), "state.json = ValueError: nested too deeply"),
     ("config.json", of_folder, "with config.json and safetensors (nested too deeply)"),
-    ("tokenizer.json", lambda path: load(str(path / "tokenizer.json")), "which is no tokenizer"),
+    ("tokenizer.json", lambda path: load_tokenizer(str(path / "tokenizer.json")), "which is no tokenizer"),
     ("tokenizer_config.json", of_tokenizer, "is not a JSON object: nested too deeply"),
     ("a.jsonl", of_records, "a.jsonl:1: not JSON: nested too deeply"),
     ("metrics.jsonl", lambda path: read_metrics(path / "metrics.jsonl"), "want: a JSON object with a step"),

@@ -49,15 +49,15 @@ def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None
         result = action()
     except Exception as e:
         failure = e
-    everywhere: list[tuple[T, tuple[type[TitanliteError], str] | None]] = [(cast(T, result), _told(failure))]
+    everywhere: list[tuple[T, tuple[type[TitanliteError], str] | None]] = [(cast(T, result), _as_message(failure))]
     if dist.is_initialized():
         everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, (result, _told(failure)), group)
-    if told := [failed for _, failed in everywhere if failed is not None]:
+        dist.all_gather_object(everywhere, (result, _as_message(failure)), group)
+    if failures := [failed for _, failed in everywhere if failed is not None]:
         if failure and not isinstance(failure, TitanliteError | OSError):
             raise failure
-        kind = told[0][0]
-        raise kind("\n".join(dict.fromkeys(message for _, message in told))) from failure
+        kind = failures[0][0]
+        raise kind("\n".join(dict.fromkeys(message for _, message in failures))) from failure
     return [r for r, _ in everywhere]
 
 
@@ -66,8 +66,8 @@ def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -
     return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None, group)[0])
 
 
-def _told(failure: Exception | None) -> tuple[type[TitanliteError], str] | None:
-    """What the other ranks are told: our own errors say where they are, any other gets its rank and type."""
+def _as_message(failure: Exception | None) -> tuple[type[TitanliteError], str] | None:
+    """Return the class and message to raise on all ranks; an error that is not ours gets its rank and type."""
     if failure is None:
         return None
     if isinstance(failure, TitanliteError):

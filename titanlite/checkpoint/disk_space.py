@@ -21,7 +21,7 @@ _FILES = THREADS + 4  # of a checkpoint, at least: tensors, .metadata, state.jso
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def lack_of_room(root: Path, config: Config, dims: ModelDims) -> str | None:
+def lack_of_disk_space(root: Path, config: Config, dims: ModelDims) -> str | None:
     """Say so if the checkpoints that will be there at once need more room than is free.
 
     Returns:

@@ -28,7 +28,7 @@ from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.store import require_none
 from titanlite.config.config_json import FROM_CHECKPOINT
-from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, Layout, config_json, weight_files
+from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
@@ -43,7 +43,7 @@ _FILE_BYTES = 5_000_000_000  # of weights in one file, as transformers itself wr
 _BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
 
-def export(
+def export_checkpoint(
     checkpoint: Path,
     out: Path,
     config: Config,
@@ -102,7 +102,7 @@ def export(
         ) from error
 
 
-def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
+def load_weights(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
     """Fill a run's parameters with the weights of a folder. Collective.
 
     Args:
@@ -135,7 +135,7 @@ def load(path: str, architecture: str, model: nn.Module, parameters: Mapping[str
     return of_ranks[0][0]
 
 
-def _load(folder: Path, layout: Layout, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
+def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
     """Load the weights; return how many were read, and a sum over all their bits."""
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}

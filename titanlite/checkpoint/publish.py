@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileEntry:
     """Hold what the manifest says about one file."""
 
     bytes: int
@@ -55,7 +55,7 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Read files back and describe them for the manifest.
 
     Args:
@@ -67,10 +67,10 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
     """
     found = list(names)
     sums = _sha256s([folder / name for name in found])
-    return {name: Entry((folder / name).stat().st_size, sha256) for name, sha256 in zip(found, sums, strict=True)}
+    return {name: FileEntry((folder / name).stat().st_size, sha256) for name, sha256 in zip(found, sums, strict=True)}
 
 
-def commit(tmp: Path, entries: Mapping[str, Entry]) -> Path:
+def commit(tmp: Path, entries: Mapping[str, FileEntry]) -> Path:
     """Write the manifest, make everything durable and rename `tmp` to its final name.
 
     Call on one process, once every writer has closed and synced its files.
@@ -219,12 +219,12 @@ def _has_manifest(folder: Path) -> bool:
         return False
 
 
-def _manifest(folder: Path) -> dict[str, Entry]:
+def _manifest(folder: Path) -> dict[str, FileEntry]:
     """Read the manifest strictly: what it says is not trusted until it has been checked."""
     try:
         raw = cast(object, parse_json(read_plain(folder / MANIFEST)))
         files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
-        entries = {name: Entry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
+        entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
             raise _unreadable(str(folder), e) from None
@@ -238,7 +238,7 @@ def _manifest(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def _check_files(folder: Path, entries: Mapping[str, Entry]) -> None:
+def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
     """Check that the folder holds the files of `entries`, at their sizes, and nothing else."""
     found: dict[str, int] = {}
     problems: list[Problem] = []

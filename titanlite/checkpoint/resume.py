@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import titanlite
 from titanlite.checkpoint import publish
-from titanlite.config.build import build, show
+from titanlite.config.build import from_table, show
 from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims
@@ -72,7 +72,14 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
     return resume
 
 
-def check_quickly(root: Path, step: int, config: Config, dims: ModelDims, per_step: int | None) -> dict[str, Any]:
+def check_quickly(
+    root: Path,
+    step: int,
+    config: Config,
+    dims: ModelDims,
+    per_step: int | None,
+    state: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Refuse a checkpoint that a start would refuse, except for damage inside large files and for tensors.
 
     Args:
@@ -81,6 +88,7 @@ def check_quickly(root: Path, step: int, config: Config, dims: ModelDims, per_st
         config: of the run that is to resume from it.
         dims: its model's dimensions.
         per_step: as in `check_state`.
+        state: what the checkpoint says beside the tensors, if that was read.
 
     Returns:
         What it says beside the tensors.
@@ -91,9 +99,9 @@ def check_quickly(root: Path, step: int, config: Config, dims: ModelDims, per_st
     """
     folder = publish.step_folder(root, step)
     publish.verify(folder, largest=QUICKLY_HASHED)
-    state = read_state(folder, step)["state"]
-    check_state(folder, state, config, dims, per_step)
-    return state
+    saved = cast("dict[str, Any]", read_state(folder, step)["state"]) if state is None else state
+    check_state(folder, saved, config, dims, per_step)
+    return saved
 
 
 def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
@@ -117,7 +125,7 @@ def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
     """
     given = {key: value for key, value in state.get("model", {}).items() if value is not None}
     problems = Problems(Origin(str(folder)))
-    dims = build(ModelDims, {"help": "", **given}, problems)
+    dims = from_table(ModelDims, {"help": "", **given}, problems)
     problems.raise_all()
     return cast(ModelDims, dims)
 

@@ -41,14 +41,14 @@ from titanlite.checkpoint import publish
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.disk_space import SPARE
 from titanlite.checkpoint.metadata import read_metadata
-from titanlite.checkpoint.publish import Entry, hash_files
-from titanlite.durable import room_in
+from titanlite.checkpoint.publish import FileEntry, hash_files
+from titanlite.durable import disk_space_in
 from titanlite.errors import CheckpointError, Problem, describe
 
 _SHOWN = 8  # names per problem in a message
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Entry]:
+def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, FileEntry]:
     """Write a state. Collective: every rank calls it with its tensors.
 
     Args:
@@ -161,7 +161,7 @@ class _Writer(dcp.FileSystemWriter):
                 cause = cause.__context__
             if cause is None:
                 raise
-            free, make_room = room_in(self.folder)
+            free, make_room = disk_space_in(self.folder)
             raise CheckpointError.of(
                 str(self.folder),
                 f"rank {rank()}",

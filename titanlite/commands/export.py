@@ -10,7 +10,7 @@ from titanlite.checkpoint import publish
 from titanlite.commands.arguments import Command
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
-from titanlite.data.tokenizer import Tokenizer, load
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.preflight.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     out = Path(given.get("--out", folder.path / "hugging_face" / checkpoint.name))
     _check(config, out, dtype)
 
-    from titanlite.checkpoint.hugging_face import export
+    from titanlite.checkpoint.hugging_face import export_checkpoint
     from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, read_state
 
     publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = _tokenizer(name, config.data.add_bos_token, state["tokenizer"])
-    export(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _say(f"  {line}"))
+    export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _say(f"  {line}"))
     if tokenizer is None:
         _say("  no tokenizer: the run read token files")
     _say(str(out))
@@ -117,7 +117,7 @@ def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
     if not fingerprint:
         return None
     is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
-    tokenizer = load(name, add_bos) if is_there else None
+    tokenizer = load_tokenizer(name, add_bos) if is_there else None
     if tokenizer is None or tokenizer.fingerprint != fingerprint:
         saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
         want = f"the tokenizer that the run was trained with; {saw}"

@@ -9,14 +9,9 @@ it look for damage inside a checkpoint's large files, or know for certain whethe
 import sys
 from dataclasses import replace
 
-from titanlite.checkpoint.disk_space import lack_of_room
+from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import (
-    check_quickly,
-    nothing_to_do,
-    other_text,
-    step_to_resume,
-)
+from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.check import sequences_per_step
@@ -58,7 +53,7 @@ def run(argv: list[str]) -> int:
 def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int | None, int]:
     """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
-    told, step, samples = folder.foresee(config), None, 0
+    notices, step, samples = folder.foresee(config), None, 0
     warnings = [folder.seems_in_use()]
     if "data.source" not in checked.inputs.shards:
         warnings.append(whole_from_hub(checked.inputs.sources["data.source"], config.data))
@@ -66,17 +61,17 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         warnings.append(lack_of_memory(config, checked.dims))
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
-        warnings.append(lack_of_room(folder.checkpoints, config, checked.dims))
+        warnings.append(lack_of_disk_space(folder.checkpoints, config, checked.dims))
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
-        state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences)
+        state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences, checked.saved)
         samples = int(state.get("samples", 0))
         at, shards = step_folder(folder.checkpoints, step), checked.inputs.shards.get("data.source")
         corpus, strict = shards.fingerprint if shards else "", config.job.strict
         tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
         warnings.append(other_text(at, state, corpus, tokenizer, strict))
-        told += [idle] if (idle := nothing_to_do(config, step)) else []
-    hints, warnings = (*checked.hints, *told), (*checked.warnings, *filter(None, warnings))
+        notices += [idle] if (idle := nothing_to_do(config, step)) else []
+    hints, warnings = (*checked.hints, *notices), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
 
 
@@ -92,11 +87,8 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     """
     config, inputs = checked.config, checked.inputs
     mesh, batch = config.parallelism, config.training
-    replicate, shard, tensor = (
-        mesh.data_parallel_replicate_degree,
-        mesh.data_parallel_shard_degree,
-        mesh.tensor_parallel_degree,
-    )
+    replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
+    shard = mesh.data_parallel_shard_degree
     if shard == -1 and world is not None:
         shard = world // (replicate * tensor)
     if shard == -1:

@@ -17,7 +17,7 @@ from titanlite.errors import nearest
 T = TypeVar("T")
 
 
-def build(
+def from_table(
     schema: type[T],
     table: Mapping[str, object],
     problems: Problems,
@@ -76,7 +76,7 @@ def _convert(
     options = _options(hint)
     nested = [o for o in options if dataclasses.is_dataclass(o)]
     if nested and isinstance(value, dict):
-        return build(cast("type[object]", nested[0]), cast("Mapping[str, object]", value), problems, path, suggest)
+        return from_table(cast("type[object]", nested[0]), cast("Mapping[str, object]", value), problems, path, suggest)
     tuples = [o for o in options if get_origin(o) is tuple]
     if tuples and isinstance(value, list):
         item, items = get_args(tuples[0])[0], cast("list[object]", value)

@@ -30,7 +30,7 @@ _FROM_HOME = (  # keys of paths in which ~ stands for a home
 _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
 
 
-def check(
+def check_config(
     config: Config,
     model: ModelDims | None,
     world_size: int | None,

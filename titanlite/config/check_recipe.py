@@ -99,7 +99,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         problems.add("dim_multiple", show(recipe.dim_multiple), want, fix)
 
 
-def check_save_list(recipe: SaveList, problems: Problems) -> None:
+def check_save_rules(recipe: SaveList, problems: Problems) -> None:
     """Each rule names an op and can match something."""
     decided: set[str] = set()  # ops that an earlier rule matches without exception
     for n, rule in enumerate(recipe.rules):

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.build import build, show
+from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
 from titanlite.config.config_json_keys import ALIASES, LEFT_OUT, WITHOUT_EFFECT
-from titanlite.config.hugging_face import LAYOUTS, layer_types, said, weight_files
+from titanlite.config.hugging_face import LAYOUTS, layer_types, model_keys, weight_files
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Config
@@ -53,7 +53,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         problems.add(key, show(path), want, "name the folder of such a model: titanlite has no other architectures")
         return None
     own, layout = Problems(Origin(str(file))), LAYOUTS[architecture]
-    recipe = build(ModelDims, {"help": f"As {file} says.", **_table(architecture, theirs)}, own)
+    recipe = from_table(ModelDims, {"help": f"As {file} says.", **_table(architecture, theirs)}, own)
     if recipe is not None and not own:
         check_model(recipe, own)
     if recipe is None or own:
@@ -62,7 +62,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         odd = ", ".join(f"{name} (it says {show(theirs[name])})" for name, ours in names if ours in wrong)
         problems.add(key, show(path), f"a config.json with a number above 0 as {odd}", _OTHER)
         return None
-    ours = {**LEFT_OUT[architecture], **said(layout, recipe), "layer_types": layer_types(recipe)}
+    ours = {**LEFT_OUT[architecture], **model_keys(layout, recipe), "layer_types": layer_types(recipe)}
     wrong = _differences(theirs, ours)
     unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
     if wrong:
@@ -178,9 +178,9 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     recipe = _of_config(config, path, problems)
     problems.raise_all()
     layout = LAYOUTS[config.model.name]
-    theirs = said(layout, cast(ModelDims, recipe))
+    theirs = model_keys(layout, cast(ModelDims, recipe))
     theirs.pop("layer_types", None)  # follows from the rest
-    if differ := _differences(theirs, said(layout, dims)):
+    if differ := _differences(theirs, model_keys(layout, dims)):
         want = f"a config.json of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)

@@ -83,7 +83,7 @@ _GPT2_SIZES = _SIZES | {
 
 
 @dataclass(frozen=True)
-class Layout:
+class HubLayout:
     """Describe Hugging Face's layout of one architecture.
 
     Attributes:
@@ -111,10 +111,10 @@ _SWIGLU = {"attention_bias": False, "hidden_act": "silu"}
 _LLAMA3 = _SWIGLU | {"mlp_bias": False, "rope_scaling": None}
 _GEGLU = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
 LAYOUTS = {
-    "llama3": Layout("LlamaForCausalLM", "llama", _ROTARY, _ROTARY_SIZES, _LLAMA3),
-    "qwen3": Layout("Qwen3ForCausalLM", "qwen3", _ROTARY, _ROTARY_SIZES, _SWIGLU | {"use_sliding_window": False}),
-    "gemma3": Layout("Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _GEMMA3_SIZES, _GEGLU, norm_offset=1.0),
-    "gpt2": Layout(
+    "llama3": HubLayout("LlamaForCausalLM", "llama", _ROTARY, _ROTARY_SIZES, _LLAMA3),
+    "qwen3": HubLayout("Qwen3ForCausalLM", "qwen3", _ROTARY, _ROTARY_SIZES, _SWIGLU | {"use_sliding_window": False}),
+    "gemma3": HubLayout("Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _GEMMA3_SIZES, _GEGLU, norm_offset=1.0),
+    "gpt2": HubLayout(
         "GPT2LMHeadModel",
         "gpt2",
         _GPT2,
@@ -126,7 +126,7 @@ LAYOUTS = {
 }
 
 
-def config_json(layout: Layout, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
+def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
     """Make the content of config.json.
 
     Args:
@@ -138,7 +138,7 @@ def config_json(layout: Layout, dims: ModelDims, seq_len: int, dtype: str, end: 
     """
     return {
         "architectures": [layout.class_name],
-        **said(layout, dims),
+        **model_keys(layout, dims),
         **({} if dims.max_seq_len else {"max_position_embeddings": seq_len}),
         "bos_token_id": end,
         "eos_token_id": end,
@@ -146,7 +146,7 @@ def config_json(layout: Layout, dims: ModelDims, seq_len: int, dtype: str, end: 
     }
 
 
-def said(layout: Layout, dims: ModelDims) -> dict[str, Any]:
+def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
     """Give what config.json says of the model that is computed."""
     keys = {"model_type": layout.model_type, **layout.always}
     keys |= {theirs: getattr(dims, ours) for theirs, ours in layout.sizes.items()}

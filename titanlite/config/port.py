@@ -88,7 +88,7 @@ def take_out(
     Returns:
         The table without them, and what else there is to say; nothing if there are none.
     """
-    said = Said(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
+    said = TorchtitanConfig(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
     own = [key for key in said.given if KEYS[key][1] is not None]
     if not own:
         return dict(table), Port()
@@ -109,7 +109,7 @@ def take_out(
     return _without(table, own), Port(tuple(idle), left_out, tokenizer)
 
 
-class Said:
+class TorchtitanConfig:
     """Look up keys of a torchtitan config: the value given, or the default there.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from titanlite.config.build import build
+from titanlite.config.build import from_table
 from titanlite.config.port import Port, take_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.renamed import replacement
@@ -68,7 +68,7 @@ def read_what_is_right(path: Path, flags: Collection[str] = ()) -> tuple[Config,
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     problems = Problems(Origin(str(path), places))
     table, port = take_out(table, problems, flags)
-    config = build(Config, table, problems, suggest=suggest_key)
+    config = from_table(Config, table, problems, suggest=suggest_key)
     return cast("Config", config), problems, port
 
 

@@ -6,7 +6,7 @@ releases besides, and values that are none here. What is set in the environment 
 
 import os
 
-from titanlite.config.port import Said, answer_to_value
+from titanlite.config.port import TorchtitanConfig, answer_to_value
 from titanlite.config.problems import show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import KEYS
@@ -55,7 +55,9 @@ def replacement(key: str, value: object = None) -> str | None:
         return of_value
     _, text = KEYS.get(key, (None, None))
     if text and value is not None:
-        return Said({key: [value] if key == "model.converters" and isinstance(value, str) else value}).answer(key)
+        return TorchtitanConfig(
+            {key: [value] if key == "model.converters" and isinstance(value, str) else value}
+        ).answer(key)
     while key and not text:
         text, key = _OLDER.get(key), key.rpartition(".")[0]
     return text and text.replace(" = {}", "" if value is None else f" = {show(value)}")

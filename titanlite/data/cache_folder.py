@@ -11,7 +11,7 @@ from titanlite.config.schema import Data
 from titanlite.data.shards import VERSION
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.durable import room_in
+from titanlite.durable import disk_space_in
 from titanlite.errors import DataError
 from titanlite.redact import redact_urls
 
@@ -88,7 +88,7 @@ def _is_hidden(cache: Path, pattern: str) -> bool:
 def unusable_cache(data: Data, e: OSError) -> DataError:
     """Make the error to raise where the cache cannot be used."""
     want = "a folder for token shards, on a file system with locks and enough room"
-    fix = room_in(Path(os.path.expanduser(data.cache_dir)))[1]
+    fix = disk_space_in(Path(os.path.expanduser(data.cache_dir)))[1]
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         want, fix = "a folder for token shards that can be entered and written", "make it writable"
     fix = f"{fix}, or set data.cache_dir to a folder on a local disk"

@@ -33,7 +33,7 @@ from titanlite.data.shards import Meta, TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, scan, token_dtype
-from titanlite.data.tokenizer import Tokenizer, load, rows_for
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
 from titanlite.durable import require_writable
 from titanlite.errors import DataError, Problem, describe
 
@@ -83,7 +83,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     _check_used_whole(found, data)
     max_tokens, tokenizer = max_tokens_of(found, data), None
     if found.kind != "tokens":
-        tokenizer = load(data.tokenizer, data.add_bos_token)
+        tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
         _check_vocabulary(tokenizer, vocab_size)
     dtype = _dtype(found, tokenizer, vocab_size)
     try:
@@ -144,9 +144,9 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         except DataError as e:
             problems.extend(e.args)
 
-    def load_tokenizer() -> None:
+    def find_tokenizer() -> None:
         nonlocal tokenizer
-        tokenizer = load(config.data.tokenizer, config.data.add_bos_token)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
         if vocab_size is not None:
             _check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
 
@@ -171,7 +171,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
     if not found or any(source.kind != "tokens" for source in found.values()):
-        attempt(load_tokenizer)
+        attempt(find_tokenizer)
     attempt(lambda: check_cache_is_folder(config.data))
     for key in found:
         attempt(lambda key=key: check_cache_is_outside(found[key], config.data))

@@ -192,7 +192,7 @@ def _panics_raised() -> Iterator[None]:
         raise RuntimeError(str(e)) from e
 
 
-def load(tokenizer: str, add_bos: bool = False) -> Tokenizer:
+def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
     """Load the tokenizer that `data.tokenizer` names.
 
     Args:
@@ -225,7 +225,7 @@ def has_bos(tokenizer: str) -> bool:
     """Return whether `data.add_bos_token` can be true with a tokenizer; True where that cannot be known yet."""
     for add_bos in (True, False):
         try:
-            load(tokenizer, add_bos)
+            load_tokenizer(tokenizer, add_bos)
         except DataError:
             continue
         return add_bos

@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
-from titanlite.config.check import check, sequences_per_step
+from titanlite.config.check import check_config, sequences_per_step
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, Problem, RecipeError, describe
@@ -110,7 +110,7 @@ def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList)
     None if it cannot be, or has no price.
     """
     try:
-        check(config, model.dims, world)
+        check_config(config, model.dims, world)
         other = MemoryModel(config, model.dims, model.float8, world)
         return other.peak_under(save_list).total, other.symmetric_memory
     except ConfigError:

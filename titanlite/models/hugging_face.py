@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.hugging_face import Layout
+from titanlite.config.hugging_face import HubLayout
 from titanlite.models.layers import Linear
 
 
-def their_weights(layout: Layout, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
+def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
     """Take one parameter of ours apart, into those that it is there.
 
     Args:
@@ -34,7 +34,7 @@ def their_weights(layout: Layout, model: nn.Module, name: str, weight: Tensor) -
     return {theirs: _turned(layout, theirs, torch.cat(rows)).contiguous() for theirs, rows in joined.items()}
 
 
-def our_weight(layout: Layout, model: nn.Module, name: str, read: Callable[[str], Tensor]) -> Tensor:
+def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[str], Tensor]) -> Tensor:
     """Put one parameter of ours together: the inverse of `their_weights`.
 
     Args:
@@ -58,7 +58,7 @@ def our_weight(layout: Layout, model: nn.Module, name: str, read: Callable[[str]
     return layer.fuse(parts)
 
 
-def _places(layout: Layout, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
+def _places(layout: HubLayout, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
     """The layer of a parameter, and what each of the layer's parts is called there; the one of other layers is ""."""
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
@@ -72,11 +72,11 @@ def _places(layout: Layout, model: nn.Module, name: str) -> tuple[nn.Module, dic
     return layer, {part: theirs(whole) for part, whole in ours.items()}
 
 
-def _turned(layout: Layout, theirs: str, weight: Tensor) -> Tensor:
+def _turned(layout: HubLayout, theirs: str, weight: Tensor) -> Tensor:
     """A linear layer's weight or bias as it lies on the other side."""
     return weight.T if layout.is_transposed and weight.ndim == 2 and not theirs.startswith("lm_head.") else weight
 
 
-def _offset(layout: Layout, weight: Tensor) -> float:
+def _offset(layout: HubLayout, weight: Tensor) -> float:
     """What a norm adds to its weight there; 0 for embeddings."""
     return layout.norm_offset if weight.ndim == 1 else 0.0

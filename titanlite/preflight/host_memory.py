@@ -12,7 +12,7 @@ from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.errors import Problem, Report, describe
+from titanlite.errors import ErrorReport, Problem, describe
 
 _MOMENTS = {"float32": 8, "bfloat16": 4}  # bytes of both, of an element
 _LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1 of control groups
@@ -20,7 +20,7 @@ _GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
 
 
-def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int | None = None) -> Report | None:
+def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int | None = None) -> ErrorReport | None:
     """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
 
     Args:

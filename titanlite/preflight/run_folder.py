@@ -26,7 +26,7 @@ import tomli
 import tomli_w
 
 from titanlite.config.schema import Config, Model
-from titanlite.durable import earlier, is_at, open_plain, read_plain, require_writable, room_in, write_durably
+from titanlite.durable import disk_space_in, earlier, is_at, open_plain, read_plain, require_writable, write_durably
 from titanlite.errors import ConfigError, FolderLostError, Problem, describe
 from titanlite.json_file import parse_json
 from titanlite.recipes import model_dims
@@ -203,7 +203,7 @@ class RunFolder:
             # An open file has no name any more when a write to it fails.
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
-            free, make_room = room_in(self.path)
+            free, make_room = disk_space_in(self.path)
             raise ConfigError.of(
                 str(self.path),
                 "a file",
@@ -228,7 +228,7 @@ class RunFolder:
                 "job.dump_folder",
                 f"{config.job.dump_folder} ({e})",
                 "a folder that can be read and written",
-                f"set job.dump_folder to one, {room_in(self.path)[1]}, or remove what is in a file's place",
+                f"set job.dump_folder to one, {disk_space_in(self.path)[1]}, or remove what is in a file's place",
             ) from None
 
     def _take_lock(self) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from titanlite.checkpoint.hugging_face import load as load_weights
+from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import check_state
 from titanlite.checkpoint.rng import restore_rng, rng_state

@@ -21,7 +21,7 @@ from titanlite.config.write import to_toml
 from titanlite.data.encode import encode
 from titanlite.data.sources import resolve
 from titanlite.data.tally import Tally
-from titanlite.data.tokenizer import load
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import CheckpointError
 from titanlite.models.find import build_model
 from titanlite.preflight.run_folder import RunFolder
@@ -122,7 +122,7 @@ def test_the_tokenizer_of_the_run_goes_along(tmp_path: Path) -> None:
     theirs.mkdir()
     words = {"a": 0, "<stop>": 1, "</s>": 2}
     tokenizers.Tokenizer(models.WordLevel(words, unk_token="a")).save(str(theirs / "tokenizer.json"))
-    bare = load(str(theirs / "tokenizer.json")).fingerprint
+    bare = load_tokenizer(str(theirs / "tokenizer.json")).fingerprint
     made, _ = make_run(tmp_path, tokenizer=str(theirs / "tokenizer.json"), fingerprint=bare)
     run([str(made.path), "--out", str(tmp_path / "one")])
     assert (tmp_path / "one/tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
@@ -148,7 +148,7 @@ def test_what_stands_beside_the_tokenizer_goes_along(tmp_path: Path) -> None:
 
     tokenizers.Tokenizer(models.WordLevel({"a": 0, "<stop>": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>", "chat_template": "{{ x }}"}')
-    tokenizer = load(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     made, _ = make_run(tmp_path, tokenizer=tokenizer.name, fingerprint=tokenizer.fingerprint)
     run([str(made.path), "--out", str(tmp_path / "out")])
     written = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
@@ -183,7 +183,7 @@ def test_what_is_exported_encodes_as_training_did(tmp_path: Path, post_processor
 
     (tmp_path / "theirs").mkdir()
     encoding_otherwise(tmp_path / "theirs/tokenizer.json", post_processor)
-    tokenizer, text = load(str(tmp_path / "theirs/tokenizer.json"), add_bos), "Hello world, abababab"
+    tokenizer, text = load_tokenizer(str(tmp_path / "theirs/tokenizer.json"), add_bos), "Hello world, abababab"
     made, _ = make_run(tmp_path, tokenizer=tokenizer.name, fingerprint=tokenizer.fingerprint, add_bos_token=add_bos)
     run([str(made.path), "--out", str(tmp_path / "out")])
 

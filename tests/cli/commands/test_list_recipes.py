@@ -9,7 +9,7 @@ import tomli
 
 from titanlite.commands import main
 from titanlite.commands.recipes import _KINDS
-from titanlite.config.build import build
+from titanlite.config.build import from_table
 from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.schema import Config, Job, Model
@@ -35,7 +35,7 @@ def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str
     for name in names(kind):
         assert main(["recipes", kind, name]) == 0
         recipe, problems = load(kind, name), Problems(Origin("output"))
-        assert build(type(recipe), tomli.loads(capsys.readouterr().out), problems) == recipe
+        assert from_table(type(recipe), tomli.loads(capsys.readouterr().out), problems) == recipe
 
 
 @pytest.mark.parametrize("name", names("model"))

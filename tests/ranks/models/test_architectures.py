@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
-from titanlite.checkpoint.hugging_face import load
+from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
@@ -157,7 +157,7 @@ def loaded(case: str, folder: Path) -> nn.Module:
     with torch.no_grad():
         for parameter in parameters.values():
             parameter.fill_(torch.nan)
-    assert load(str(folder), name, model, parameters) == len(json.loads(EXPORTED.read_text())[case]["weights"])
+    assert load_weights(str(folder), name, model, parameters) == len(json.loads(EXPORTED.read_text())[case]["weights"])
     return model
 
 

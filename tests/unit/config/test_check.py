@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.config.test_command_line import parse
-from titanlite.config.check import check, last_step, sequences_per_step
+from titanlite.config.check import check_config, last_step, sequences_per_step
 from titanlite.config.problems import Origin, Place
 from titanlite.config.ranges import RANGES
 from titanlite.config.read import schema_keys
@@ -30,13 +30,13 @@ def changed(config: Config, **values: object) -> Config:
 
 def message(config: Config, model: ModelDims = LLAMA_8B, world: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(config, model, world)
+        check_config(config, model, world)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("world", [None, 1, 2, 3, 8, 1000])
 def test_the_defaults_run_on_any_number_of_processes(world: int | None) -> None:
-    check(Config(), LLAMA_8B, world)
+    check_config(Config(), LLAMA_8B, world)
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
@@ -226,7 +226,7 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
     ],
 )
 def test_the_edges_of_what_is_legal(values: dict[str, object]) -> None:
-    check(changed(Config(), **values), LLAMA_8B, world_size=8)
+    check_config(changed(Config(), **values), LLAMA_8B, world_size=8)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +248,11 @@ def test_impossible_dimensions(values: dict[str, int], parts: list[str]) -> None
 
 
 def test_a_head_may_have_a_width_of_its_own() -> None:
-    check(Config(), replace(LLAMA_8B, dim=96, head_dim=66), None)
+    check_config(Config(), replace(LLAMA_8B, dim=96, head_dim=66), None)
 
 
 def test_a_sequence_has_no_more_tokens_than_the_model_has_positions() -> None:
-    check(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len), None)
+    check_config(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len), None)
     said = message(Config(), replace(LLAMA_8B, max_seq_len=Config().training.seq_len - 1))
     assert "training.seq_len = 2048\n      want: at most 2047" in said
     assert "fix:  seq_len = 2047" in said
@@ -285,7 +285,7 @@ def test_the_suggested_degree_is_legal() -> None:
                 r"tensor_parallel_degree = (\d+) \(or (\d+)\)|tensor_parallel_degree = (\d+)$", said
             ):
                 for text in filter(None, degree):
-                    check(changed(Config(), parallelism__tensor_parallel_degree=int(text)), LLAMA_8B, world)
+                    check_config(changed(Config(), parallelism__tensor_parallel_degree=int(text)), LLAMA_8B, world)
 
 
 def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None
     )
     config, origin = parse(["--config", str(path), "--optimizer.lr", "-1"], "train.py")
     with pytest.raises(ConfigError) as caught:
-        check(config, LLAMA_8B, 8, origin)
+        check_config(config, LLAMA_8B, 8, origin)
     heads = [line for line in str(caught.value).splitlines() if not line.startswith("      ")]
     assert heads == [
         f"{path}: 3 problems",
@@ -314,13 +314,13 @@ def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_pat
     flags = ["--config", str(path), "--training.steps", "6"]
     config, origin = parse(flags, "train.py")
     with pytest.raises(ConfigError) as caught:
-        check(config, LLAMA_8B, None, origin)
+        check_config(config, LLAMA_8B, None, origin)
     said = str(caught.value)
     assert "line 2  job.stop_after = 30\n      want: at most training.steps = 6\n" in said
     fixes = [f.split(" (")[0].split() for f in re.findall(r"fix:  (--.*)", said)]
     assert len(fixes) == 3
     pasted = [word for fix in fixes for word in fix]
-    check(*parse([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
+    check_config(*parse([*flags, *pasted], "train.py")[:1], LLAMA_8B, None)
 
 
 @pytest.mark.parametrize("flags", [("--training.steps", "3"), ("--job.stop_after", "3")])
@@ -328,26 +328,26 @@ def test_the_fix_is_a_flag_if_a_flag_made_a_value_of_the_file_impossible(tmp_pat
 def test_a_look_at_three_steps_of_a_long_run_takes_one_flag(flags: tuple[str, str], checkpoints: str) -> None:
     config = shipped_folder("configs") / "llama3_8b.toml"
     asked, origin = parse([str(config), "--checkpoint.enable", checkpoints, *flags], "train.py")
-    check(asked, LLAMA_8B, None, origin)
+    check_config(asked, LLAMA_8B, None, origin)
     assert last_step(asked) == 3
 
 
 def test_without_a_model_the_rest_is_checked() -> None:
     values = {"training__steps": 0, "parallelism__tensor_parallel_degree": 3, "training__global_batch_size": 7}
     with pytest.raises(ConfigError) as caught:
-        check(changed(Config(), **values), None, 6)
+        check_config(changed(Config(), **values), None, 6)
     said = str(caught.value)
     assert "training.steps = 0" in said
     assert "a divisor of seq_len × local_batch_size = 2048" in said
     assert "model." not in said
     assert "training.global_batch_size" not in said  # its ranks follow from the degrees
     with pytest.raises(ConfigError, match=r"global_batch_size = 7\n +want: a multiple of .* = 1 × 6 = 6\n"):
-        check(changed(Config(), training__global_batch_size=7), None, 6)
+        check_config(changed(Config(), training__global_batch_size=7), None, 6)
     auto = {"activation_checkpoint__recipe": "auto", "activation_checkpoint__budget_gib": 60.0}
-    check(changed(Config(), **auto), None, 6)
+    check_config(changed(Config(), **auto), None, 6)
 
 
 def test_a_value_of_a_base_file_is_reported_there() -> None:
     origin = Origin("run.toml", {"training.seed": Place("base.toml", 3)})
     with pytest.raises(ConfigError, match=r"base\.toml: 1 problem\n  line 3  training\.seed = -1"):
-        check(changed(Config(), training__seed=-1), LLAMA_8B, None, origin)
+        check_config(changed(Config(), training__seed=-1), LLAMA_8B, None, origin)

@@ -3,7 +3,7 @@
 from operator import attrgetter
 from pathlib import Path
 
-from titanlite.config.port import Said
+from titanlite.config.port import TorchtitanConfig
 from titanlite.config.problems import show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, SWITCHES
@@ -23,7 +23,7 @@ def table(*rows: tuple[str, ...]) -> str:
 
 def other_defaults() -> str:
     """Whatever `Port.to_paste` may say: all features are on, for the keys that only matter then."""
-    found = Said({"model.converters": ["float8"], **ALL_ON}).left_out(())
+    found = TorchtitanConfig({"model.converters": ["float8"], **ALL_ON}).left_out(())
     found |= {key: show(KEYS[key][0]) for key in ALL_ON if KEYS[key][1] is None and KEYS[key][0] is False}
     rows: list[tuple[str, ...]] = []
     for key in sorted(found, key=list_of_keys().index):
@@ -41,7 +41,7 @@ def other_names() -> str:
     rows: list[tuple[str, ...]] = []
     for key, (default, answer) in KEYS.items():
         if answer is not None:
-            text = Said({**ALL_ON, key: default}).answer(key) if key in ASKED_BY_DEFAULT else answer
+            text = TorchtitanConfig({**ALL_ON, key: default}).answer(key) if key in ASKED_BY_DEFAULT else answer
             rows.append(
                 (
                     cell(key),

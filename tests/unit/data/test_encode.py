@@ -15,7 +15,7 @@ from titanlite.data.encode import _pieces, encode
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import resolve
 from titanlite.data.tally import Tally
-from titanlite.data.tokenizer import ByteTokenizer, EncodingError, FileTokenizer, Tokenizer, load
+from titanlite.data.tokenizer import ByteTokenizer, EncodingError, FileTokenizer, Tokenizer, load_tokenizer
 from titanlite.errors import DataError
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -106,7 +106,7 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, suffix: str
 ) -> None:
     source = write_as(suffix, tmp_path, text := a_text(50_000))  # a cut at any place would be wrong for most tokenizers
-    tokenizer = load("bytes" if kind == "bytes" else bpe(tmp_path, kind))
+    tokenizer = load_tokenizer("bytes" if kind == "bytes" else bpe(tmp_path, kind))
     whole = tokens_of(source, tokenizer)
     assert whole[0] == [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.separator_id]
     in_pieces(monkeypatch)
@@ -128,7 +128,7 @@ def test_the_tokens_of_pieces_are_those_of_the_whole_whatever_is_said_of_added_t
     made.normalizer = normalizers.Lowercase()
     made.add_tokens([AddedToken(token, **flags) for token in ("word", "two", "x", "\n\n", "go")])
     made.save(file)
-    tokenizer, source = load(file), write_as("txt", tmp_path, a_text(50_000))
+    tokenizer, source = load_tokenizer(file), write_as("txt", tmp_path, a_text(50_000))
     whole = tokens_of(source, tokenizer)
     in_pieces(monkeypatch)
     lengths = count_texts(monkeypatch, FileTokenizer)
@@ -141,7 +141,7 @@ def test_the_tokens_of_pieces_are_those_of_the_whole_whatever_is_said_of_added_t
 def test_there_are_seams_whatever_lies_between_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gap: str
 ) -> None:
-    tokenizer, source = load(bpe(tmp_path, kind)), write_as("txt", tmp_path, a_text(5_000, [gap]))
+    tokenizer, source = load_tokenizer(bpe(tmp_path, kind)), write_as("txt", tmp_path, a_text(5_000, [gap]))
     whole = tokens_of(source, tokenizer)
     in_pieces(monkeypatch)
     lengths = count_texts(monkeypatch, FileTokenizer)
@@ -152,7 +152,7 @@ def test_there_are_seams_whatever_lies_between_words(
 def test_a_tokenizer_that_marks_the_start_of_a_text_gets_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, source = load(bpe(tmp_path, "sentencepiece")), write_as("txt", tmp_path, text := a_text(5_000))
+    tokenizer, source = load_tokenizer(bpe(tmp_path, "sentencepiece")), write_as("txt", tmp_path, text := a_text(5_000))
     whole = tokens_of(source, tokenizer)
     in_pieces(monkeypatch)
     lengths = count_texts(monkeypatch, FileTokenizer)
@@ -176,7 +176,10 @@ def test_a_tokenizer_that_knows_whole_words_only(tmp_path: Path, monkeypatch: py
     words = Tokenizer(models.WordLevel({"known": 0, "words": 1, "</s>": 2}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, source = load(str(tmp_path / "tokenizer.json")), write_as("txt", tmp_path, "known words\n" * 500)
+    tokenizer, source = (
+        load_tokenizer(str(tmp_path / "tokenizer.json")),
+        write_as("txt", tmp_path, "known words\n" * 500),
+    )
     in_pieces(monkeypatch)
     assert tokens_of(source, tokenizer) == [[0, 1] * 500 + [2]]
 

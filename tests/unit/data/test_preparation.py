@@ -23,7 +23,7 @@ from titanlite.data.prepare import check_cache, check_inputs, prepare, whole_fro
 from titanlite.data.progress import Progress
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import resolve
-from titanlite.data.tokenizer import load
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[3]
@@ -69,7 +69,7 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert len(ends) == 2
     decode = Tokenizer.from_file(str(path)).decode
     assert [decode(d.tolist()) for d in np.split(ids, ends + 1)[:2]] == texts
-    assert shards.tokenizer == load(str(path)).fingerprint  # checkpoints hold it
+    assert shards.tokenizer == load_tokenizer(str(path)).fingerprint  # checkpoints hold it
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65535, "uint16"), (65536, "uint32")])

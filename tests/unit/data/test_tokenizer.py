@@ -11,7 +11,7 @@ import pytest
 
 from titanlite.config.schema import Config, Data
 from titanlite.data.prepare import check_inputs, prepare
-from titanlite.data.tokenizer import load
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
 from titanlite.receipt import Receipt
 from titanlite.training.data import add_data
@@ -39,7 +39,7 @@ def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **
 
 
 def test_bytes() -> None:
-    tokenizer = load("bytes")
+    tokenizer = load_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (256, 0)
     ids = tokenizer.encode_batch(["a", "é", ""])
     assert [i.tolist() for i in ids] == [[97], [0xC3, 0xA9], []]
@@ -52,7 +52,7 @@ def test_a_file_is_used_without_truncation_padding_or_special_words(
 
     path = make_tokenizer(tmp_path / "tokenizer.json")
     monkeypatch.setenv("HOME", str(tmp_path))
-    tokenizer, plain = load("~/tokenizer.json"), Tokenizer.from_file(str(path))
+    tokenizer, plain = load_tokenizer("~/tokenizer.json"), Tokenizer.from_file(str(path))
     assert tokenizer.separator_id == plain.token_to_id("<|endoftext|>")
     text = "hello world, this <|endoftext|> is a text of more than four tokens"
     (ids,) = tokenizer.encode_batch([text])
@@ -118,10 +118,10 @@ PADDING["pad_to_multiple_of"] = None
 def test_what_would_change_the_corpus_is_switched_off_and_told(
     tmp_path: Path, field: str, value: Any, said: str
 ) -> None:
-    plain = load(str(altered(tmp_path)))
+    plain = load_tokenizer(str(altered(tmp_path)))
     assert plain.unused == ""
     (expected,) = plain.encode_batch([TEXT])
-    tokenizer = load(str(altered(tmp_path, **{field: value})))
+    tokenizer = load_tokenizer(str(altered(tmp_path, **{field: value})))
     for _ in range(5):
         (ids,) = tokenizer.encode_batch([TEXT])
         assert ids.tolist() == expected.tolist()
@@ -153,7 +153,7 @@ def test_what_else_a_file_says_is_used_as_its_library_does(tmp_path: Path, field
     from tokenizers import Tokenizer
 
     path = altered(tmp_path, **{field: value})
-    library, tokenizer = Tokenizer.from_file(str(path)), load(str(path))
+    library, tokenizer = Tokenizer.from_file(str(path)), load_tokenizer(str(path))
     library.encode_special_tokens = True
     (ids,) = tokenizer.encode_batch([TEXT])
     assert ids.tolist() == library.encode(TEXT, add_special_tokens=False).ids
@@ -164,7 +164,7 @@ def test_documents_begin_with_the_bos_token_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>", "<s>", "<other>"))
-    plain, begun = load(str(path)), load(str(path), add_bos=True)
+    plain, begun = load_tokenizer(str(path)), load_tokenizer(str(path), add_bos=True)
     assert (plain.bos_id, begun.bos_id) == (None, 1)
     assert plain.fingerprint != begun.fingerprint
     texts = ["hello", "world " * 300, "there"]  # the second goes through in pieces
@@ -182,20 +182,20 @@ def test_documents_begin_with_the_bos_token_where_that_is_asked_for(
     assert cut.tokens == expected.index(0) + 1
 
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<other>"}')
-    assert load(str(path), add_bos=True).bos_id == 2
+    assert load_tokenizer(str(path), add_bos=True).bos_id == 2
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "</s>"}')
     with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*whose bos_token is its eos_token"):
-        load(str(path), add_bos=True)
+        load_tokenizer(str(path), add_bos=True)
 
 
 def test_a_bos_token_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false with tokenizer `bytes`"):
-        load("bytes", add_bos=True)
+        load_tokenizer("bytes", add_bos=True)
     path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>",))
     with pytest.raises(
         DataError, match=r"begins documents, as data.add_bos_token asks for, one of <\|begin(.|\n)*bos_t"
     ):
-        load(str(path), add_bos=True)
+        load_tokenizer(str(path), add_bos=True)
     np.arange(9, dtype="<u2").tofile(tmp_path / "a.bin")
     data = Data(f"{tmp_path}/a.bin", add_bos_token=True, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false for token files such as"):
@@ -208,7 +208,7 @@ def test_vocabulary_is_the_largest_id_and_one(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.WordLevel({"a": 0, "</s>": 3, "b": 9}, unk_token="a")).save(str(tmp_path / "t.json"))
-    tokenizer = load(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (10, 3)
 
 
@@ -228,13 +228,13 @@ def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
             cache_dir=str(tmp_path / type(model).__name__),
             max_bad_records=1,
         )
-        assert load(data.tokenizer).unknown_id == 3
+        assert load_tokenizer(data.tokenizer).unknown_id == 3
         meta = prepare(data.source, data, 4, progress=False).meta
         assert (meta.tokens, meta.n_unknown, meta.n_bad_records) == (8, 2, 1)  # a bad record's do not count
         (_, warning) = add_data(Receipt(), "data.source", meta, 256)
         assert warning.endswith("2 tokens (25.00%) stand for text that " + data.tokenizer + " does not know")
     Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "t.json"))
-    assert load(str(tmp_path / "t.json")).unknown_id is None
+    assert load_tokenizer(str(tmp_path / "t.json")).unknown_id is None
 
 
 @pytest.mark.parametrize(
@@ -248,57 +248,57 @@ def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
     ],
 )
 def test_separator(tmp_path: Path, special: tuple[str, ...], config: dict[str, Any], expected: str) -> None:
-    tokenizer = load(str(make_tokenizer(tmp_path / "tokenizer.json", special, **config)))
+    tokenizer = load_tokenizer(str(make_tokenizer(tmp_path / "tokenizer.json", special, **config)))
     assert tokenizer.separator_id == special.index(expected)  # special tokens come first
 
 
 def test_no_separator_lists_what_was_looked_for(tmp_path: Path) -> None:
     path = make_tokenizer(tmp_path / "tokenizer.json", tuple(f"<{i}>" for i in range(11)))
     with pytest.raises(DataError, match=r"tokenizer\.json', whose special tokens are <0>, <1>, .*<9>, …\n"):
-        load(str(path))
+        load_tokenizer(str(path))
     path = make_tokenizer(tmp_path / "tokenizer.json", ("<unk>",))
     with pytest.raises(
         DataError,
         match=r"tokens are <unk>\n.*one of <\|end_of_text\|>, <\|endoftext\|>, </s>, <eos>\n.*fix:.*eos_token",
     ):
-        load(str(path))
+        load_tokenizer(str(path))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
     with pytest.raises(DataError, match="has no token '<gone>'"):
-        load(str(path))
+        load_tokenizer(str(path))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<unk>"]}')
     with pytest.raises(DataError, match=r"has no token \['<unk>'\]"):
-        load(str(path))
+        load_tokenizer(str(path))
     for content in ("[]", "{"):
         (tmp_path / "tokenizer_config.json").write_text(content)
         with pytest.raises(DataError, match="not a JSON object"):
-            load(str(path))
+            load_tokenizer(str(path))
 
 
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     with pytest.raises(DataError, match="x', and there is no such file"):
-        load("x" * 300)
+        load_tokenizer("x" * 300)
     for name in ("nope.json", "./nope", "a/nope.json"):
         with pytest.raises(
             DataError, match=rf"data.tokenizer = '{name}', and there is no such file(.|\n)*correct the path\Z"
         ):
-            load(name)
+            load_tokenizer(name)
     with pytest.raises(
         DataError, match=r"fix:  correct the path; or fetch it: hf download Qwen/Qwen3-0\.6B tokenizer\.json "
     ):
-        load("Qwen/Qwen3-0.6B")
+        load_tokenizer("Qwen/Qwen3-0.6B")
     (tmp_path / "tokenizer.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match="which is no tokenizer"):
-        load(str(tmp_path / "tokenizer.json"))
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"which is a folder(.|\n)*fix:  data.tokenizer = .*tokenizer\.json"):
-        load(str(tmp_path))
+        load_tokenizer(str(tmp_path))
     Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
     with pytest.raises(DataError, match="a token that separates documents"):
-        load(str(tmp_path / "empty.json"))
+        load_tokenizer(str(tmp_path / "empty.json"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="and there is no such file"):
-        load(str(tmp_path / "empty"))
+        load_tokenizer(str(tmp_path / "empty"))
 
 
 def test_a_word_that_it_has_no_token_for(tmp_path: Path) -> None:
@@ -321,12 +321,12 @@ def test_a_file_that_the_library_panics_on_is_no_tokenizer(tmp_path: Path) -> No
     content["model"]["continuing_subword_prefix"] = "longer than any token"
     file.write_text(json.dumps(content))
     with pytest.raises(DataError, match="which is no tokenizer: range end index"):
-        load(str(file))
+        load_tokenizer(str(file))
 
 
 def test_fingerprint_follows_content_and_separator(tmp_path: Path) -> None:
     path = make_tokenizer(tmp_path / "tokenizer.json", ("</s>", "<end>"))
-    first = load(str(path)).fingerprint
-    assert load(str(path)).fingerprint == first
+    first = load_tokenizer(str(path)).fingerprint
+    assert load_tokenizer(str(path)).fingerprint == first
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    assert load(str(path)).fingerprint != first
+    assert load_tokenizer(str(path)).fingerprint != first
