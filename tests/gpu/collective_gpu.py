@@ -2,6 +2,8 @@
 
     python -m tests.gpu.collective_gpu --world 4 --timeout-s 500 [--only PART-OF-A-NAME]
 
+Each check is a parameter of `test_collective_gpu.py` too, which runs those that are selected in the same way.
+
 Ranks are slow to start, so they run one check after the other, in step. A check that hangs or ends a process costs that
 check alone: the ranks are started anew for what is left. Between operators, memory that is free and the buffers that
 ranks share are filled with NaN. Ranks may be more than GPUs (`shared_gpus.py`). `--device cpu` tries this program
@@ -33,7 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu.collective_cases import (
+from tests.gpu.shared_gpus import take_gpu
+from tests.support.collective_cases import (
     BF16,
     E4M3,
     F64,
@@ -50,7 +53,6 @@ from tests.gpu.collective_cases import (
     prepared,
     scatters,
 )
-from tests.gpu.shared_gpus import take_gpu
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.kernels.lowering import lowered, no_peer_access
@@ -287,7 +289,7 @@ def others_get_through(device: str, group: Ranks) -> list[str]:
 
 
 def counted_far(device: str, group: Ranks) -> list[str]:
-    """Operators whose number is not above that of the last one that had a piece, as the 32 bits of both are read."""
+    """Operators whose number is not above that of the last one that had a chunk, as the 32 bits of both are read."""
     from titanlite.kernels.device import channel
 
     problems: list[str] = []
@@ -463,14 +465,17 @@ EXTRA = {
 }
 
 
-def names(world: int, device: str) -> list[str]:
-    """All checks, in the order in which they run."""
+def names(world: int, device: str, only: str = "") -> list[str]:
+    """All checks with `only` in their name, in the order in which they run."""
     left_out = (
         [] if device == "cuda" else ["CUDA graph", "forked CUDA graph", "others get through", "counted far", "shards"]
     )
     extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
     cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
-    return [*extra, "groups take turns", "some have met before", *cases]
+    every = [*extra, "groups take turns", "some have met before", *cases]
+    if not any(only in name for name in every):
+        raise ValueError(f"no check of {world} ranks on {device} has {only!r} in its name; one is called {every[0]!r}")
+    return [name for name in every if only in name]
 
 
 def checks(world: int, device: str) -> dict[str, Callable[[], list[str]]]:
@@ -520,27 +525,24 @@ class Result(NamedTuple):
 
 def run(
     world: int,
+    todo: list[str],
     device: str = "cuda",
     *,
-    only: str = "",
     timeout_s: float = 1500,
     check_timeout_s: float = 120,
     tell: Callable[[Result], object] = lambda result: None,
 ) -> list[Result]:
-    """Run all checks on new processes.
+    """Run checks on new processes.
 
     Args:
         world: how many ranks.
+        todo: names of the checks.
         device: "cuda" or "cpu".
-        only: what a check's name must contain.
         timeout_s: for everything; what has not run by then has failed.
         check_timeout_s: for one check; kernels are compiled in it.
         tell: called with each result as soon as it is there.
     """
-    end, todo = time.monotonic() + timeout_s, [name for name in names(world, device) if only in name]
-    if not todo:
-        name = names(world, device)[0]
-        raise ValueError(f"no check of {world} ranks on {device} has {only!r} in its name; one is called {name!r}")
+    end = time.monotonic() + timeout_s
     # Sets of ranks that share the checks and the devices: most of a check's time is compilation. Where ranks of a set
     # take turns on a GPU already, each further set makes all of them wait longer.
     most = 2 if device == "cuda" and world > torch.cuda.device_count() else 8
@@ -703,8 +705,8 @@ def main() -> None:
     args = parser.parse_args()
     results = run(
         args.world,
+        names(args.world, args.device, args.only),
         args.device,
-        only=args.only,
         timeout_s=args.timeout_s,
         check_timeout_s=args.check_timeout_s,
         tell=lambda result: print(result, flush=True),

@@ -5,43 +5,56 @@ import random
 import pytest
 import torch
 
-from tests.gpu.collective_gpu import run
+from tests.gpu.collective_gpu import Result, names, run
+
+GPUS = torch.cuda.device_count()
+WORLDS = sorted({8, max(2, min(GPUS, 8))})
+CHECKS = [(world, name) for world in WORLDS for name in names(world, "cuda", f"all-{world}" if world > GPUS else "")]
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[tuple[int, str], Result]:
+    """Run the selected checks, those of a world side by side: ranks are slow to start, and kernels to compile."""
+    items = [item for item in request.session.items if getattr(item, "function", None) is test_on_gpus]
+    todo: dict[int, list[str]] = {}
+    for item in items:
+        todo.setdefault(item.callspec.params["world"], []).append(item.callspec.params["name"])  # type: ignore[attr-defined]
+    return {(world, result.name): result for world, checks in todo.items() for result in run(world, checks)}
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(1600)
-@pytest.mark.parametrize("world", sorted({8, max(2, min(torch.cuda.device_count(), 8))}))
-def test_on_gpus(world):
-    shared = world > torch.cuda.device_count()
-    failed = [result for result in run(world, only=f"all-{world}" if shared else "") if result.problems]
-    assert not failed, "\n".join(map(str, failed))
+@pytest.mark.timeout(1600 * len(WORLDS))
+@pytest.mark.parametrize(("world", "name"), CHECKS)
+def test_on_gpus(world: int, name: str, results: dict[tuple[int, str], Result]) -> None:
+    assert not results[world, name].problems, str(results[world, name])
 
 
 @pytest.mark.slow
 def test_over_gloo():
-    results = run(2, "cpu", only="out of step", timeout_s=60)
-    names = ["operators out of step all-2", "network out of step all-2"]
-    assert [(result.name, result.problems) for result in results] == [(name, []) for name in names]
+    todo = names(2, "cpu", "out of step")
+    assert todo == ["operators out of step all-2", "network out of step all-2"]
+    results = run(2, todo, "cpu", timeout_s=60)
+    assert [(result.name, result.problems) for result in results] == [(name, []) for name in todo]
 
 
 def test_only_must_match():
     with pytest.raises(ValueError, match="no check of 2 ranks on cpu has 'out of stap' in its name"):
-        run(2, "cpu", only="out of stap")
+        names(2, "cpu", "out of stap")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_a_piece_is_there_when_this_operator_has_published_it(ranks):
+def test_a_chunk_is_ready_when_this_operator_has_set_its_flag(ranks):
     """Not where its word is of an operator long ago, however far the count has come since."""
-    from tests.gpu.published_pieces import published
+    from tests.gpu.ready_chunks import ready
     from titanlite.kernels.device.specialised_protocol import N_CHUNKS
 
     choose, n = random.Random(ranks), ranks * N_CHUNKS.value
     for number in (0, 5, 2**31 - 2, 2**31 - 1, -(2**31), 1000 - 2**31, -2):
         now = (number + 1 + 2**31) % 2**32 - 2**31
         words = [choose.choice((now, number, 7 - 2**31, 3, 0)) for _ in range(n)]
-        wanted = {piece for piece, word in enumerate(words) if word == now}
-        assert published(words, number, ranks) == wanted, number
+        wanted = {chunk for chunk, word in enumerate(words) if word == now}
+        assert ready(words, number, ranks) == wanted, number
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.gpu.collective_cases import (
+from tests.support.collective_cases import (
     BF16,
     E4M3,
     F64,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.collective_cases import (
+from tests.support.collective_cases import (
     BF16,
     E4M3,
     E5M2,

@@ -63,7 +63,7 @@ SIGNAL = r"st\.relaxed\.sys\b"
 SEE_SYS = r"ld\.acquire\.sys\b"
 SEE_GPU = r"ld\.acquire\.gpu\b"
 TICKET = r"atom\.global\.gpu\.relaxed\b"
-DRAW = r"atom\.relaxed\.gpu\.global\b"  # of copies; by one lane, without a wait for the result
+CLAIM = r"atom\.relaxed\.gpu\.global\b"  # of copies; by one lane, without a wait for the result
 ADD_ACQ_REL = r"(atom|red)\.global\.gpu\.acq_rel\b"
 ADD_RELEASE = r"(atom|red)\.global\.gpu\.release\b"
 CLOCK = r"mov\.u64 .*%globaltimer"
@@ -87,7 +87,7 @@ ARRIVED = r"mbarrier\.try_wait\b"
 ARRIVE = r"mbarrier\.arrive\b"
 PRODUCT = r"wgmma\.mma_async\b"
 PRODUCED = r"wgmma\.wait_group\.sync\.aligned\s+"
-# By all lanes, into one of several words: what one lane draws for the others is stored under a predicate, and what
+# By all lanes, into one of several words: what one lane claims for the others is stored under a predicate, and what
 # the roles are started with goes to fixed addresses.
 WRITE_TILE = r"(?<!\d )st\.shared(::cta)?\.b32\s+\[\s*%r"
 READ_TILE = r"ld\.shared(::cta)?\.b32\b"
@@ -129,8 +129,8 @@ _PUSHED = (
     Before(SIGNAL, (FENCE_SYS, BARRIER, ADD_ACQ_REL, BARRIER, ALL_WRITTEN), f"{STORE}|{TMA_STORE}|{COMMIT}"),
     After(ADD_ACQ_REL, BARRIER, STORE),
 )
-# The multiplying warps of both specialised kernels.
-_MULTIPLYING = (
+# The consumer warpgroups of both specialised kernels.
+_CONSUMING = (
     Before(READ_TILE, ARRIVED, ARRIVE),
     # One thread says for all warps that a buffer may be filled again, and with it the word beside it.
     After(READ_TILE, BARRIER, ARRIVE),
@@ -164,25 +164,25 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
         )
     },
     "gather_matmul": {
-        # The loading warp.
+        # The producer warp.
         SEE_GPU: (
             *_COUNTS_AWAITED,
             Before(LOAD_GATHERED, (PROXY, SEE_GPU)),  # the own rows are loaded from the shard
-            Before(WRITE_TILE, ARRIVED, ARRIVE),  # not while the multiplying warps have still to read the last one
+            Before(WRITE_TILE, ARRIVED, ARRIVE),  # not while the consumers have still to read the last one
             After(WRITE_TILE, WARP_SYNC, ARRIVE),  # one lane arrives for all that have written
         ),
-        # The copying warp: first the own shard, counted with acq_rel because who completes a piece signals; then the
+        # The copying warp: first the own shard, counted with acq_rel because who completes a chunk signals; then the
         # peers', counted with release.
-        DRAW: (
+        CLAIM: (
             Before(TMA_STORE, ARRIVED, TMA_LOAD),  # what is stored has been loaded
             After(TMA_STORE, COMMIT, TMA_STORE),  # one group for each store, as the numbers below count them
-            # All copies of a piece are seen by one lane and by all, and go before the signal.
+            # All copies of a chunk are seen by one lane and by all, and go before the signal.
             Before(SIGNAL, (FENCE_SYS, WARP_SYNC, ADD_ACQ_REL), f"{TMA_STORE}|{STORE}"),
             Before(SIGNAL, TICKET, SEE_SYS),  # what a block publishes does not wait for a peer
-            # Counted are copies that are written, by the lane that stored them. Each round of the loop draws, so that
+            # Counted are copies that are written, by the lane that stored them. Each round of the loop claims, so that
             # a wait before it is a round too old.
-            Before(ADD_ACQ_REL, (WARP_SYNC, WRITTEN + "[04]"), f"{COMMIT}|{DRAW}"),
-            Before(ADD_RELEASE, (WARP_SYNC, WRITTEN + "[02]"), f"{COMMIT}|{DRAW}"),
+            Before(ADD_ACQ_REL, (WARP_SYNC, WRITTEN + "[04]"), f"{COMMIT}|{CLAIM}"),
+            Before(ADD_RELEASE, (WARP_SYNC, WRITTEN + "[02]"), f"{COMMIT}|{CLAIM}"),
             # That is the copy before last: those since are the groups of two. A round stores two groups, G's and the
             # slot's, while it publishes, and one behind that.
             Before(STORE_SLOT, (COMMIT, TMA_STORE, ARRIVED), TMA_LOAD),
@@ -195,17 +195,17 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
             Before(READ + "1", COMMIT, ARRIVED),
             After(TMA_STORE, (READ + "[12]", WARP_SYNC), TMA_LOAD),
             After(TMA_STORE, ALL_WRITTEN, JOIN),
-            # Each lane looks at some pieces, and one lane loads for all.
+            # Each lane looks at some chunks, and one lane loads for all.
             *_awaited(SEE_SYS, PROXY),
             After(SEE_SYS, f"{CLOCK}|{PROXY}", TMA_LOAD),
             Before(PROXY, SEE_SYS, TMA_LOAD),
             After(PROXY, WARP_SYNC, TMA_LOAD),
         ),
-        PRODUCT: _MULTIPLYING,
+        PRODUCT: _CONSUMING,
         # At the end, when the other warps have come.
         STORE_WORD: (Before(ADD_ACQ_REL, (BARRIER, JOIN), ALL_WRITTEN), After(ADD_ACQ_REL, BARRIER, STORE)),
     },
-    "matmul_push": {"": (*_PUSHED, *_TOLD, *_awaited(SEE_SYS, BARRIER)), PRODUCT: _MULTIPLYING},
+    "matmul_push": {"": (*_PUSHED, *_TOLD, *_awaited(SEE_SYS, BARRIER)), PRODUCT: _CONSUMING},
     "_matmul_push": {"": (*_PUSHED, *_TOLD, *_awaited(SEE_SYS, BARRIER))},
     "_reduce": {"": (Has(STAGED), Never(SEE_SYS))},  # what has come is there when it begins
 }
@@ -340,15 +340,15 @@ def test_orderings(call: str, ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "teams"), [(call, 1 + ("float8" in call)) for call in CALLS if call.startswith("specialised")]
+    ("call", "consumers"), [(call, 1 + ("float8" in call)) for call in CALLS if call.startswith("specialised")]
 )
-def test_a_buffer_is_filled_again_when_all_teams_have_done_with_it(call: str, teams: int) -> None:
+def test_a_buffer_is_filled_again_when_all_consumers_have_done_with_it(call: str, consumers: int) -> None:
     ((name, ptx),) = ((n, k.asm["ptx"]) for n, k in kernels(call).items() if n in ("gather_matmul", "matmul_push"))
     arrivals = [int(n) for n in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[.*\], (\d+);", ptx)]
     copies = 4 if name == "gather_matmul" else 0
     stages = (len(arrivals) - copies) // 2
     assert stages >= 3
-    assert sorted(arrivals) == sorted([1] * (stages + copies) + [teams] * stages)
+    assert sorted(arrivals) == sorted([1] * (stages + copies) + [consumers] * stages)
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if "steps" in call])
@@ -358,7 +358,7 @@ def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
     ((name, ptx),) = ((n, k.asm["ptx"]) for n, k in kernels(call).items() if n in ("gather_matmul", "matmul_push"))
     parts = re.split(PRODUCED, ptx)  # each but the first begins with how many may be in flight
     before = [part for part, after in pairwise(parts) if after.startswith("1")]
-    two = [2, 2] if "wide" in call else []  # of each team: of the first columns and of the rest
+    two = [2, 2] if "wide" in call else []  # of each consumer: of the first columns and of the rest
     assert [part.count("wgmma.commit_group") for part in before] == two
     file = tmp_path / f"{name}.ptx"
     file.write_text(ptx)
@@ -420,7 +420,7 @@ DOCTORED = {
         "without a deadline": lambda p: without(p, CLOCK, -1),
     }),
     "gather_matmul": ("specialised gather", {
-        # The loading warp.
+        # The producer warp.
         "rows without a proxy fence": lambda p: without(p, PROXY),
         "rows, proxy fence behind the loads": lambda p: moved(p, PROXY, TMA_LOAD, 0),
         "rows, relaxed wait": lambda p: replaced(p, r"ld\.acquire\.gpu", "ld.relaxed.gpu", 0),
@@ -437,9 +437,9 @@ DOCTORED = {
         "own copies counted, seen by one lane": lambda p: without_behind(p, WARP_SYNC, ADD_ACQ_REL),
         "own copies in one group": lambda p: without_before(p, COMMIT, READ + "2"),
         "own buffer filled too soon": lambda p: replaced(p, READ + "2", "cp.async.bulk.wait_group.read 3"),
-        "piece signalled without a fence": lambda p: without_before(p, FENCE_SYS, SIGNAL),
-        "piece signalled before the fence": lambda p: moved(p, SIGNAL, ADD_ACQ_REL, 0),
-        "piece, wait before the signal": lambda p: moved(p, SEE_SYS, TICKET),
+        "chunk signalled without a fence": lambda p: without_before(p, FENCE_SYS, SIGNAL),
+        "chunk signalled before the fence": lambda p: moved(p, SIGNAL, ADD_ACQ_REL, 0),
+        "chunk, wait before the signal": lambda p: moved(p, SEE_SYS, TICKET),
         "pulled copies read, not written": lambda p: replaced(p, WRITTEN + "2", "cp.async.bulk.wait_group.read 2"),
         "pulled copies, a group too few": lambda p: replaced(p, WRITTEN + "2", "cp.async.bulk.wait_group 4"),
         "pulled copies, one wait for two": lambda p: without_before(p, WRITTEN, ADD_RELEASE),
@@ -454,7 +454,7 @@ DOCTORED = {
         "pull, relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", 1),
         "pull, wait for the own GPU only": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.acquire.gpu", 0),
         "pull without a deadline": lambda p: without_behind(p, CLOCK, SEE_SYS, 1),
-        # The multiplying warps.
+        # The consumer warpgroups.
         "tile's number read too soon": lambda p: without_before(p, ARRIVED, READ_TILE),
         "buffer given back too soon": lambda p: without_before(p, BARRIER, ARRIVE),
         "product not awaited": lambda p: without_before(p, PRODUCED, ARRIVE),

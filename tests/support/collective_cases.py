@@ -36,38 +36,11 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 # y and z are neither; T and K are in whole tiles on every rank. Float8 that is added up in steps has wide tiles for N,
 # P and w, of which w fills the last but in part, and narrow ones for n.
 SIZES = {
-    "cpu": {
-        "T": 24,
-        "M": 24,
-        "S": 24,
-        "K": 24,
-        "N": 24,
-        "P": 48,
-        "m": 22,
-        "s": 9,
-        "k": 18,
-        "n": 14,
-        "w": 10,
-        "x": 7,
-        "y": 5,
-        "z": 11,
-    },
-    "cuda": {
-        "T": 3072,
-        "M": 768,
-        "S": 384,
-        "K": 3072,
-        "N": 384,
-        "P": 192,
-        "m": 600,
-        "s": 200,
-        "k": 336,
-        "n": 208,
-        "w": 568,
-        "x": 333,
-        "y": 77,
-        "z": 131,
-    },
+    device: dict(zip(["T", "M", "S", "K", "N", "P", "m", "s", "k", "n", "w", "x", "y", "z"], numbers, strict=True))
+    for device, numbers in {
+        "cpu": (24, 24, 24, 24, 24, 48, 22, 9, 18, 14, 10, 7, 5, 11),
+        "cuda": (3072, 768, 384, 3072, 384, 192, 600, 200, 336, 208, 568, 333, 77, 131),
+    }.items()
 }
 EXACT = 256  # integers up to this one are bfloat16, float16, float32 and float64
 

@@ -1,4 +1,4 @@
-"""What the copying warps of the specialised gather take for published, read on a GPU."""
+"""The chunks that the copying warps of the specialised gather take for ready, read on a GPU."""
 
 import torch
 from triton.experimental import gluon
@@ -12,11 +12,11 @@ def _read(flags, number, out, RANKS: gl.constexpr):
     gl.store(out, ready_chunks(flags, gl.load(number), RANKS))
 
 
-def published(words: list[int], number: int, ranks: int) -> set[int]:
-    """Numbers of the pieces that are there for operator `number`, of the words that peers have stored.
+def ready(words: list[int], number: int, ranks: int) -> set[int]:
+    """Numbers of the chunks that are ready for operator `number`, of the flags that peers have stored.
 
     Args:
-        words: one for each piece of each rank.
+        words: one for each chunk of each rank.
         number: of the operator, as 32 bits hold it.
         ranks: of the group.
     """
@@ -24,4 +24,4 @@ def published(words: list[int], number: int, ranks: int) -> set[int]:
     out = torch.zeros(1, dtype=torch.int64, device="cuda")
     _read[(1,)](flags, torch.tensor(number, dtype=torch.int32, device="cuda"), out, ranks, num_warps=1)
     bits = int(out) % 2**64
-    return {piece for piece in range(len(words)) if bits >> piece & 1}
+    return {chunk for chunk in range(len(words)) if bits >> chunk & 1}
