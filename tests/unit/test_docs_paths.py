@@ -1,0 +1,47 @@
+"""Every file that the documents name exists, and so does what they name in it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_import_order import ROWS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
+NOT_OURS = {
+    "scripts/checkpoint_conversion/convert_to_hf.py",
+    "recipes/model/mine-small.toml",
+}  # torchtitan's, and a user's
+TOPS = "titanlite", "tests", "scripts", "benchmarks", "configs", "recipes", "docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(TOPS)})/[\w./*{{}},-]*\w(?:::\w+)?", page.read_text()))
+    missing = []
+    for path, _, name in (found.partition("::") for found in sorted(named - NOT_OURS)):
+        files = [file for file in ROOT.glob(path) if file.exists()]
+        defined = [file for file in files if re.search(rf"\b(def|class) {name}\b", file.read_text())] if name else files
+        if not defined:
+            missing.append(f"{path}::{name}" if name else path)
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, (target, anchor)
+
+
+def test_the_order_of_imports_is_the_one_that_is_held() -> None:
+    """By tests/unit/test_import_order.py."""
+    listed = (
+        (ROOT / "CONTRIBUTING.md").read_text().partition("imports run downward")[2].partition("\n\nA model file")[0]
+    )
+    rows = [re.split(r" {2,}", line.strip())[0] for line in listed.splitlines() if line.startswith("    ")]
+    assert [set(row.split(", ")) for row in rows] == list(ROWS)
