@@ -8,12 +8,15 @@ therefore runs inside `on_all_ranks`. Without a process group there is one rank,
 # torch's annotations are partial.
 # pyright: reportUnknownMemberType=false
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from titanlite.errors import CheckpointError, TitanliteError
+from titanlite.durable import disk_space_in
+from titanlite.errors import CheckpointError, Problem, TitanliteError
 
 T = TypeVar("T")
 
@@ -28,12 +31,15 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+def on_all_ranks(
+    action: Callable[[], T], group: dist.ProcessGroup | None = None, writes: Path | None = None
+) -> list[T]:
     """Call `action` on every rank and give every rank all results.
 
     Args:
         action: must not use collectives itself, for it may fail before them; its result is small and can be pickled.
         group: of all ranks, for a thread that must not use the one of the others; None: that one.
+        writes: the folder that a save writes with it, for the message if it cannot.
 
     Returns:
         The results, by rank.
@@ -49,10 +55,11 @@ def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None
         result = action()
     except Exception as e:
         failure = e
-    everywhere: list[tuple[T, tuple[type[TitanliteError], str] | None]] = [(cast(T, result), _as_message(failure))]
+    own = cast(T, result), failure and _for_all_ranks(failure, writes)
+    everywhere: list[tuple[T, tuple[type[TitanliteError], str] | None]] = [own]
     if dist.is_initialized():
         everywhere *= dist.get_world_size()
-        dist.all_gather_object(everywhere, (result, _as_message(failure)), group)
+        dist.all_gather_object(everywhere, own, group)
     if failures := [failed for _, failed in everywhere if failed is not None]:
         if failure and not isinstance(failure, TitanliteError | OSError):
             raise failure
@@ -61,15 +68,24 @@ def on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None
     return [r for r, _ in everywhere]
 
 
-def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Call `action` on rank 0 and give every rank its result, or its failure; `group` as in `on_all_ranks`."""
-    return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None, group)[0])
+def on_rank_0(action: Callable[[], T], group: dist.ProcessGroup | None = None, writes: Path | None = None) -> T:
+    """Call `action` on rank 0 and give every rank its result, or its failure; the rest as in `on_all_ranks`."""
+    return cast(T, on_all_ranks(lambda: action() if rank() == 0 else None, group, writes)[0])
 
 
-def _as_message(failure: Exception | None) -> tuple[type[TitanliteError], str] | None:
-    """Return the class and message to raise on all ranks; an error that is not ours gets its rank and type."""
-    if failure is None:
-        return None
+def needs_to_write(folder: Path) -> tuple[str, str]:
+    """Return what a save wants of a folder that it cannot write, and the fix, for a message."""
+    free, make_room = disk_space_in(folder)
+    want = "a folder that every rank can write to, with space and quota for the whole checkpoint"
+    return want, f"{make_room} ({free} now) or set job.dump_folder to another disk; earlier checkpoints are whole"
+
+
+def _for_all_ranks(failure: Exception, writes: Path | None) -> tuple[type[TitanliteError], str]:
+    """Return the class and message to raise everywhere; an error that is not ours gets its rank and type."""
     if isinstance(failure, TitanliteError):
         return type(failure), str(failure)
-    return CheckpointError, f"rank {rank()}: {type(failure).__name__}: {failure}"
+    message = f"rank {rank()}: {type(failure).__name__}: {failure}"
+    if writes is not None and isinstance(failure, OSError):
+        with contextlib.suppress(OSError):  # of a disk that does not even say what is free
+            message = str(Problem(f"{message}, while {writes} was written", "", *needs_to_write(writes)))
+    return CheckpointError, message

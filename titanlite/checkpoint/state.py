@@ -81,7 +81,7 @@ class Checkpoints:
                 raise
             self._warn(f"step-{step:08d} could not be written, and a second attempt is made: {e}")
             folder = self._write(step, tensors, text, group)
-        on_rank_0(lambda: publish.prune(self.root, self.keep, spare=self._resumed_from), group)
+        on_rank_0(lambda: publish.prune(self.root, self.keep, spare=self._resumed_from), group, self.root)
         return folder
 
     def check_shared(self) -> None:
@@ -160,14 +160,14 @@ class Checkpoints:
         return saved["state"], notices
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:
-        tmp = on_rank_0(lambda: publish.begin(self.root, step), group)
+        tmp = on_rank_0(lambda: publish.begin(self.root, step), group, self.root)
         entries = store.write(tmp, tensors, group)
 
         def finish() -> Path:
             write_durably(tmp / STATE, text)
             return publish.commit(tmp, entries | publish.hash_files(tmp, [STATE]))
 
-        return on_rank_0(finish, group)
+        return on_rank_0(finish, group, tmp)
 
     def _choose(self, resume: Literal["auto", "never"] | int) -> int | None:
         publish.remove_stale(self.root)

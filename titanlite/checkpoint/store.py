@@ -38,11 +38,10 @@ from torch.futures import Future
 
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
-from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.collective import needs_to_write, on_all_ranks, rank
 from titanlite.checkpoint.disk_space import SPARE
 from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.publish import FileEntry, hash_files
-from titanlite.durable import disk_space_in
 from titanlite.errors import CheckpointError, Problem, describe
 
 _SHOWN = 8  # names per problem in a message
@@ -66,7 +65,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(folder, "write"):
         dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner, process_group=group)
-    entries = on_all_ranks(lambda: hash_files(folder, _my_files(folder)), group)
+    entries = on_all_ranks(lambda: hash_files(folder, _my_files(folder)), group, folder)
     return {name: entry for of_rank in entries for name, entry in of_rank.items()}
 
 
@@ -161,14 +160,9 @@ class _Writer(dcp.FileSystemWriter):
                 cause = cause.__context__
             if cause is None:
                 raise
-            free, make_room = disk_space_in(self.folder)
-            raise CheckpointError.of(
-                str(self.folder),
-                f"rank {rank()}",
-                f"cannot write: {cause}",
-                "a folder that every rank can write to, with space and quota for the whole checkpoint",
-                f"{make_room} ({free} now) or set job.dump_folder to another disk; earlier checkpoints are whole",
-            ) from e
+            want, fix = needs_to_write(self.folder)
+            where = f"rank {rank()}"
+            raise CheckpointError.of(str(self.folder), where, f"cannot write: {cause}", want, fix) from e
 
 
 class _Reader(dcp.FileSystemReader):

@@ -20,7 +20,7 @@ from titanlite.commands.loss_picture import draw_losses
 from titanlite.errors import Problem, describe
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError, read_metrics
-from titanlite.preflight.run_folder import dotted
+from titanlite.preflight.same_run import dotted
 from titanlite.text_table import columns
 
 _COMMAND = Command(

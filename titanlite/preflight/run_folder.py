@@ -2,7 +2,7 @@
 
 Two mistakes cost more than a crash: a second job writing into the folder of one that is still running, and a resumed
 run that is no longer the same run (another model, other data). `RunFolder.claim` refuses both before torch is imported.
-The config of the run is in its folder; what defines the run must equal it, and every other difference is told.
+The config of the run is in its folder, and `same_run.py` compares it with that of the start.
 
 The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
 gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is told as well.
@@ -15,36 +15,22 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
 
 import tomli
 import tomli_w
 
-from titanlite.config.schema import Config, Model
+from titanlite.config.schema import Config
 from titanlite.durable import disk_space_in, earlier, is_at, open_plain, read_plain, require_writable, write_durably
-from titanlite.errors import ConfigError, FolderLostError, Problem, describe
+from titanlite.errors import ConfigError, FolderLostError
 from titanlite.json_file import parse_json
-from titanlite.recipes import model_dims
+from titanlite.preflight.same_run import changes_since, keys_of_training
 from titanlite.redact import redact_tree, redact_urls
 
 _AT_WORK_S = 60.0  # status.json is renewed every ten seconds while steps are made
-# What makes a run this run: with another value, its checkpoints would not load, or they and its curves would mean
-# something else.
-_IDENTITY = (
-    "model.",
-    "data.source",
-    "data.tokenizer",
-    "training.seq_len",
-    "training.seed",
-    "optimizer.name",
-    "optimizer.state_dtype",
-)
-_PATHS = ("data.source", "data.tokenizer")  # what is there has a fingerprint in each checkpoint
 
 
 class RunFolder:
@@ -150,11 +136,11 @@ class RunFolder:
     def seems_in_use(self) -> str | None:
         """Say so if a job has just said in `status.json` that it is running; else None."""
         try:
-            said = parse_json(read_plain(self.status))
-            age_s = (datetime.now(UTC) - datetime.fromisoformat(said["updated"])).total_seconds()
-            if said["state"] != "running" or age_s > _AT_WORK_S:
+            status = parse_json(read_plain(self.status))
+            age_s = (datetime.now(UTC) - datetime.fromisoformat(status["updated"])).total_seconds()
+            if status["state"] != "running" or age_s > _AT_WORK_S:
                 return None
-            job = f"process {said['pid']} on {said['host']}, at step {said['step']} {max(0, age_s):.0f} s ago"
+            job = f"process {status['pid']} on {status['host']}, at step {status['step']} {max(0, age_s):.0f} s ago"
         except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours
             return None
         return f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"
@@ -177,7 +163,7 @@ class RunFolder:
         config_toml = tomli_w.dumps(redact_tree(tomli.loads(config_toml), redact_urls))
         kept: Path | None = None
         was = read_plain(self.config) if os.path.lexists(self.config) else None
-        if was is not None and (before := _trained(was)) != _trained(config_toml.encode()):
+        if was is not None and (before := keys_of_training(was)) != keys_of_training(config_toml.encode()):
             kept, receipt, save_list = earlier(self.config, self.receipt, self.save_list)
             kept.write_bytes(was)  # what stands there is compared at the next start, whatever ends this
             if before.get("activation_checkpoint.recipe") == "auto" and os.path.lexists(self.save_list):
@@ -223,13 +209,9 @@ class RunFolder:
         try:
             yield
         except OSError as e:
-            raise ConfigError.of(
-                str(self.path),
-                "job.dump_folder",
-                f"{config.job.dump_folder} ({e})",
-                "a folder that can be read and written",
-                f"set job.dump_folder to one, {disk_space_in(self.path)[1]}, or remove what is in a file's place",
-            ) from None
+            saw, want = f"{config.job.dump_folder} ({e})", "a folder that can be read and written"
+            fix = f"set job.dump_folder to one, {disk_space_in(self.path)[1]}, or remove what is in a file's place"
+            raise ConfigError.of(str(self.path), "job.dump_folder", saw, want, fix) from None
 
     def _take_lock(self) -> list[str]:
         lock = open_plain(self.path / "lock", os.O_RDWR | os.O_CREAT)
@@ -242,28 +224,21 @@ class RunFolder:
                 return [f"{self.path}: this file system has no locks; make sure that no second job uses the folder"]
             if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            raise ConfigError.of(
-                f"{self.path}: in use",
-                "lock",
-                holder.strip() or "held by another process",
-                "no other job in this folder",
-                "wait for that job or stop it, or choose another job.name",
-            ) from None
+            saw = holder.strip() or "held by another process"
+            want, fix = "no other job in this folder", "wait for that job or stop it, or choose another job.name"
+            raise ConfigError.of(f"{self.path}: in use", "lock", saw, want, fix) from None
         self._lock = lock
         # A forked child (a data worker, say) shares the lock and would keep it when this process is killed.
         os.register_at_fork(after_in_child=self.release)
-        who = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "start": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
+        start = datetime.now(UTC).isoformat(timespec="seconds")
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
         os.ftruncate(lock, 0)
         os.pwrite(lock, (json.dumps(who) + "\n").encode(), 0)
         return []
 
     def _check(self, config: Config) -> list[str]:
         """Refuse the folder of another run; return what has changed."""
-        notices = self._compare(config)
+        notices = changes_since(self.config, config)
         self._check_new(config)
         written_later = {self.checkpoints: config.checkpoint.enable, self.profile: config.profiling.enable}
         for folder in (folder for folder, is_written in written_later.items() if is_written):
@@ -275,46 +250,6 @@ class RunFolder:
                 raise ConfigError.of(str(self.path), str(folder), str(e.strerror), want, fix) from None
         return notices
 
-    def _compare(self, config: Config) -> list[str]:
-        """Differences to the config that the run was last started with; those that make it another run are errors."""
-        try:
-            before = dotted(redact_tree(tomli.loads(read_plain(self.config).decode()), redact_urls))
-        except FileNotFoundError:
-            return []
-        except (ValueError, RecursionError) as e:  # tomli's, or a byte that is no text
-            raise ConfigError.of(
-                str(self.path),
-                "config.toml",
-                str(e),
-                "the config of this run",
-                "restore it, or choose another job.name",
-            ) from None
-        # A key that a former version did not know had, in effect, its default.
-        default, now = dotted(asdict(Config())), dotted(redact_tree(asdict(config), redact_urls))
-        was = default | before
-        changed = [key for key in was if was[key] != now.get(key)]
-        identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
-        sizes_was, sizes_now = _dims(was, config), _dims(now, config)
-        problems: list[Problem] = []
-        for key in identity:
-            # A dimension that is not given is the flavor's, and another flavor may have the same ones.
-            size = key.removeprefix("model.")
-            saw, want = sizes_now.get(size, now[key]), sizes_was.get(size, was[key])
-            if saw != want and not (key == "model.flavor" and sizes_was and sizes_was == sizes_now):
-                fix = "the old value, or another job.name"
-                if key in _PATHS:
-                    fix += f"; if only its place has changed, write the new one into {self.config} as well"
-                problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {self.config}", fix))
-        if problems:
-            raise ConfigError(describe(f"{self.path}: output folder of a different run", problems))
-        return [
-            f"changed since the last start: {key}: {_toml(was[key])} → {_toml(now[key])}"
-            if key in now
-            else f"{key}: no longer a key, ignored"
-            for key in changed
-            if key != "job.stop_after"  # where to stop this time is no change of the run
-        ]
-
     def _check_new(self, config: Config) -> None:
         if not config.checkpoint.enable and _has_content(self.checkpoints):
             want = "true: without it this start begins anew, beside the checkpoints of the run that is here"
@@ -325,60 +260,12 @@ class RunFolder:
             return
         used = [p.name for p in (self.checkpoints, self.metrics) if _has_content(p)]
         if used:
-            raise ConfigError.of(
-                str(self.path),
-                "checkpoint.resume",
-                f'"never", and the folder has {" and ".join(used)}',
-                "a new folder",
-                'choose another job.name, set checkpoint.resume = "auto", or delete the folder',
-            )
-
-
-def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits.
-
-    Nor if a value in the file has another type than its key, which nobody has checked.
-    """
-    keys = {field.name for field in fields(Model)}
-    model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
-    try:
-        dims = asdict(model_dims(replace(config, model=model)))
-    except (ConfigError, TypeError):
-        return {}
-    return {key: value for key, value in dims.items() if key not in ("help", "refs")}
+            saw = f'"never", and the folder has {" and ".join(used)}'
+            fix = 'choose another job.name, set checkpoint.resume = "auto", or delete the folder'
+            raise ConfigError.of(str(self.path), "checkpoint.resume", saw, "a new folder", fix)
 
 
 def _has_content(path: Path) -> bool:
     if path.is_dir():
         return any(path.iterdir())
     return path.exists() and path.stat().st_size > 0
-
-
-def _trained(config_toml: bytes) -> dict[str, Any]:
-    """Return the config keys that must not change between starts of one run; none if the file cannot be parsed."""
-    try:
-        keys = dotted(tomli.loads(config_toml.decode()))
-    except (ValueError, RecursionError):  # changed since the folder was claimed
-        return {}
-    return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
-
-
-def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a config: {"a": {"b": 1}} → {"a.b": 1}.
-
-    Args:
-        tree: nested tables; tuples become lists, as TOML has them.
-        prefix: of every key.
-    """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
-    return flat
-
-
-def _toml(value: object) -> str:
-    """Write a value as the file has it; a date, which no key has, as a text."""
-    return "not given" if value is None else json.dumps(value, ensure_ascii=False, default=str)

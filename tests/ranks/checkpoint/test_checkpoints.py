@@ -1,7 +1,9 @@
 """A run's checkpoints: saved, chosen and loaded by all ranks alike, or failing on all."""
 
+import errno
 import os
 import random
+import re
 import resource
 import signal
 from pathlib import Path
@@ -256,6 +258,26 @@ def test_a_failure_of_one_rank_keeps_its_class_on_all_if_it_is_ours(tmp_path: Pa
     def body() -> None:
         with pytest.raises(DataError if error is DataError else CheckpointError, match="on rank 1"):
             on_all_ranks(fails)
+
+    run_ranks(body, tmp_path)
+
+
+def test_a_manifest_that_cannot_be_written_says_where_and_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error", "state.json")
+
+    def body() -> None:
+        monkeypatch.setattr("titanlite.checkpoint.state.write_durably", full)
+        folder = re.escape(f"{tmp_path / 'step-00000001.tmp'}")
+        said = (
+            rf"^rank 0: OSError: .*'state.json', while {folder} was written\n +want: a folder that every rank can write"
+        )
+        with pytest.raises(
+            CheckpointError, match=rf"{said}.*\n +fix:  make room \(.* free now\) or set job.dump_folder"
+        ):
+            Checkpoints(tmp_path, keep=1).save(1, {}, {})
 
     run_ranks(body, tmp_path)
 

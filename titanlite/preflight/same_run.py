@@ -1,0 +1,120 @@
+"""Compare the config of a start with the one that its run was last started with: is it still the same run?
+
+What defines the run must be equal; every other difference is reported. The user part of a URL, which is not recorded,
+makes no difference.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import tomli
+
+from titanlite.config.schema import Config, Model
+from titanlite.durable import read_plain
+from titanlite.errors import ConfigError, Problem, describe
+from titanlite.recipes import model_dims
+from titanlite.redact import redact_tree, redact_urls
+
+# What makes a run this run: with another value, its checkpoints would not load, or they and its curves would mean
+# something else.
+_IDENTITY = (
+    "model.",
+    "data.source",
+    "data.tokenizer",
+    "training.seq_len",
+    "training.seed",
+    "optimizer.name",
+    "optimizer.state_dtype",
+)
+_PATHS = ("data.source", "data.tokenizer")  # what is there has a fingerprint in each checkpoint
+
+
+def changes_since(recorded: Path, config: Config) -> list[str]:
+    """Say what differs from the config that a run was last started with.
+
+    Args:
+        recorded: its `config.toml`, which need not exist.
+        config: of this start.
+
+    Raises:
+        ConfigError: a difference makes it another run, or the file is damaged.
+    """
+    try:
+        before = dotted(redact_tree(tomli.loads(read_plain(recorded).decode()), redact_urls))
+    except FileNotFoundError:
+        return []
+    except (ValueError, RecursionError) as e:  # tomli's, or a byte that is no text
+        want, fix = "the config of this run", "restore it, or choose another job.name"
+        raise ConfigError.of(str(recorded.parent), "config.toml", str(e), want, fix) from None
+    # A key that a former version did not know had, in effect, its default.
+    default, now = dotted(asdict(Config())), dotted(redact_tree(asdict(config), redact_urls))
+    was = default | before
+    changed = [key for key in was if was[key] != now.get(key)]
+    identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
+    dims_was, dims_now = _dims(was, config), _dims(now, config)
+    problems: list[Problem] = []
+    for key in identity:
+        # A dimension that is not given is the flavor's, and another flavor may have the same ones.
+        name = key.removeprefix("model.")
+        saw, want = dims_now.get(name, now[key]), dims_was.get(name, was[key])
+        if saw != want and not (key == "model.flavor" and dims_was and dims_was == dims_now):
+            fix = "the old value, or another job.name"
+            if key in _PATHS:
+                fix += f"; if only its place has changed, write the new one into {recorded} as well"
+            problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {recorded}", fix))
+    if problems:
+        raise ConfigError(describe(f"{recorded.parent}: output folder of a different run", problems))
+    return [
+        f"changed since the last start: {key}: {_toml(was[key])} → {_toml(now[key])}"
+        if key in now
+        else f"{key}: no longer a key, ignored"
+        for key in changed
+        if key != "job.stop_after"  # where to stop this time is no change of the run
+    ]
+
+
+def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits.
+
+    Nor if a value in the file has another type than its key, which nobody has checked.
+    """
+    keys = {field.name for field in fields(Model)}
+    model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
+    try:
+        dims = asdict(model_dims(replace(config, model=model)))
+    except (ConfigError, TypeError):
+        return {}
+    return {key: value for key, value in dims.items() if key not in ("help", "refs")}
+
+
+def keys_of_training(config_toml: bytes) -> dict[str, Any]:
+    """Return the config keys that must not change between starts of one run; none if the file cannot be parsed."""
+    try:
+        keys = dotted(tomli.loads(config_toml.decode()))
+    except (ValueError, RecursionError):  # changed since the folder was claimed
+        return {}
+    return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
+
+
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten a config: {"a": {"b": 1}} → {"a.b": 1}.
+
+    Args:
+        tree: nested tables; tuples become lists, as TOML has them.
+        prefix: of every key.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+    return flat
+
+
+def _toml(value: object) -> str:
+    """Write a value as the file has it; a date, which no key has, as a text."""
+    return "not given" if value is None else json.dumps(value, ensure_ascii=False, default=str)
