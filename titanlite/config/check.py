@@ -5,18 +5,17 @@ each other, the model's dimensions and the number of processes, before any proce
 can be said without the number of processes is also said when it is not known.
 """
 
-import math
 import os
 from collections.abc import Collection
 from operator import attrgetter
 
 from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
-from titanlite.config.config_json import FROM_CHECKPOINT
+from titanlite.config.check_mesh import check_batch, check_mesh, check_model, data_ranks
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, Model
+from titanlite.config.schema import Config
 
 _FROM_HOME = (  # keys of paths in which ~ stands for a home
     "job.dump_folder",
@@ -59,7 +58,7 @@ def check_config(
     _check_names(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
-        _check_model(model, config.model, problems)
+        check_model(model, config.model, problems)
         longest, seq_len = model.max_seq_len, config.training.seq_len
         if 0 < longest < seq_len and are_read("training"):
             want = f"at most {longest}, the number of position embeddings of the model"
@@ -67,9 +66,9 @@ def check_config(
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
     is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
     if is_in_range and are_read("training", "parallelism"):
-        _check_mesh(config, model, world_size, problems)
+        check_mesh(config, model, world_size, problems)
         if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
-            _check_batch(config, world_size, problems)
+            check_batch(config, world_size, problems)
         if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
     if are_read("training", "job", "profiling"):
@@ -117,7 +116,7 @@ def sequences_per_step(config: Config, world_size: int | None) -> int | None:
     if not _can_divide(config):
         return None
     asked = config.training.global_batch_size
-    return config.training.local_batch_size * _data_ranks(config, world_size) if asked is None else asked
+    return config.training.local_batch_size * data_ranks(config, world_size) if asked is None else asked
 
 
 def _can_divide(config: Config) -> bool:
@@ -125,93 +124,6 @@ def _can_divide(config: Config) -> bool:
     batch, mesh = config.training, config.parallelism
     degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
     return min(batch.seq_len, batch.local_batch_size, *degrees) >= 1
-
-
-def _data_ranks(config: Config, world: int | None) -> int:
-    """Data-parallel ranks; the fewest that there can be if the number of processes is not known."""
-    p = config.parallelism
-    if p.data_parallel_shard_degree != -1:
-        return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-    if world is not None:
-        return max(1, world // p.tensor_parallel_degree)
-    return p.data_parallel_replicate_degree
-
-
-def _check_model(dims: ModelDims, model: Model, problems: Problems) -> None:
-    """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
-    dim, heads, kv_heads = dims.dim, dims.n_heads, dims.n_kv_heads
-    if min(dim, heads, kv_heads) < 1:
-        return  # already out of range
-
-    def add(key: str, want: str, fix: str) -> None:
-        if model.flavor == FROM_CHECKPOINT:
-            fix = "name another folder: its weights have these dimensions"
-        problems.add(f"model.{key}", str(getattr(dims, key)), want, fix)
-
-    is_split = not dims.head_dim  # which is no key of a config: its recipe was checked
-    if is_split and dim % heads:
-        add("n_heads", f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim)))
-    elif is_split and dim // heads % 2:
-        want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
-        even = [h for h in _divisors(dim) if dim // h % 2 == 0]
-        if even:
-            add("n_heads", want, _pick("n_heads", heads, even))
-        else:  # dim is odd, and so is whatever divides it
-            add("dim", want, f"dim = {dim + heads}")
-    elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
-        add("n_kv_heads", f"a divisor of model.n_heads = {heads}", _pick("n_kv_heads", kv_heads, _divisors(heads)))
-    if dims.ffn_dim % 128 and not model.file:
-        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-dims.ffn_dim // 128) * 128}")
-
-
-def _check_mesh(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
-    """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
-    p = config.parallelism
-    replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
-    section, any_number = "parallelism.", world is None
-    ranks = f"the number of processes, {world}"
-    if world is not None and world % replicate:
-        fix = _pick("data_parallel_replicate_degree", replicate, _divisors(world))
-        problems.add(section + "data_parallel_replicate_degree", str(replicate), f"a divisor of {ranks}", fix)
-        any_number = True  # what is left for the others cannot be said
-    tokens = config.training.seq_len * config.training.local_batch_size
-    split: dict[str, int] = {}
-    if model is not None and not config.model.file:  # of one's own the sharding plan says what divides
-        split = {
-            f"model.n_heads = {model.n_heads}": model.n_heads,
-            f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,
-            f"model.ffn_dim / 128 = {model.ffn_dim // 128}": model.ffn_dim // 128,
-            f"model.vocab_size = {model.vocab_size}": model.vocab_size,
-        }
-    split[f"seq_len × local_batch_size = {tokens}"] = tokens
-    if world is not None and not any_number:
-        split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
-    bad = [name for name, size in split.items() if size % tensor]
-    if bad:
-        degrees = _divisors(math.gcd(*split.values()))
-        fix = _pick("tensor_parallel_degree", tensor, degrees)
-        if not any(size % tensor for name, size in split.items() if "process" not in name):
-            fix += f", or start {replicate * tensor} processes"
-        problems.add(section + "tensor_parallel_degree", str(tensor), f"a divisor of {', of '.join(bad)}", fix)
-    elif world is not None and not any_number and shard != -1 and replicate * shard * tensor != world:
-        left, asked = world // (replicate * tensor), replicate * shard * tensor
-        want = f"replicate × shard × tensor = {replicate} × {shard} × {tensor} to be {ranks}"
-        fix = f"data_parallel_shard_degree = {left} (or -1: all remaining ranks), or start {asked} processes"
-        problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
-
-
-def _check_batch(config: Config, world: int | None, problems: Problems) -> None:
-    """Check that the global batch is a whole number of micro-steps of every data-parallel rank."""
-    asked, local = config.training.global_batch_size, config.training.local_batch_size
-    if asked is None or asked < 1:
-        return  # one micro-step, or out of range
-    n_data = _data_ranks(config, world)
-    unit = local * n_data
-    if asked % unit:
-        near = [n for n in (asked // unit * unit, -(-asked // unit) * unit) if n]
-        want = f"a multiple of local_batch_size × data-parallel ranks = {local} × {n_data} = {unit}"
-        fix = _pick("global_batch_size", asked, near)
-        problems.add("training.global_batch_size", str(asked), want, fix)
 
 
 def _check_steps(config: Config, problems: Problems) -> None:
@@ -284,7 +196,7 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
     """There is something to gather, among ranks that have peers' memory, and sums are in the dtype that they have."""
     p, shards = config.parallelism, config.parallelism.data_parallel_shard_degree
     others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
-    if shards == -1 and world is not None and world % others == 0:  # else `_check_mesh` has said so
+    if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
         shards = world // others
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
@@ -305,14 +217,3 @@ def uses_copy_engines(config: Config, shards: int) -> bool:
     possible = shards >= 2 and on_a_host and config.training.mixed_precision_reduce == "float32"
     asked = config.parallelism.fsdp_copy_engines
     return asked == "always" or (asked == "default" and possible)
-
-
-def _divisors(n: int) -> list[int]:
-    """Return the divisors that a fix may name; of astronomical numbers not all, which would take years."""
-    return sorted({d for i in range(1, min(math.isqrt(n), 10**6) + 1) if n % i == 0 for d in (i, n // i)})
-
-
-def _pick(name: str, asked: int, legal: list[int]) -> str:
-    """Say which legal values are nearest to what was asked: the first as the fix, the next beside it."""
-    first, *others = sorted(legal, key=lambda n: (abs(n - asked), n))[:2]
-    return f"{name} = {first}" + (f" (or {others[0]})" if others else "")

@@ -1,4 +1,4 @@
-"""What the schemas of recipes (`recipe_schema.py`) cannot say: whether values go together, and with the hardware."""
+"""Check what the schemas of recipes (`recipe_schema.py`) cannot say: that values fit each other and the hardware."""
 
 from dataclasses import asdict
 from typing import get_args

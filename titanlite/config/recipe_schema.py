@@ -155,7 +155,7 @@ class SaveRule:
 
 @dataclass(frozen=True)
 class SaveList:
-    """Which activations of a block are kept for backward. What no rule matches follows `default`."""
+    """The activations of a block that are kept for backward. What no rule matches follows `default`."""
 
     help: str
     default: Literal["save", "recompute"]
@@ -170,7 +170,7 @@ class SaveList:
 
 
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "none"]
-"""What of an operand has a scale of its own, its sum running along rows: all of it, a row, a block of rows × columns;
+"""The part of an operand that has a scale of its own, along which its sum runs: all of it, a row, a block;
 "none": this operand stays in high precision in this matmul."""
 
 BLOCKS: dict[Granularity, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
@@ -261,20 +261,20 @@ class Float8Recipe:
 
     @property
     def all_in_float8(self) -> bool:
-        """Whether none of the three matmuls has an operand in high precision."""
+        """Return whether none of the three matmuls has an operand in high precision."""
         return "none" not in self.granularities
 
     @property
     def has_blocks(self) -> bool:
-        """Whether an operand has scales by block."""
+        """Return whether an operand has scales by block."""
         return any(granularity in BLOCKS for granularity in self.granularities)
 
     @property
     def granularities(self) -> tuple[Granularity, ...]:
-        """Those of all operands, both of each matmul in turn."""
+        """Return those of all operands, both of each matmul in turn."""
         return tuple(g for matmul in MATMULS for g in self.operands(matmul))
 
     def operands(self, matmul: str) -> tuple[Granularity, Granularity]:
-        """The granularities of the two operands of "output", "grad_input" or "grad_weight"."""
+        """Return the granularities of the two operands of "output", "grad_input" or "grad_weight"."""
         left, right = MATMULS[matmul]
         return getattr(getattr(self, left), matmul), getattr(getattr(self, right), matmul)

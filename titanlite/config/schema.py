@@ -57,7 +57,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Data:
-    """What to train on. Text is tokenized once into token shards, which every run memory-maps."""
+    """The text to train on. It is tokenized once into token shards, which every run memory-maps."""
 
     source: str = "python_stdlib"
     """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl (also .gz, .zst), .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
@@ -96,7 +96,7 @@ class Training:
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do when the loss or gradient norm is NaN or Inf. It never reaches the weights. `stop` ends the run; `skip` drops the step, and ends the run after 10 in a row."""
+    """Action when the loss or gradient norm is NaN or Inf. It never reaches the weights. `stop` ends the run; `skip` drops the step, and ends the run after 10 in a row."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of compute and of gathered parameters; master weights are float32."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
@@ -169,7 +169,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """Which activations are kept; the rest are recomputed."""
+    """Activations that are kept; the rest are recomputed."""
 
     recipe: str = "none"
     """Name of a save-list (`titanlite recipes activation_checkpoint`), the path of one, or `auto`: the fastest within `budget_gib`."""
@@ -229,7 +229,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is logged, and where."""
+    """Metrics that are logged, and where."""
 
     log_freq: int = 1
     """Steps between log lines. In between, the host does not wait for the device."""

@@ -1,4 +1,4 @@
-"""Which parameters weight decay leaves alone: `optimizer.weight_decay_exclude` against the names of the parameters.
+"""Find the parameters that weight decay leaves alone, by the patterns of `optimizer.weight_decay_exclude`.
 
 The names of shipped architectures are known without torch, so that a misspelt pattern is found when the config is
 checked; those of a model file of the user's own when it is imported.

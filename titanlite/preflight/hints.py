@@ -1,4 +1,4 @@
-"""Of a config that passed every check: what works, but not as well (hints), or not as was probably meant (warnings).
+"""Name what works in a config, but not as well as it could (hints), or not as was probably meant (warnings).
 
 `titanlite validate` prints them, and a run says them before its first step.
 """
@@ -27,8 +27,8 @@ def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[s
     fix = "name the model's tokenizer.json in data.tokenizer"
     if not config.checkpoint.initial_load_path:  # whose weights have so many rows
         fix += f", or set model.vocab_size = {rows_for(n_ids)}"
-    told = few_ids(n_ids, whose, vocab_size, fix)
-    return (told,) if told else ()
+    warning = few_ids(n_ids, whose, vocab_size, fix)
+    return (warning,) if warning else ()
 
 
 def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]
 
 
 def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
-    """Say so if the text is to be told by other ids than those that the weights know, where that can be seen."""
+    """Say so if the text is to be encoded by other ids than those that the weights know, where that can be seen."""
     theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
     if not os.path.isfile(theirs) or sources["data.source"].kind == "tokens":
         return ()

@@ -1,0 +1,106 @@
+"""Check whether the mesh, the model and the batch of a run divide each other, and name the nearest that do."""
+
+import math
+
+from titanlite.config.config_json import FROM_CHECKPOINT
+from titanlite.config.problems import Problems
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config, Model
+
+
+def check_model(dims: ModelDims, model: Model, problems: Problems) -> None:
+    """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
+    dim, heads, kv_heads = dims.dim, dims.n_heads, dims.n_kv_heads
+    if min(dim, heads, kv_heads) < 1:
+        return  # already out of range
+
+    def add(key: str, want: str, fix: str) -> None:
+        if model.flavor == FROM_CHECKPOINT:
+            fix = "name another folder: its weights have these dimensions"
+        problems.add(f"model.{key}", str(getattr(dims, key)), want, fix)
+
+    is_split = not dims.head_dim  # which is no key of a config: its recipe was checked
+    if is_split and dim % heads:
+        add("n_heads", f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim)))
+    elif is_split and dim // heads % 2:
+        want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
+        even = [h for h in _divisors(dim) if dim // h % 2 == 0]
+        if even:
+            add("n_heads", want, _pick("n_heads", heads, even))
+        else:  # dim is odd, and so is whatever divides it
+            add("dim", want, f"dim = {dim + heads}")
+    elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
+        add("n_kv_heads", f"a divisor of model.n_heads = {heads}", _pick("n_kv_heads", kv_heads, _divisors(heads)))
+    if dims.ffn_dim % 128 and not model.file:
+        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-dims.ffn_dim // 128) * 128}")
+
+
+def check_mesh(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
+    """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
+    p = config.parallelism
+    replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
+    section, any_number = "parallelism.", world is None
+    ranks = f"the number of processes, {world}"
+    if world is not None and world % replicate:
+        fix = _pick("data_parallel_replicate_degree", replicate, _divisors(world))
+        problems.add(section + "data_parallel_replicate_degree", str(replicate), f"a divisor of {ranks}", fix)
+        any_number = True  # what is left for the others cannot be said
+    tokens = config.training.seq_len * config.training.local_batch_size
+    split: dict[str, int] = {}
+    if model is not None and not config.model.file:  # of one's own the sharding plan says what divides
+        split = {
+            f"model.n_heads = {model.n_heads}": model.n_heads,
+            f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,
+            f"model.ffn_dim / 128 = {model.ffn_dim // 128}": model.ffn_dim // 128,
+            f"model.vocab_size = {model.vocab_size}": model.vocab_size,
+        }
+    split[f"seq_len × local_batch_size = {tokens}"] = tokens
+    if world is not None and not any_number:
+        split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
+    bad = [name for name, size in split.items() if size % tensor]
+    if bad:
+        degrees = _divisors(math.gcd(*split.values()))
+        fix = _pick("tensor_parallel_degree", tensor, degrees)
+        if not any(size % tensor for name, size in split.items() if "process" not in name):
+            fix += f", or start {replicate * tensor} processes"
+        problems.add(section + "tensor_parallel_degree", str(tensor), f"a divisor of {', of '.join(bad)}", fix)
+    elif world is not None and not any_number and shard != -1 and replicate * shard * tensor != world:
+        left, asked = world // (replicate * tensor), replicate * shard * tensor
+        want = f"replicate × shard × tensor = {replicate} × {shard} × {tensor} to be {ranks}"
+        fix = f"data_parallel_shard_degree = {left} (or -1: all remaining ranks), or start {asked} processes"
+        problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
+
+
+def check_batch(config: Config, world: int | None, problems: Problems) -> None:
+    """Check that the global batch is a whole number of micro-steps of every data-parallel rank."""
+    asked, local = config.training.global_batch_size, config.training.local_batch_size
+    if asked is None or asked < 1:
+        return  # one micro-step, or out of range
+    n_data = data_ranks(config, world)
+    unit = local * n_data
+    if asked % unit:
+        near = [n for n in (asked // unit * unit, -(-asked // unit) * unit) if n]
+        want = f"a multiple of local_batch_size × data-parallel ranks = {local} × {n_data} = {unit}"
+        fix = _pick("global_batch_size", asked, near)
+        problems.add("training.global_batch_size", str(asked), want, fix)
+
+
+def data_ranks(config: Config, world: int | None) -> int:
+    """Return the data-parallel ranks; the fewest that there can be if the number of processes is not known."""
+    p = config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+    if world is not None:
+        return max(1, world // p.tensor_parallel_degree)
+    return p.data_parallel_replicate_degree
+
+
+def _divisors(n: int) -> list[int]:
+    """Return the divisors that a fix may name; of astronomical numbers not all, which would take years."""
+    return sorted({d for i in range(1, min(math.isqrt(n), 10**6) + 1) if n % i == 0 for d in (i, n // i)})
+
+
+def _pick(name: str, asked: int, legal: list[int]) -> str:
+    """Say which legal values are nearest to what was asked: the first as the fix, the next beside it."""
+    first, *others = sorted(legal, key=lambda n: (abs(n - asked), n))[:2]
+    return f"{name} = {first}" + (f" (or {others[0]})" if others else "")
