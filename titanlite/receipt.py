@@ -1,18 +1,18 @@
 """receipt.json: what the config asked for and what was done about it.
 
-Each feature adds one entry after it has been applied, and says how often it was (`count`), what it left out for a
+Each feature gives one entry when it has been applied, and says how often it was (`count`), what it left out for a
 reason that is declared somewhere (a recipe, a filter, a committed tuning table: `skipped`), and what it should have
 covered and did not (`missed`). In the file both are under `skipped`, with their reasons; `enforce` is where they
 differ: something requested and applied nowhere, or a case that was missed, ends the run under `job.strict` and is a
 warning otherwise. Whether a reason counts as declared is for the feature to say, which alone knows its rules.
 
-Each rank adds the same entries, so that all of them stop together; rank 0 writes the file.
+Each rank has the same entries, so that all of them stop together; rank 0 writes the file.
 """
 
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from titanlite.durable import write_durably
@@ -34,15 +34,28 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Entry:
-    """One feature's report. See `Receipt.add`."""
+    """One feature's report.
+
+    Attributes:
+        feature: its name in the file, as "float8".
+        requested: the value of the user's key, as in the config. None, False, 0, "", "none", "off" and "disabled" mean
+            that it was not asked for.
+        applied: what was done, as JSON: a number, a name, or a dict of details
+            (`{"layers": 224, "lowering": "torchao"}`).
+        count: in how many places it was done.
+        skipped: cases left out for a declared reason.
+        missed: eligible cases left out, with what stood in the way.
+        key: the dotted key of the config that asked for it, as "float8.recipe"; not given: `feature` is that key.
+    """
 
     feature: str
     requested: object
     applied: object
+    _: KW_ONLY
     count: int
-    skipped: tuple[Skipped, ...]
-    missed: tuple[Skipped, ...]
-    key: str
+    skipped: Sequence[Skipped] = ()
+    missed: Sequence[Skipped] = ()
+    key: str = ""
 
     def summary(self) -> str:
         """Say in one line what was applied, and what was not and why; each layer, rule and shape is in the file."""
@@ -65,34 +78,20 @@ class Receipt:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self._later: list[Callable[[], Entry]] = []
 
-    def add(
-        self,
-        feature: str,
-        requested: object,
-        applied: object,
-        *,
-        count: int,
-        skipped: Sequence[Skipped] = (),
-        missed: Sequence[Skipped] = (),
-        key: str = "",
-    ) -> None:
-        """Report one feature.
+    def add(self, entry: Entry) -> None:
+        """Add what a feature has done."""
+        self.entries.append(entry)
 
-        Args:
-            feature: its name in the file, as "float8".
-            requested: the value of the user's key, as in the config. None, False, 0, "", "none", "off" and "disabled"
-                mean that it was not asked for.
-            applied: what was done, as JSON: a number, a name, or a dict of details
-                (`{"layers": 224, "lowering": "torchao"}`).
-            count: in how many places it was done.
-            skipped: cases left out for a declared reason.
-            missed: eligible cases left out, with what stood in the way.
-            key: the dotted key of the config that asked for it, as "float8.recipe"; not given: `feature` is that key.
-        """
-        self.entries.append(
-            Entry(feature, requested, applied, count, tuple(skipped), tuple(missed), key=key or feature),
-        )
+    def add_later(self, entry: Callable[[], Entry]) -> None:
+        """Add what a feature can say of itself when it has run: `complete` calls it."""
+        self._later.append(entry)
+
+    def complete(self) -> None:
+        """Add the entries that were to come later, behind all that are there."""
+        self.entries += [entry() for entry in self._later]
+        self._later.clear()
 
     def write(self, path: Path) -> None:
         """Write the file, replacing it as a whole."""
@@ -142,8 +141,9 @@ def _problem(entry: Entry) -> Problem | None:
         want = f"applied to all {total} eligible cases; it missed {len(entry.missed)}" + _cases(entry.missed)
     else:
         return None
-    fix = f"change {entry.key} or what the reason names; job.strict = false trains with what was applied"
-    return Problem(entry.key, json.dumps(entry.requested), want, fix)
+    key = entry.key or entry.feature
+    fix = f"change {key} or what the reason names; job.strict = false trains with what was applied"
+    return Problem(key, json.dumps(entry.requested), want, fix)
 
 
 def _cases(cases: Sequence[Skipped]) -> str:

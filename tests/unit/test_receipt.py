@@ -3,7 +3,7 @@ import json
 import pytest
 
 from titanlite.errors import StrictError
-from titanlite.receipt import Receipt, Skipped
+from titanlite.receipt import Entry, Receipt, Skipped
 
 
 def fail(text):
@@ -12,7 +12,7 @@ def fail(text):
 
 def test_the_file_has_exactly_the_fields_of_the_contract(tmp_path):
     receipt = Receipt()
-    receipt.add(
+    entry = Entry(
         "float8",
         "rowwise",
         {"layers": 7},
@@ -21,7 +21,8 @@ def test_the_file_has_exactly_the_fields_of_the_contract(tmp_path):
         missed=[Skipped("layers.0.wo", "dim 100 is no multiple of 16")],
         key="float8.recipe",
     )
-    receipt.add("attention", "auto", "flash", count=4)
+    receipt.add(entry)
+    receipt.add(Entry("attention", "auto", "flash", count=4))
     receipt.write(tmp_path / "receipt.json")
     assert json.loads((tmp_path / "receipt.json").read_text()) == [
         {
@@ -40,7 +41,7 @@ def test_the_file_has_exactly_the_fields_of_the_contract(tmp_path):
 
 def test_requested_and_applied_nowhere_stops_a_strict_run_in_the_words_of_the_key():
     receipt = Receipt()
-    receipt.add("float8", "rowwise", 0, count=0, skipped=[Skipped("wqkv", "dim 100")], key="float8.recipe")
+    receipt.add(Entry("float8", "rowwise", 0, count=0, skipped=[Skipped("wqkv", "dim 100")], key="float8.recipe"))
     with pytest.raises(StrictError) as error:
         receipt.enforce(True, fail)
     assert str(error.value) == (
@@ -54,26 +55,26 @@ def test_requested_and_applied_nowhere_stops_a_strict_run_in_the_words_of_the_ke
 
 def test_an_eligible_case_that_was_missed_stops_it_too_and_a_declared_one_does_not():
     receipt = Receipt()
-    receipt.add("parallelism.async_tensor_parallel", True, 5, count=5, skipped=[Skipped("wo", "tuning table")])
+    receipt.add(Entry("parallelism.async_tensor_parallel", True, 5, count=5, skipped=[Skipped("wo", "tuning table")]))
     receipt.enforce(True, fail)
-    receipt.add("compile.enable", True, 3, count=3, missed=[Skipped("block 3", "graph break")])
+    receipt.add(Entry("compile.enable", True, 3, count=3, missed=[Skipped("block 3", "graph break")]))
     with pytest.raises(StrictError, match=r"compile\.enable = true\n.*all 4 eligible cases; it missed 1\n.*block 3"):
         receipt.enforce(True, fail)
 
 
 def test_all_problems_come_at_once_and_long_lists_are_cut():
     receipt = Receipt()
-    receipt.add("a.x", "on", 0, count=0)
-    receipt.add("a.y", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(20)])
-    receipt.add("a.z", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(8)])
+    receipt.add(Entry("a.x", "on", 0, count=0))
+    receipt.add(Entry("a.y", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(20)]))
+    receipt.add(Entry("a.z", "on", 1, count=1, missed=[Skipped(f"layer {i}", "why") for i in range(8)]))
     with pytest.raises(StrictError, match=r"3 problems(.|\n)*layer 7: why\n +and 12 more(.|\n)*layer 7: why\n +fix:"):
         receipt.enforce(True, fail)
 
 
 def test_without_strict_the_same_text_is_one_warning():
     receipt = Receipt()
-    receipt.add("a.x", "on", 0, count=0)
-    receipt.add("a.y", "on", 0, count=0)
+    receipt.add(Entry("a.x", "on", 0, count=0))
+    receipt.add(Entry("a.y", "on", 0, count=0))
     with pytest.raises(StrictError) as error:
         receipt.enforce(True, fail)
     seen: list[str] = []
@@ -84,15 +85,15 @@ def test_without_strict_the_same_text_is_one_warning():
 @pytest.mark.parametrize("value", [None, False, 0, "", "none", "off", "disabled"])
 def test_what_was_not_asked_for_need_not_be_applied(value):
     receipt = Receipt()
-    receipt.add("float8.recipe", value, 0, count=0, missed=[Skipped("x", "y")])
+    receipt.add(Entry("float8.recipe", value, 0, count=0, missed=[Skipped("x", "y")]))
     receipt.enforce(True, fail)
 
 
 def test_a_summary_is_one_line_without_what_has_a_row_for_each_layer():
     receipt = Receipt()
     each = {f"layers.{i}.attention.wo": "fused" for i in range(128)}
-    receipt.add("float8", "rowwise", {"layers": 128, "each": each, "fsdp_all_gather": "float8"}, count=128)
-    receipt.add("attention", "fused", "cudnn_attention", count=1)
+    receipt.add(Entry("float8", "rowwise", {"layers": 128, "each": each, "fsdp_all_gather": "float8"}, count=128))
+    receipt.add(Entry("attention", "fused", "cudnn_attention", count=1))
     lines = [entry.summary() for entry in receipt.entries]
     assert lines == ["float8: layers 128, fsdp_all_gather float8", "attention: cudnn_attention"]
 
@@ -100,9 +101,9 @@ def test_a_summary_is_one_line_without_what_has_a_row_for_each_layer():
 def test_a_summary_names_what_was_left_out_and_why():
     receipt, why = Receipt(), "sizes (257, 128), 64 tokens: not all multiples of 16"
     wide = [Skipped(f"layers.{i}.feed_forward.w2", "no") for i in range(128)]
-    receipt.add("float8", "rowwise", {"layers": 384}, count=384, skipped=wide, missed=[Skipped("output", why)])
-    receipt.add("a", "on", 5, count=5, skipped=[Skipped(f"x{i}", "no") for i in range(9)])
-    receipt.add("b", "on", 5, count=5, skipped=[Skipped("x", f"reason {i}") for i in range(9)])
+    receipt.add(Entry("float8", "rowwise", {"layers": 384}, count=384, skipped=wide, missed=[Skipped("output", why)]))
+    receipt.add(Entry("a", "on", 5, count=5, skipped=[Skipped(f"x{i}", "no") for i in range(9)]))
+    receipt.add(Entry("b", "on", 5, count=5, skipped=[Skipped("x", f"reason {i}") for i in range(9)]))
     assert [entry.summary() for entry in receipt.entries] == [
         f"float8: layers 384; except layers.*.feed_forward.w2 (no), output ({why})",
         "a: 5; except x0, x1, x2, 6 more (no)",

@@ -4,6 +4,8 @@ import logging
 
 from torch import nn
 
+from titanlite.receipt import Entry, Skipped
+
 
 def apply_compile(model: nn.Module) -> None:
     """Compile each block in place.
@@ -22,6 +24,24 @@ def apply_compile(model: nn.Module) -> None:
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for block in model.layers:  # type: ignore[union-attr]
         block.compile(fullgraph=True, dynamic=False)
+
+
+def compile_entry(model: nn.Module, requested: bool) -> Entry:
+    """The receipt's entry, once blocks have run: the environment can turn the compiler off.
+
+    Args:
+        model: has `layers`.
+        requested: `compile.enable`.
+    """
+    if not requested:
+        return Entry("compile", False, "off", count=0)
+    from torch._dynamo.utils import counters  # slow to import
+
+    plain = [i for i, block in enumerate(model.layers) if block._compiled_call_impl is None]  # type: ignore[arg-type]
+    missed = tuple(Skipped(f"layers.{i}", "is not compiled") for i in plain)
+    applied = {"blocks": len(model.layers) - len(plain), "graphs": counters["stats"]["unique_graphs"]}  # type: ignore[arg-type]
+    count = applied["blocks"] if applied["graphs"] else 0
+    return Entry("compile", True, applied, count=count, missed=missed, key="compile.enable")
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -10,25 +10,21 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
 from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
-from titanlite.kernels.lowering import no_peer_access
 from titanlite.models.layers import Embedding
+from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, shard_group
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
-
-if TYPE_CHECKING:
-    from titanlite.kernels.device import shard_exchange
 
 
 def apply_fsdp(
@@ -77,7 +73,7 @@ def apply_fsdp(
     if by_copy_engines:
         from titanlite.kernels.device import shard_exchange
 
-        group = _shard_group(mesh)
+        group = shard_group(mesh)
         gather = PushedAllGather(shard_exchange.AllGather(group))
         memory = _ReduceScatter() if follow else DefaultReduceScatter()
         reduce = PushedReduceScatter(shard_exchange.ReduceScatter(group), memory)
@@ -90,38 +86,6 @@ def _looks_up(embedding: nn.Module) -> bool:
     """Whether backward reads no row of an embedding's table. A user's own may multiply by its weight."""
     ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
     return ours and "forward" not in vars(embedding) and not embedding._forward_hooks
-
-
-def no_copy_engines(mesh: Mesh) -> str | None:
-    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
-
-    If nothing else is in the way, the ranks try to share memory, which the system may not allow.
-    """
-    if mesh.device.type != "cuda":
-        return "there are none without GPUs"
-    if why := _said_by_any(no_peer_access(_shard_group(mesh))):
-        return why
-    from titanlite.kernels.device import shard_exchange
-
-    try:
-        shard_exchange.AllGather(_shard_group(mesh))
-    except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
-        raise
-    except RuntimeError as error:
-        return _said_by_any(f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}")
-    return _said_by_any(None)
-
-
-def _said_by_any(why: str | None) -> str | None:
-    """What the first rank says that says anything: replicas may lie otherwise."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, why)
-    return next(filter(None, said), None)
-
-
-def _shard_group(mesh: Mesh) -> str:
-    """The name of the group of ranks that share each parameter."""
-    return mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
 
 
 class _ReduceScatter(DefaultReduceScatter):
@@ -139,57 +103,6 @@ class _ReduceScatter(DefaultReduceScatter):
             # Not `torch.empty`: with deterministic kernels that fills it, on this stream, while FSDP's writes the sum.
             memory = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
         return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
-
-
-class PushedAllGather(AllGather):
-    """FSDP's, by copy engines.
-
-    Args:
-        exchange: of the ranks.
-    """
-
-    def __init__(self, exchange: "shard_exchange.AllGather") -> None:
-        self._exchange = exchange
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the output, of which the input is this rank's place."""
-        return self._exchange.buffer(math.prod(size), dtype)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Fill the other ranks' places."""
-        self._exchange(input_tensor)
-
-
-class PushedReduceScatter(ReduceScatter):
-    """FSDP's, by copy engines, with sums in float32 whatever dtype gradients travel in.
-
-    Args:
-        exchange: of the ranks.
-        memory: where inputs and sums lie.
-    """
-
-    def __init__(self, exchange: "shard_exchange.ReduceScatter", memory: DefaultReduceScatter) -> None:
-        self.exchange = exchange
-        self._memory = memory
-        self._is_sum = True
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input and for the sum, in turn."""
-        self._is_sum = not self._is_sum
-        return self._memory.allocate(size, dtype=torch.float32 if self._is_sum else dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum up."""
-        self.exchange(input_tensor, output_tensor)
 
 
 def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:

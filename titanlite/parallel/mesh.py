@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.schema import Parallelism
 from titanlite.kernels.collectives import Group
+from titanlite.receipt import Entry
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,23 @@ class Mesh:
         if self.tp_size == 1:
             return None
         return Group(self.tp.get_group().group_name, self.tp_size, self.tp.get_local_rank())
+
+
+def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
+    """The receipt's entry of the layout.
+
+    Args:
+        config: degrees, as asked for.
+        mesh: what they came to.
+    """
+    requested = [
+        config.data_parallel_replicate_degree,
+        config.data_parallel_shard_degree,
+        config.tensor_parallel_degree,
+    ]
+    layout = {"data_parallel_replicate": mesh.replicas, "tensor_parallel": mesh.tp_size}
+    layout["data_parallel_shard"] = mesh.dp_size // mesh.replicas
+    return Entry("parallelism", requested, layout, count=mesh.dp_size * mesh.tp_size)
 
 
 def build_mesh(config: Parallelism, device: torch.device) -> Mesh:

@@ -32,7 +32,9 @@ from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import FusedLinear, FusedMatmul, linear
+from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
+from titanlite.receipt import Entry, Skipped
 
 _FUSED_LINEAR = FusedLinear()
 
@@ -186,7 +188,7 @@ def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
 
 def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, LayerPlan], mesh: DeviceMesh, group: Group, asynchronous: bool = False
-) -> None:
+) -> Entry:
     """Split every layer of a model over the tensor-parallel ranks, in place.
 
     Args:
@@ -196,12 +198,20 @@ def apply_tensor_parallel(
         group: the same ranks.
         asynchronous: fuse the collectives of linear layers into their matmuls.
 
+    Returns:
+        The receipt's entry: which layers are split.
+
     Raises:
         ShardingError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so; or
             ranks have made different plans.
     """
     _require_one_plan(plan, mesh)
     split_layers(model, plan, group, asynchronous, lambda x, placement: distribute_tensor(x, mesh, [placement]))
+    layers = [name for name, module in model.named_modules() if isinstance(module, Linear | Embedding)]
+    why = "annotated to be replicated on every rank"
+    whole = tuple(Skipped(name, why) for name in layers if plan[name].placements["weight"].is_replicate())
+    split, key = len(layers) - len(whole), "parallelism.tensor_parallel_degree"
+    return Entry("tensor_parallel", mesh.size(), {"layers": split}, count=split, skipped=whole, key=key)
 
 
 def split_layers(
@@ -242,6 +252,35 @@ def split_layers(
         module.group = group  # type: ignore[assignment]
         if isinstance(module, ParallelLinear):
             module.asynchronous = asynchronous
+
+
+def fused_layers_entry(model: nn.Module, device: torch.device) -> Entry:
+    """The receipt's entry of layers that were to be fused with their collectives, once they have run.
+
+    On GPUs it has the operators that were, as a shape may stand in the way.
+    """
+    skipped = [
+        Skipped(name, "no matmul: an embedding looks tokens up")
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding)
+    ]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+    plain = [name for name, layer in layers.items() if not layer.asynchronous]
+    missed = [Skipped(name, "its collectives were not fused with its matmuls") for name in plain]
+    skipped += [Skipped(name, m.unfused) for name, m in layers.items() if m.unfused and m.asynchronous]
+    count = sum(layer.fused is not None for layer in layers.values())
+    applied: dict[str, object] = {"layers": count, "lowering": "definition"}
+    if device.type == "cuda":
+        each = {f"{call.op} {call.shapes}": n for call, n in lowered.items() if call.reason is None}
+        fused = sum(each.values())
+        applied = {"layers": count, "fused": fused, "plain": lowered.total() - fused, "lowering": "fused kernels"}
+        applied["each"] = each
+        count = len(each)  # shapes, as what was missed
+    for op, shapes, why, expected in lowered:
+        if why:
+            (skipped if expected else missed).append(Skipped(f"{op} {shapes}", why))
+    key, cases = "parallelism.async_tensor_parallel", {"skipped": tuple(skipped), "missed": tuple(missed)}
+    return Entry("async_tensor_parallel", True, applied, count=count, key=key, **cases)
 
 
 def _require_one_plan(plan: Mapping[str, LayerPlan], mesh: DeviceMesh) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
-from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
+from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
-from titanlite.float8.scope import odd_sizes
+from titanlite.float8.receipt import emulation_cost, float8_entry
 from titanlite.forecast.choose_save_list import Choice, choose
 from titanlite.forecast.memory import Memory, MemoryModel
 from titanlite.forecast.rule_prices import RulePrice, rule_prices
@@ -37,12 +38,13 @@ from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp, no_copy_engines, settle
+from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
+from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
-from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.tensor import ParallelLinear, apply_tensor_parallel
-from titanlite.receipt import Receipt, Skipped
+from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
+from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
+from titanlite.receipt import Entry, Receipt
 from titanlite.sharding.layers import plan_layers
 from titanlite.training.optimizer import AdamW
 
@@ -111,17 +113,20 @@ def build(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
-    receipt.add("environment", None, _environment(device), count=1)
+    receipt.add(Entry("environment", None, _environment(device), count=1))
+    receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
     tokens = config.training.local_batch_size * config.training.seq_len  # M
 
     model = build_model(config.model, dims, config.training.seq_len)
     if mesh.tp_group is not None:
         dtype = getattr(torch, config.training.mixed_precision_param)
         plan = plan_layers(model, tokens, mesh.tp_size, dtype, dims.widths).layers
-        apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, config.parallelism.async_tensor_parallel)
-    warnings: tuple[str, ...] = ()
-    if float8 is not None:
-        warnings = _float8(model, config, float8, mesh, tokens, receipt)
+        is_asynchronous = config.parallelism.async_tensor_parallel
+        split = apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, is_asynchronous)
+        receipt.add_later(lambda: split)
+        if is_asynchronous:
+            receipt.add_later(partial(fused_layers_entry, model, device))
+    warnings = _apply_float8(model, config, float8, mesh, receipt) if float8 is not None else ()
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
@@ -134,6 +139,9 @@ def build(
         apply_compile(model)
     predicted = _peak(memory, save_list)
     apply_fsdp(model, config, mesh, memory.gradients_follow, memory.copy_engines)
+    is_insisted = config.parallelism.fsdp_copy_engines == "always"
+    if (is_insisted or device.type == "cuda") and (memory.copy_engines or obstacle):
+        receipt.add_later(partial(copy_engines_entry, model, is_insisted, obstacle))
 
     model.to_empty(device=device)
     fill_buffers(model)
@@ -193,61 +201,16 @@ def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
     return None
 
 
-def _arithmetic(model: nn.Module, name: str, done: Conversion, weights: str | None) -> str:
-    """Say what runs in place of a linear layer."""
-    layer, said = model.get_submodule(name), [done.lowering.name]
-    if isinstance(layer, ParallelLinear) and layer.fused is not None:
-        said.append("one operator with its collectives")
-    if name.rpartition(".")[0] in done.joined:
-        said.append("one function with the rest of its feed-forward")
-    if weights is not None and name not in done.tied:
-        said.append(weights)
-    return ", ".join(said)
-
-
-def _float8(
-    model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, tokens: int, receipt: Receipt
+def _apply_float8(
+    model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, receipt: Receipt
 ) -> tuple[str, ...]:
-    """Convert and report it; returns warnings. A definition is all that CPUs have; on a GPU it is no gain in speed."""
-    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, mesh.fsdp.size(-1))
-    applied: dict[str, object] = {"layers": len(done.converted), "lowering": done.lowering.name}
-    missed: list[Skipped] = []
-    warnings: tuple[str, ...] = ()
-    if done.lowering.name == "emulated" and mesh.device.type == "cuda":
-        cost = f"emulated: slower than bf16; {done.lowering.why}"
-        applied["lowering"], warnings = cost, (f'float8.recipe = "{config.float8.recipe}" is {cost}',)
-        if recipe.status != "emulated":  # its file promises tensor cores
-            missed = [Skipped(name, cost) for name in done.converted]
-    count = len(done.converted) - len(missed)
-    odd = odd_sizes(done.skipped, config.float8.filter_fqns)
-    missed += [Skipped(name, why) for name, why in odd.items()]
-    layers = [model.get_submodule(name) for name in done.converted]
-    if fused := sum(isinstance(layer, ParallelLinear) and layer.fused is not None for layer in layers):
-        applied["one operator with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
-    if done.joined:
-        applied["feed-forwards in float8 throughout"] = len(done.joined)
-    if done.maxima:
-        applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
-    gathered, weights = recipe.fsdp_all_gather, None
-    if gathered == "float8" and done.lowering.why is not None:
-        gathered = f"high_precision: {done.lowering.name} products take no weights in float8"
-    elif gathered == "float8":
-        weights = "weight gathered in float8"
-        if mesh.fsdp.size(-1) == 1:  # FSDP casts, and has nobody to gather from
-            gathered, weights = "nothing: each rank has its weights whole, and casts them once", "weight cast once"
-        if done.tied:
-            gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
-    applied["each"] = {name: _arithmetic(model, name, done, weights) for name in done.converted}
-    receipt.add(
-        "float8",
-        config.float8.recipe,
-        {**applied, "fsdp_all_gather": gathered},
-        count=count,
-        skipped=[Skipped(name, why) for name, why in done.skipped.items() if name not in odd],
-        missed=missed,
-        key="float8.recipe",
-    )
+    """Convert the linear layers of a model; return warnings."""
+    tokens, shards = config.training.local_batch_size * config.training.seq_len, mesh.fsdp.size(-1)
+    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, shards)
+    receipt.add(float8_entry(model, done, recipe, config, mesh.device, shards))
     if freq := config.metrics.float8_numerics_freq:
         n = len(measurable(model))
-        receipt.add("float8_numerics", freq, {"layers": n}, count=n, key="metrics.float8_numerics_freq")
-    return warnings
+        key = "metrics.float8_numerics_freq"
+        receipt.add(Entry("float8_numerics", freq, {"layers": n}, count=n, key=key))
+    cost = emulation_cost(done, mesh.device)
+    return (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()

@@ -12,7 +12,7 @@ from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
 from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.receipt import Receipt, Skipped
+from titanlite.receipt import Entry, Receipt, Skipped
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
         left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}", is_told=True))
     if meta.n_unknown:
         applied["unknown"] = meta.n_unknown
-    receipt.add(key, meta.source, applied, count=meta.tokens, skipped=left_out)
+    receipt.add(Entry(key, meta.source, applied, count=meta.tokens, skipped=tuple(left_out)))
     warnings: list[str] = []
     if meta.n_bad_records:
         count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"

@@ -12,6 +12,7 @@ from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.console import Console
+from titanlite.receipt import Entry
 from titanlite.training.build import Run
 
 
@@ -57,11 +58,12 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         if path:
             n = load_weights(path, run.config.model.name, run.model, run.optimizer.parameters)
             precompute_scales(run.parameters, run.mesh.fsdp)
-            run.receipt.add("initial_weights", path, {"weights": n}, count=n, key=key)
+            run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
             console.notice(f"starts from the {n} weights of {path}")
         return 0, {"samples": 0}
     if path:
-        run.receipt.add("initial_weights", path, f"not looked at: resumed from step {step}", count=1, key=key)
+        ignored = f"not looked at: resumed from step {step}"
+        run.receipt.add(Entry("initial_weights", path, ignored, count=1, key=key))
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 

@@ -15,7 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, Float8
+from titanlite.config.schema import Config, Float8, Training
 from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, apply_float8
@@ -174,6 +174,9 @@ def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeyp
     assert isinstance(model.output.matmul.function, BlockScaledFloat8) == by_blocks
 
 
+TOKENS_32 = Training(local_batch_size=1, seq_len=32)
+
+
 @pytest.mark.parametrize(
     ("ranks", "weight", "gathered"),
     [
@@ -184,10 +187,12 @@ def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeyp
 def test_the_receipt_says_of_each_layer_what_became_of_it(ranks: int, weight: str, gathered: str):
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=True), 16)
-    config = dataclasses.replace(Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)))
+    config = dataclasses.replace(
+        Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)), training=TOKENS_32
+    )
     mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks))
     receipt = Receipt()
-    build._float8(model, config, recipes.load("float8", "rowwise"), mesh, 32, receipt)  # type: ignore[arg-type]
+    build._apply_float8(model, config, recipes.load("float8", "rowwise"), mesh, receipt)  # type: ignore[arg-type]
     joined = "one function with the rest of its feed-forward"
     assert receipt.entries[0].applied == {
         "layers": 4,
@@ -209,10 +214,10 @@ def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with torch.device("meta"):
         model = Llama3(SIZES, 16)
-    config = dataclasses.replace(Config(), float8=Float8(recipe=name))
+    config = dataclasses.replace(Config(), float8=Float8(recipe=name), training=TOKENS_32)
     mesh = SimpleNamespace(device=torch.device("cuda"), fsdp=SimpleNamespace(size=lambda dim: 1))
     receipt, recipe = Receipt(), recipes.load("float8", name)
-    (said,) = build._float8(model, config, recipe, mesh, 32, receipt)  # type: ignore[arg-type]
+    (said,) = build._apply_float8(model, config, recipe, mesh, receipt)  # type: ignore[arg-type]
     assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')
     assert receipt.entries[0].applied["lowering"] in said
     gathered = "high_precision: emulated products take no weights in float8" if is_error else "high_precision"

@@ -20,11 +20,12 @@ from tests.support.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
 from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels.products import MAX_RANKS
-from titanlite.parallel import fsdp
+from titanlite.parallel import copy_engines
+from titanlite.parallel.copy_engines import copy_engines_entry
+from titanlite.parallel.fsdp import dtype_of_reduction
 from titanlite.receipt import Receipt
 from titanlite.training import build
 from titanlite.training.build import Run
-from titanlite.training.receipt import _add_copy_engines
 
 device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
 
@@ -171,17 +172,18 @@ def test_by_default_copy_engines_are_used_where_they_can(
     monkeypatch.setattr(build, "no_copy_engines", lambda mesh: obstacle)
     given = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2"]
     asked = [checked(tmp_path, 2, [*given, f"--parallelism.fsdp_copy_engines={how}"]) for how in ("never", "always")]
+    by_flags = checked(tmp_path, 2, [*given, *flags])
 
     def body() -> None:
-        run = assemble(checked(tmp_path, 2, [*given, *flags]))
+        run = assemble(by_flags)
         comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
-        assert [isinstance(comm, fsdp.PushedAllGather) for comm in comms] == [pushes] * len(comms)
+        assert [isinstance(comm, copy_engines.PushedAllGather) for comm in comms] == [pushes] * len(comms)
         if not flags:
             expected = MemoryModel(asked[pushes].config, run.dims, None, 2).peak_under(asked[0].save_list)  # type: ignore[arg-type]
             assert run.predicted == expected
             assert run.memory.copy_engines == pushes
         receipt = Receipt()
-        _add_copy_engines(run, list(run.model.layers), receipt)  # type: ignore[arg-type]
+        receipt.add(copy_engines_entry(run.model, False, run.no_copy_engines))
         if obstacle or pushes:
             applied = {"blocks": 0, "by NCCL, because": obstacle} if obstacle else {"blocks": len(comms)}
             assert receipt.entries[0].applied == applied
@@ -196,7 +198,7 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1's, which is another than rank 0's."""
-    monkeypatch.setattr(fsdp, "_shard_group", lambda mesh: "shards")
+    monkeypatch.setattr(copy_engines, "shard_group", lambda mesh: "shards")
     mesh: Any = SimpleNamespace(device=torch.device("cuda"))
 
     def body() -> None:
@@ -207,17 +209,18 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
                 raise error
 
         monkeypatch.setattr(device, "AllGather", share)
-        monkeypatch.setattr(fsdp, "no_peer_access", lambda group: None)
+        monkeypatch.setattr(copy_engines, "no_peer_access", lambda group: None)
         error: Exception = RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
-        assert fsdp.no_copy_engines(mesh) == "symmetric memory: CUDA driver error: operation not permitted"
+        assert copy_engines.no_copy_engines(mesh) == "symmetric memory: CUDA driver error: operation not permitted"
         refuses = False
-        assert fsdp.no_copy_engines(mesh) is None
+        assert copy_engines.no_copy_engines(mesh) is None
         refuses = True
         for error in (torch.OutOfMemoryError("CUDA out of memory"), dist.DistStoreError("wait timeout")):
             with pytest.raises(type(error)):
-                fsdp.no_copy_engines(mesh)
-        monkeypatch.setattr(fsdp, "no_peer_access", lambda group: "ranks on several hosts" * dist.get_rank() or None)
-        assert fsdp.no_copy_engines(mesh) == "ranks on several hosts"
+                copy_engines.no_copy_engines(mesh)
+        hosts = "ranks on several hosts"
+        monkeypatch.setattr(copy_engines, "no_peer_access", lambda group: hosts * dist.get_rank() or None)
+        assert copy_engines.no_copy_engines(mesh) == "ranks on several hosts"
 
     run_ranks(body, tmp_path, 2)
 
@@ -269,7 +272,7 @@ def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
     in_slots: dict[int, int] = {}  # by address, the last gather
     copied: dict[int, int] = {}  # by gather, which copy out that was
     overlaps: list[bool] = []  # of each gather, whether it did not wait for the one before
-    allocate, push = fsdp.PushedAllGather.allocate, fsdp.PushedAllGather.__call__
+    allocate, push = copy_engines.PushedAllGather.allocate, copy_engines.PushedAllGather.__call__
     copy_out = _fsdp_param_group.foreach_all_gather_copy_out
 
     def is_behind(number: int) -> bool:
@@ -293,8 +296,8 @@ def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
         if result.all_gather_output.data_ptr() in in_slots:
             copied[in_slots[result.all_gather_output.data_ptr()]] = compute.behind
 
-    monkeypatch.setattr(fsdp.PushedAllGather, "allocate", note_allocate)
-    monkeypatch.setattr(fsdp.PushedAllGather, "__call__", note_push)
+    monkeypatch.setattr(copy_engines.PushedAllGather, "allocate", note_allocate)
+    monkeypatch.setattr(copy_engines.PushedAllGather, "__call__", note_push)
     monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", note_copy_out)
     flags = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2", *flags]
     flags += ["--model.n_layers=5", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
@@ -312,8 +315,8 @@ def by_copy_engines(run: Run) -> int:
     """Units whose gradients are reduced by them; that says float32, too, which the receipt reads."""
     blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
     comms = [block._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for block in blocks]  # type: ignore[operator, union-attr]
-    assert {fsdp.dtype_of_reduction(block) for block in blocks} == {"float32"}  # type: ignore[arg-type]
-    return sum(isinstance(comm, fsdp.PushedReduceScatter) for comm in comms)
+    assert {dtype_of_reduction(block) for block in blocks} == {"float32"}  # type: ignore[arg-type]
+    return sum(isinstance(comm, copy_engines.PushedReduceScatter) for comm in comms)
 
 
 def test_as_many_ranks_as_kernels_take() -> None:

@@ -23,14 +23,16 @@ import titanlite.training.receipt as training_receipt
 from tests.support.launched import Desk, Ended
 from tests.support.own_model import mine
 from titanlite import recipes
+from titanlite.activation_checkpoint.receipt import rule_labels
 from titanlite.config.recipe_schema import SaveRule
 from titanlite.config.schema import Config, Training
 from titanlite.data.shards import Meta
 from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.layers import CausalAttention
+from titanlite.parallel import tensor
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from titanlite.receipt import Receipt, Skipped
+from titanlite.receipt import Entry, Receipt, Skipped
 from titanlite.training.build import Run
 from titanlite.training.data import add_data
 
@@ -155,8 +157,9 @@ def test_attention_without_a_kernel_ends_a_run_on_gpus(
     monkeypatch.setattr(training_receipt, "_attention_backend", lambda run: backend)
     config = Config(training=Training(mixed_precision_param=dtype))
     run, receipt = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device(device))), Receipt()
-    training_receipt._add_attention(cast(Run, run), 2, receipt)
-    (entry,) = receipt.entries
+    run.model = SimpleNamespace(layers=range(2))
+    entry = training_receipt._attention(cast(Run, run))
+    receipt.add(entry)
     assert (len(entry.skipped), entry.applied) == (skipped, backend or "not known")
     with pytest.raises(StrictError, match="never applied") if refused else nullcontext():
         receipt.enforce(True, print)
@@ -212,7 +215,7 @@ def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
 
 def test_no_two_rules_have_one_name() -> None:
     twice = SaveRule("matmul", "save", module=("wo",))
-    names = training_receipt._labels([twice, replace(twice, layers="::2"), twice, replace(twice, every=2), twice])
+    names = rule_labels([twice, replace(twice, layers="::2"), twice, replace(twice, every=2), twice])
     first = "save matmul wo"
     assert names == [first, f"{first}, blocks ::2", f"{first} (rule 3)", f"{first}, every 2", f"{first} (rule 5)"]
 
@@ -349,15 +352,14 @@ def test_fused_operators_are_counted_where_kernels_run(monkeypatch: pytest.Monke
     model = torch.nn.ModuleList([kind(6, {"w": 3}, std=1.0) for kind in (ColumnParallelLinear, RowParallelLinear)])
     for layer in model:
         layer.asynchronous = True
-    run = cast(Run, SimpleNamespace(model=model, mesh=SimpleNamespace(device=torch.device("cuda"))))
     for ran, applied, problem in (
         ({fused: 4}, {"layers": 2, "fused": 4, "plain": 0}, None),
         ({fused: 4, plain: 2}, {"layers": 2, "fused": 4, "plain": 2}, "all 2 eligible cases; it missed 1"),
         ({plain: 2}, {"layers": 2, "fused": 0, "plain": 2}, "it was never applied"),
     ):
-        monkeypatch.setattr(training_receipt, "lowered", Counter(ran))
+        monkeypatch.setattr(tensor, "lowered", Counter(ran))
         receipt = Receipt()
-        training_receipt._add_async_tensor_parallel(run, receipt)
+        receipt.add(tensor.fused_layers_entry(model, torch.device("cuda")))
         each = {"matmul_reduce_scatter 8×6, 6×3": 4} if fused in ran else {}
         assert receipt.entries[0].applied == applied | {"lowering": "fused kernels", "each": each}
         if problem is None:
@@ -460,11 +462,11 @@ def test_nothing_fused_ends_the_run(desk: Desk) -> None:
 def leave_a_layer_plain() -> None:
     apply = build.apply_tensor_parallel
 
-    def apply_but_for_one(model, *args) -> None:
-        apply(model, *args)
-        layer = model.layers[1].attention.wo
+    def apply_but_for_one(model, *args) -> Entry:
+        entry, layer = apply(model, *args), model.layers[1].attention.wo
         assert isinstance(layer, ParallelLinear)
         layer.asynchronous = False
+        return entry
 
     build.apply_tensor_parallel = apply_but_for_one
 

@@ -38,7 +38,7 @@ from titanlite.observe import console, metrics, status, watchdog
 from titanlite.observe.metrics import MetricsFile, StepRow, read_metrics
 from titanlite.observe.profiler import Profiler
 from titanlite.recipes import load
-from titanlite.training import loop, train
+from titanlite.training import data, loop, train
 from titanlite.training.report import Outcome, Report
 
 LAYOUTS = {
@@ -555,9 +555,9 @@ def test_other_text_on_another_rank_ends_every_rank(desk: Desk, key: str) -> Non
 
     def plant() -> None:
         if os.environ["RANK"] == "1":
-            prepare = train.prepare
+            prepare = data.prepare
             named = str(desk.folder / ("train.txt" if key == "data.source" else "held_out.txt"))
-            train.prepare = lambda source, *args, **kw: prepare(str(other) if source == named else source, *args, **kw)
+            data.prepare = lambda source, *args, **kw: prepare(str(other) if source == named else source, *args, **kw)
 
     run = desk.run(f"other {key}", 2, "--validation.enable=true", plant=plant, ends=2)
     assert run.output.count(f"{key} = different tokens on rank 1 than on rank 0") == 2

@@ -182,10 +182,10 @@ def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
 @pytest.mark.parametrize(
     ("window", "number"),
     [
-        ("prepare", signal.SIGTERM),
+        ("open_data", signal.SIGTERM),
         ("build", signal.SIGINT),
         ("Watchdog", signal.SIGTERM),
-        *slow(("prepare", signal.SIGINT), ("build", signal.SIGTERM), ("Watchdog", signal.SIGUSR1)),
+        *slow(("open_data", signal.SIGINT), ("build", signal.SIGTERM), ("Watchdog", signal.SIGUSR1)),
     ],
 )
 def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, window: str, number: signal.Signals) -> None:

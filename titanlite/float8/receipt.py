@@ -1,0 +1,87 @@
+"""What the receipt says of float8: which layers compute in it, and what each of the others is left out for."""
+
+import torch
+from torch import nn
+
+from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.config.schema import Config
+from titanlite.float8.convert import Conversion
+from titanlite.float8.scope import odd_sizes
+from titanlite.receipt import Entry, Skipped
+
+
+def float8_entry(
+    model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: torch.device, shards: int
+) -> Entry:
+    """The receipt's entry of a conversion.
+
+    A definition is all that CPUs have; on a GPU it is no gain in speed, and missed if the recipe's file promises one.
+
+    Args:
+        model: converted.
+        done: what `apply_float8` returned.
+        recipe: the arithmetic.
+        config: `float8.recipe` and `float8.filter_fqns`.
+        device: to train on.
+        shards: ranks over which FSDP splits each weight.
+    """
+    cost, missed = emulation_cost(done, device), list[Skipped]()
+    applied: dict[str, object] = {"layers": len(done.converted), "lowering": cost or done.lowering.name}
+    if cost and recipe.status != "emulated":
+        missed = [Skipped(name, cost) for name in done.converted]
+    count = len(done.converted) - len(missed)
+    odd = odd_sizes(done.skipped, config.float8.filter_fqns)
+    missed += [Skipped(name, why) for name, why in odd.items()]
+    if fused := sum(_is_fused(model, name) for name in done.converted):
+        applied["one operator with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
+    if done.joined:
+        applied["feed-forwards in float8 throughout"] = len(done.joined)
+    if done.maxima:
+        applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
+    gathered, weights = _gathered(done, recipe, shards)
+    applied["each"] = {name: _arithmetic(model, name, done, weights) for name in done.converted}
+    return Entry(
+        "float8",
+        config.float8.recipe,
+        {**applied, "fsdp_all_gather": gathered},
+        count=count,
+        skipped=tuple(Skipped(name, why) for name, why in done.skipped.items() if name not in odd),
+        missed=tuple(missed),
+        key="float8.recipe",
+    )
+
+
+def emulation_cost(done: Conversion, device: torch.device) -> str | None:
+    """Say that a GPU emulates the recipe, and why; None on a CPU, and where kernels run."""
+    is_emulated = done.lowering.name == "emulated" and device.type == "cuda"
+    return f"emulated: slower than bf16; {done.lowering.why}" if is_emulated else None
+
+
+def _gathered(done: Conversion, recipe: Float8Recipe, shards: int) -> tuple[str, str | None]:
+    """What FSDP gathers, and what that means for the weight of each layer."""
+    if recipe.fsdp_all_gather != "float8":
+        return recipe.fsdp_all_gather, None
+    if done.lowering.why is not None:
+        return f"high_precision: {done.lowering.name} products take no weights in float8", None
+    gathered, weights = "float8", "weight gathered in float8"
+    if shards == 1:  # FSDP casts, and has nobody to gather from
+        gathered, weights = "nothing: each rank has its weights whole, and casts them once", "weight cast once"
+    if done.tied:
+        gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
+    return gathered, weights
+
+
+def _arithmetic(model: nn.Module, name: str, done: Conversion, weights: str | None) -> str:
+    """Say what runs in place of a linear layer."""
+    parts = [done.lowering.name]
+    if _is_fused(model, name):
+        parts.append("one operator with its collectives")
+    if name.rpartition(".")[0] in done.joined:
+        parts.append("one function with the rest of its feed-forward")
+    if weights is not None and name not in done.tied:
+        parts.append(weights)
+    return ", ".join(parts)
+
+
+def _is_fused(model: nn.Module, name: str) -> bool:
+    return getattr(model.get_submodule(name), "fused", None) is not None

@@ -1,0 +1,119 @@
+"""FSDP by copy engines: blocks are gathered and their gradients exchanged without a kernel that takes SMs."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
+
+from titanlite.kernels.lowering import no_peer_access
+from titanlite.parallel.mesh import Mesh
+from titanlite.receipt import Entry, Skipped
+
+if TYPE_CHECKING:
+    from titanlite.kernels.device import shard_exchange
+
+
+def no_copy_engines(mesh: Mesh) -> str | None:
+    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
+
+    If nothing else is in the way, the ranks try to share memory, which the system may not allow.
+    """
+    if mesh.device.type != "cuda":
+        return "there are none without GPUs"
+    if why := _first_reason(no_peer_access(shard_group(mesh))):
+        return why
+    from titanlite.kernels.device import shard_exchange
+
+    try:
+        shard_exchange.AllGather(shard_group(mesh))
+    except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
+        raise
+    except RuntimeError as error:
+        return _first_reason(f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}")
+    return _first_reason(None)
+
+
+def _first_reason(why: str | None) -> str | None:
+    """The first rank's reason, gathered from all ranks, whose hosts may differ; None if none has one."""
+    gathered: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, why)
+    return next(filter(None, gathered), None)
+
+
+def shard_group(mesh: Mesh) -> str:
+    """The name of the group of ranks that share each parameter."""
+    return mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
+
+
+class PushedAllGather(AllGather):
+    """FSDP's, by copy engines.
+
+    Args:
+        exchange: of the ranks.
+    """
+
+    def __init__(self, exchange: "shard_exchange.AllGather") -> None:
+        self._exchange = exchange
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the output, of which the input is this rank's place."""
+        return self._exchange.buffer(math.prod(size), dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Fill the other ranks' places."""
+        self._exchange(input_tensor)
+
+
+class PushedReduceScatter(ReduceScatter):
+    """FSDP's, by copy engines, with sums in float32 whatever dtype gradients travel in.
+
+    Args:
+        exchange: of the ranks.
+        memory: where inputs and sums lie.
+    """
+
+    def __init__(self, exchange: "shard_exchange.ReduceScatter", memory: DefaultReduceScatter) -> None:
+        self.exchange = exchange
+        self._memory = memory
+        self._is_sum = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """FSDP asks for the input and for the sum, in turn."""
+        self._is_sum = not self._is_sum
+        return self._memory.allocate(size, dtype=torch.float32 if self._is_sum else dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum up."""
+        self.exchange(input_tensor, output_tensor)
+
+
+def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Entry:
+    """The receipt's entry: how many blocks are gathered by copy engines; gradients are then reduced by them, too.
+
+    Args:
+        model: after FSDP.
+        is_asked: whether the config insists on them.
+        why: what stands in the way, if anything does.
+    """
+    units = [m._get_fsdp_state()._fsdp_param_group for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
+    groups = [group for group in units if group is not None]  # else it has no weights
+    count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
+    reason = "" if count == len(groups) else why or "not applied"
+    applied = {"blocks": count, "by NCCL, because": reason} if reason else {"blocks": count}
+    missed = (Skipped("blocks", reason),) if reason else ()
+    key, asked = "parallelism.fsdp_copy_engines", "always" if is_asked else None
+    return Entry("fsdp_copy_engines", asked, applied, count=count, missed=missed, key=key)
