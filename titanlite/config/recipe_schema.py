@@ -170,7 +170,7 @@ class SaveList:
 
 
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "none"]
-"""The part of an operand that has a scale of its own, along which its sum runs: all of it, a row, a block;
+"""The part of an operand that shares a scale, where sums run along rows: all of it, a row, a block of rows × columns;
 "none": this operand stays in high precision in this matmul."""
 
 BLOCKS: dict[Granularity, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
