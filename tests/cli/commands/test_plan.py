@@ -252,7 +252,7 @@ def test_without_triton_what_is_fused_is_not_known(
 
 
 def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/performance.md: 10,330 tok/s/GPU; 80.6 GiB, 7.5 of gradients apart, 0.4 of the last norm, 0.4 of a block
+    """A row of runs.jsonl: 10,330 tok/s/GPU; 80.6 GiB, 7.5 of gradients apart, 0.4 of the last norm, 0.4 of a block
     that is in symmetric memory now."""
     file = tmp_path / "plan.json"
     assert main(["plan", LARGE, "--world", "4", "--json", str(file)]) == 0

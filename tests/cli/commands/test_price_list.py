@@ -71,7 +71,7 @@ def test_the_price_list_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert list(rows) == ["balanced", *(name for name in LISTS if name != "balanced")]
     assert rows["balanced"] == pytest.approx(32 * (130 + 1088 + 128) / 1024, abs=0.01)
-    # Measured on four H200 (docs/performance.md): the peaks of `none` and `balanced` are 111.6 and 80.6 GiB.
+    # Measured on four H200 (benchmarks/results/runs.jsonl): the peaks of `none` and `balanced` are 111.6 and 80.6 GiB.
     assert rows["none"] - rows["balanced"] == pytest.approx(111.6 - 80.6, rel=0.01)
 
 

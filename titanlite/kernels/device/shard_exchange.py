@@ -1,7 +1,7 @@
 """FSDP's collectives without multiprocessors: copy engines push what a rank has into its peers' memory.
 
 A matmul that shares its multiprocessors with NCCL's kernels loses much of the time that they take; beside copies it
-loses less (docs/performance.md, "FSDP by copy engines"). Both collectives are two meetings of the ranks, a thread block
+loses less (benchmarks/results/runs.jsonl). Both collectives are two meetings of the ranks, a thread block
 each, with copies between them:
 
     all-gather       meet: all buffers may be written; push the own shard to each rank; meet: all have arrived

@@ -30,7 +30,7 @@ def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def consumers(dtype: torch.dtype) -> int:
-    """Return how many consumers share a tile: two of a warpgroup each, or one of two (docs/performance.md has both)."""
+    """Return how many consumers share a tile: two of a warpgroup each, or one of two (collective_matmuls.jsonl)."""
     return 2 if dtype.itemsize == 1 else 1
 
 

@@ -88,7 +88,7 @@ WIDE = 192
 """Columns of a tile that is added up in steps, where that leaves few of them unused and the kernel is specialised:
 wider than 128, since an H100 reads operands from its L2 cache no faster than such tiles are multiplied."""
 LINK = 340e9
-"""Bytes per second to and from all peers of an H200 together (`docs/performance.md`)."""
+"""Bytes per second to and from all peers of an H200 together (collective_matmuls.jsonl of benchmarks/results)."""
 MATMUL = 700e12
 """FLOP per second of a large bf16 matmul on an H200."""
 
