@@ -44,7 +44,7 @@ class Case:
     gathers: bool
     K: int
     N: int
-    weight_is_turned: bool  # [N, K], as in forward, or [K, N], as in the gradient
+    weight_is_transposed: bool  # [N, K], as in forward, or [K, N], as in the gradient
 
 
 def cases(model: str, ranks: int) -> list[Case]:
@@ -127,8 +127,8 @@ class Operands:
         bf16 = torch.bfloat16
         rows = M // ranks if case.gathers else M
         a = torch.randn(rows, case.K, device="cuda", dtype=bf16)
-        b = torch.randn((case.N, case.K) if case.weight_is_turned else (case.K, case.N), device="cuda", dtype=bf16)
-        b = b.t() if case.weight_is_turned else b
+        b = torch.randn((case.N, case.K) if case.weight_is_transposed else (case.K, case.N), device="cuda", dtype=bf16)
+        b = b.t() if case.weight_is_transposed else b
         self.scales: tuple[Tensor, Tensor] | None = None
         self.fast = dtype == "rowwise"
         if dtype != "bf16":

@@ -19,7 +19,7 @@ from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 E4M3 = torch.float8_e4m3fn
 TOKENS = 16_384
 LAYERS = {"wqkv": (6144, 4096), "wo": (4096, 4096), "w13": (28_672, 4096), "w2": (4096, 14_336)}  # N, K
-BLOCKS = {"1x128": (1, 0), "1x128 turned": (0, 1), "1x128 both ways": (1, 1), "128x128": (128, 0)}
+BLOCKS = {"1x128": (1, 0), "1x128 transposed": (0, 1), "1x128 both ways": (1, 1), "128x128": (128, 0)}
 
 
 def main() -> None:
@@ -27,13 +27,13 @@ def main() -> None:
     print("cast                             rows  columns      ms   GB/s")
     for shape in ((TOKENS, 28_672), (TOKENS, 4096), (28_672, 4096)):
         x, ones = normal(*shape), torch.ones(shape[0], 1, device="cuda")
-        for name, (rows, turned) in BLOCKS.items():
-            show(name, 2 + bool(rows) + bool(turned), x, partial(cast_blocks, x, rows, turned, E4M3, False))
+        for name, (rows, transposed) in BLOCKS.items():
+            show(name, 2 + bool(rows) + bool(transposed), x, partial(cast_blocks, x, rows, transposed, E4M3, False))
         show("by row", 3, x, partial(cast_rows, x, E4M3))
-        show("by column, turned", 5, x, partial(cast_transpose, x, ones, True, E4M3, True))
+        show("by column, transposed", 5, x, partial(cast_transpose, x, ones, True, E4M3, True))
         qdata = x.to(E4M3)
-        show("bytes by column, turned", 3, x, partial(cast_transpose, qdata, ones, True, E4M3, True))
-        show("bytes turned", 2, x, partial(transpose, qdata))
+        show("bytes by column, transposed", 3, x, partial(cast_transpose, qdata, ones, True, E4M3, True))
+        show("bytes transposed", 2, x, partial(transpose, qdata))
     grad, x = normal(TOKENS, 14_336), normal(TOKENS, 28_672)
     show("SwiGLU by row", 5, grad, partial(swiglu_cast, x, True, E4M3, True))
     show("SwiGLU by one scale", 9, grad, partial(swiglu_cast, x, False, E4M3, False))  # what is cast is read twice
