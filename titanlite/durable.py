@@ -23,10 +23,6 @@ _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a sock
 def open_plain(path: Path, flags: int) -> int:
     """Open a plain file.
 
-    Args:
-        path: the file.
-        flags: as of `os.open`; with O_CREAT, a new file has the rights that others of this process have.
-
     Returns:
         Its descriptor.
 

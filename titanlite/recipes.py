@@ -186,7 +186,7 @@ def _find(
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """Hold what differs between kinds of recipes."""
+    """The schema and checks of a kind of recipes."""
 
     schema: type[Any]
     check: Callable[[Any, Problems], None]

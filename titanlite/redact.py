@@ -65,12 +65,7 @@ def redact_urls(text: str) -> str:
 
 
 def redact_tree(value: Any, how: Callable[[str], str] = redact) -> Any:
-    """Redact each string in tables and lists that are nested.
-
-    Args:
-        value: of any type; one that is no string, table or list stays as it is.
-        how: redacts one string.
-    """
+    """Redact each string in tables and lists that are nested."""
     if isinstance(value, str):
         return how(value)
     if isinstance(value, Mapping):

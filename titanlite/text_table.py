@@ -4,14 +4,7 @@ from collections.abc import Sequence
 
 
 def columns(*rows: Sequence[str]) -> str:
-    """Align rows: the first column to the left, others to the right if there is a number in them.
-
-    Args:
-        rows: of equal length; headings, if there are any, are the first.
-
-    Returns:
-        A line for each.
-    """
+    """Align rows, headings first: the first column to the left, others to the right if there is a number in them."""
     aligned = []
     for i, column in enumerate(zip(*rows, strict=True)):
         width, has_number = max(map(len, column)), i > 0 and any(cell[:1].isdigit() for cell in column)

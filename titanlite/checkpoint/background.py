@@ -28,10 +28,6 @@ from titanlite.errors import ConfigError
 class Background:
     """Saves the checkpoints of a run, one at a time. All ranks make one, and call its methods alike.
 
-    Args:
-        checkpoints: of the run.
-        tensors: as each save will have them.
-
     Raises:
         ConfigError: on all ranks, if the host's memory is not enough for the copies.
     """

@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def rank() -> int:
-    """This process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

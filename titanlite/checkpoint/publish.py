@@ -44,14 +44,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Hold what the manifest says about one file."""
+    """The manifest's entry of one file."""
 
     bytes: int
     sha256: str
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Folder of the complete checkpoint of `step`."""
+    """Return the folder of the complete checkpoint of `step`."""
     return root / f"step-{step:08d}"
 
 
@@ -143,7 +143,7 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Steps that have a complete checkpoint, oldest first. Folders of any other name are not ours.
+    """Return the steps that have a complete checkpoint, oldest first. Folders of any other name are not ours.
 
     Raises:
         CheckpointError: a folder cannot be read.
@@ -156,7 +156,7 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def partial_folders(root: Path) -> list[str]:
-    """Folders named as complete checkpoints that are not: copied in part, or tampered with. No save leaves one."""
+    """Return folders that are named as checkpoints, and none: copied in part, or tampered with; no save leaves any."""
     whole = {step_folder(root, step).name for step in complete_steps(root)}
     return sorted(p.name for p in _named_as_steps(root) if p.name not in whole)
 

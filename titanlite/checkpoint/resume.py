@@ -105,7 +105,7 @@ def check_quickly(
 
 
 def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
-    """Give the dimensions of the model that a start goes on with.
+    """Return the dimensions of the model that a start goes on with.
 
     Raises:
         CheckpointError: as `step_to_resume` says, or the checkpoint is damaged.
@@ -118,7 +118,7 @@ def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
 
 
 def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
-    """Give the dimensions that a checkpoint was saved with: its recipe may have changed since.
+    """Return the dimensions that a checkpoint was saved with: its recipe may have changed since.
 
     Raises:
         ConfigError: it is of a version that did not say them.

@@ -22,11 +22,7 @@ PREFIX = "rng/"
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators whose states a checkpoint holds.
-
-    Args:
-        seed: from 0 up to 2³² - 1, as numpy has it.
-    """
+    """Seed the generators whose states a checkpoint holds."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -259,11 +259,6 @@ def _check_same(
 def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], fix: str) -> None:
     """Raise with every problem that some names have.
 
-    Args:
-        folder: where they are.
-        problems: what is wrong, with which names, and what is wanted.
-        fix: of all.
-
     Raises:
         CheckpointError: there are such names.
     """

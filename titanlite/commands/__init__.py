@@ -21,9 +21,6 @@ _COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export", "ver
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
-    Args:
-        argv: arguments without the program; those of this process if not given.
-
     Returns:
         0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr, or 130 if
         interrupted.

@@ -36,7 +36,7 @@ _COMMAND = Command(
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Hold what one run folder says."""
+    """The content of one run folder."""
 
     name: str
     steps: list[dict[str, Any]]  # rows of logged steps
@@ -178,7 +178,7 @@ def _tables(records: Sequence[RunRecord], out: Path) -> str:
 
 
 def _results(record: RunRecord) -> list[str]:
-    """One row of the table; "-" where there is no such number."""
+    """Return a row of the table; "-" where there is no such number."""
 
     def values(key: str, rows: list[dict[str, Any]] = record.steps) -> list[float]:
         return [row[key] for row in rows if row.get(key) is not None]

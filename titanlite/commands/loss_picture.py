@@ -104,20 +104,20 @@ def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
 
 
 def less_the_first(steps: Rows, first: Rows) -> list[tuple[int, float]]:
-    """Tokens, and a run's loss less that of the first at as many, where both have one."""
+    """Return tokens, and a run's loss less that of the first at as many, where both have one."""
     losses = {row["tokens"]: row["loss"] for row in first}
     both = [(row["tokens"], row["loss"], losses.get(row["tokens"])) for row in steps]
     return [(tokens, mine - its) for tokens, mine, its in both if mine is not None and its is not None]
 
 
 def _tokens_per_step(runs: Sequence[tuple[str, Rows, Rows]]) -> float | None:
-    """Tokens per step if all runs agree; None if they do not, or if one changed in mid-run."""
+    """Return the tokens per step if all runs agree; None if they do not, or if one changed in mid-run."""
     seen = {row["tokens"] / row["step"] for _, steps, _ in runs for row in steps}
     return seen.pop() if len(seen) == 1 else None
 
 
 def _unit(largest: float) -> tuple[str, float]:
-    """The unit in which a count is readable, for the axis label, and its size."""
+    """Return the unit in which a count is readable, for the axis label, and its size."""
     for name, size in ((" (trillions)", 1e12), (" (billions)", 1e9), (" (millions)", 1e6), (" (thousands)", 1e3)):
         if largest >= size:
             return name, size
@@ -125,7 +125,7 @@ def _unit(largest: float) -> tuple[str, float]:
 
 
 def _running_median(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Places along a curve, its ends included, and the median of the finite values around each; NaN if there is none.
+    """Return places along a curve, its ends included, and the median of the finite values around each; NaN if none.
 
     The window shrinks at the ends, so that it stays centred.
     """

@@ -85,7 +85,7 @@ def measured(checked: CheckedRun) -> str:
 
 
 def layers(checked: CheckedRun) -> list[Layer]:
-    """The linear layers of a block, and the head, as one rank of a run has them."""
+    """Return the linear layers of a block, and the head, as one rank of a run has them."""
     config = checked.config
     model = build_model(config.model, replace(checked.dims, n_layers=1), config.training.seq_len)
     tokens = config.training.local_batch_size * config.training.seq_len
@@ -135,7 +135,7 @@ def time_all(
 def _step(
     layer: Layer, matmul: Matmul, dtype: torch.dtype, device: torch.device, compile: bool
 ) -> Callable[[], object]:
-    """Forward and backward of one layer on random numbers."""
+    """Return a call of forward and backward of one layer on random numbers."""
     rng = torch.Generator(device).manual_seed(0)
     x, w, grad = (
         torch.randn(shape, generator=rng, device=device).to(dtype)
@@ -182,19 +182,12 @@ def median_milliseconds(step: Callable[[], object]) -> float:
 
 
 def slower(timed: list[Timed], recipe: str) -> list[str]:
-    """The layers on which a recipe takes as long as the compute dtype, or longer."""
+    """Return the layers on which a recipe takes as long as the compute dtype, or longer."""
     return [t.layer.name for t in timed if recipe in t.float8 and t.float8[recipe] >= t.plain]
 
 
 def report(timed: list[Timed], device: str, dtype: str, emulated: Mapping[str, str]) -> str:
-    """Format times and what follows from them.
-
-    Args:
-        timed: the layers.
-        device: its name.
-        dtype: what `Timed.plain` was measured in.
-        emulated: recipes that were not timed, and why.
-    """
+    """Format times and what follows from them."""
     names = list(dict.fromkeys(name for t in timed for name in t.float8))
     rows = []
     for t in timed:

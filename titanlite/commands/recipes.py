@@ -116,7 +116,7 @@ def _listing(kind: Kind, dirs: Sequence[str]) -> str:
 
 
 def _one(kind: Kind, name: str, dirs: Sequence[str]) -> str:
-    """One recipe as TOML, after a line that says which."""
+    """Return a recipe as TOML, after a line that says which."""
     if text := _WITHOUT_FILE.get(kind, {}).get(name):
         return f"# {kind} recipe {name}: {text}\n"
     recipe, current = load(kind, name, dirs, Origin("command line")), current_name(kind, name, dirs)

@@ -76,15 +76,7 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
 
 
 def summary(checked: CheckedRun, file: str, world: int | None, step: int | None, samples: int = 0) -> str:
-    """Say in a few lines what a run would be.
-
-    Args:
-        checked: the run.
-        file: its config.
-        world: number of processes, if it is known.
-        step: the one that it would resume from.
-        samples: that were trained on until there.
-    """
+    """Say in a few lines what a run would be."""
     config, inputs = checked.config, checked.inputs
     mesh, batch = config.parallelism, config.training
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree

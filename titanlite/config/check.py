@@ -99,12 +99,12 @@ def check_homes(config: Config, origin: Origin) -> None:
 
 
 def last_step(config: Config) -> int:
-    """Give the step after which a run ends, if no signal ends it before."""
+    """Return the step after which a run ends, if no signal ends it before."""
     return min(config.training.steps, config.job.stop_after or config.training.steps)
 
 
 def sequences_per_step(config: Config, world_size: int | None) -> int | None:
-    """Give the sequences of one optimizer step over all ranks.
+    """Return the sequences of one optimizer step over all ranks.
 
     Args:
         config: the resolved config, which may be impossible.
@@ -168,7 +168,7 @@ def _check_names(config: Config, problems: Problems) -> None:
 
 
 def _check_features(config: Config, model: ModelDims | None, problems: Problems) -> None:
-    """No feature is asked for that does not exist, or that another key turns off."""
+    """Check that no feature is asked for that does not exist, or that another key turns off."""
     checkpoint = config.checkpoint
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
@@ -193,7 +193,7 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
 
 
 def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
-    """There is something to gather, among ranks that have peers' memory, and sums are in the dtype that they have."""
+    """Check that there is something to gather, among ranks with peers' memory, and that sums are in its dtype."""
     p, shards = config.parallelism, config.parallelism.data_parallel_shard_degree
     others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
     if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so

@@ -12,7 +12,7 @@ OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
 
 
 def check_model(recipe: ModelDims, problems: Problems) -> None:
-    """Dimensions are positive, heads even; `config/check.py` holds them against each other, after the overrides."""
+    """Check that dimensions are positive, heads even; `config/check.py` compares them, after the overrides."""
     for name, value in asdict(recipe).items():
         if value == 0 and getattr(ModelDims, name, None) == 0:
             continue  # not given; `config/architectures.py` knows who needs it
@@ -34,7 +34,7 @@ _PAIRS = {  # of granularities in one matmul that exist, in either order
 
 
 def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
-    """Each matmul is one that the hardware, or its definition, can carry out."""
+    """Check that each matmul is one that the hardware, or its definition, can carry out."""
     for matmul, (left, right) in MATMULS.items():
         a, b = getattr(recipe, left), getattr(recipe, right)
         grain_a, grain_b = recipe.operands(matmul)
@@ -100,7 +100,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
 
 
 def check_save_rules(recipe: SaveList, problems: Problems) -> None:
-    """Each rule names an op and can match something."""
+    """Check that each rule names an op and can match something."""
     decided: set[str] = set()  # ops that an earlier rule matches without exception
     for n, rule in enumerate(recipe.rules):
         where, is_class, is_block = f"rules[{n}]", rule.op in OP_CLASSES, rule.op == "block"

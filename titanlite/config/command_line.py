@@ -74,10 +74,6 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
 def answer_help(argv: Sequence[str], usage: str) -> None:
     """Print a help page and exit, if one is asked for: that of a section, or the one that lists the sections.
 
-    Args:
-        argv: arguments without the program.
-        usage: as `parse_what_is_right` takes it.
-
     Raises:
         ConfigError: there is no such section.
         SystemExit: with 0, after the page.

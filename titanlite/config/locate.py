@@ -15,14 +15,7 @@ _TOKEN = re.compile(
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Find the line of each key and table.
-
-    Args:
-        text: valid TOML.
-
-    Returns:
-        Dotted key to line number, from 1. Elements of arrays are `key[0]`, `key[1]`, …
-    """
+    """Return the line of each key and table of valid TOML, from 1; elements of arrays are `key[0]`, `key[1]`, …"""
     return _Walk(text).lines
 
 

@@ -34,7 +34,7 @@ _SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 @dataclass(frozen=True)
 class Port:
-    """Hold what a config from torchtitan says and leaves out, beside its problems.
+    """The idle and missing keys of a config from torchtitan, beside its problems.
 
     Attributes:
         idle: keys that ask for nothing that titanlite does otherwise.
@@ -80,11 +80,6 @@ def take_out(
 ) -> tuple[dict[str, Any], Port]:
     """Take the keys that only torchtitan has out of a config.
 
-    Args:
-        table: as TOML has it.
-        problems: gets those keys that ask for something.
-        elsewhere: keys that are given beside it.
-
     Returns:
         The table without them, and what else there is to say; nothing if there are none.
     """
@@ -110,12 +105,7 @@ def take_out(
 
 
 class TorchtitanConfig:
-    """Look up keys of a torchtitan config: the value given, or the default there.
-
-    Args:
-        given: values of keys that torchtitan has.
-        beside: keys that are given, in all.
-    """
+    """Look up keys of a torchtitan config: the value given, or the default there."""
 
     def __init__(self, given: Mapping[str, Any], beside: Collection[str] = ()) -> None:
         self.given, self.beside = given, beside

@@ -55,10 +55,6 @@ def read_config(path: Path) -> tuple[Config, Origin]:
 def read_what_is_right(path: Path, flags: Collection[str] = ()) -> tuple[Config, Problems, Port]:
     """Read a TOML file, and those it extends, into a `Config`; a key that is wrong is as if it were not given.
 
-    Args:
-        path: the file.
-        flags: keys that are given beside it.
-
     Returns:
         The config, what is wrong with its keys and values, and what else there is to say if it comes from torchtitan.
 
@@ -74,10 +70,6 @@ def read_what_is_right(path: Path, flags: Collection[str] = ()) -> tuple[Config,
 
 def suggest_key(path: str, value: object = None) -> str | None:
     """Say what to write instead of an unknown dotted key: its replacement, its section, or the nearest key.
-
-    Args:
-        path: the key.
-        value: that it was given.
 
     Returns:
         A sentence, or None if nothing is near.

@@ -42,7 +42,7 @@ class Block:
 
     @property
     def layers(self) -> tuple[str, str, str, str]:
-        """Give the names of the linear layers, in the order in which they run."""
+        """Return the names of the linear layers, in the order in which they run."""
         first = "w1" if self.gate == "gelu" else "w13"
         return "attention.wqkv", "attention.wo", f"feed_forward.{first}", "feed_forward.w2"
 
@@ -52,24 +52,14 @@ class Block:
         return 4 if self.post_norms else 2
 
     def weights(self, dims: "ModelDims", ranks: int = 1) -> dict[str, tuple[int, int]]:
-        """Give the shapes [N, K] of the linear layers' weights on one of so many tensor-parallel ranks.
-
-        Args:
-            dims: the model's dimensions.
-            ranks: a divisor of n_kv_heads.
-        """
+        """Return the shapes [N, K] of the linear layers' weights on one of so many tensor-parallel ranks."""
         D, F, E = dims.dim, dims.ffn_dim, dims.head_width
         H, K = dims.n_heads, dims.n_kv_heads
         shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (self.gate_width * F // ranks, D), (D, F // ranks)
         return dict(zip(self.layers, shapes, strict=True))
 
     def n_parameters(self, dims: "ModelDims", ranks: int = 1) -> int:
-        """Count the parameters on one of so many tensor-parallel ranks; norms are whole, and biases split as outputs.
-
-        Args:
-            dims: the model's dimensions.
-            ranks: a divisor of n_kv_heads.
-        """
+        """Count the parameters on one of so many tensor-parallel ranks; norms are whole, biases split as outputs."""
         shapes = self.weights(dims, ranks).values()
         norms = self.norms * self.norm(dims) + (2 * dims.head_width if self.qk_norms else 0)
         return sum(n * k for n, k in shapes) + norms + (sum(n for n, _ in shapes) if self.biases else 0)
@@ -142,7 +132,7 @@ class SaveRule:
     optional: bool = False  # may match nothing
 
     def blocks(self, n_layers: int) -> range:
-        """Give the blocks that the rule is for.
+        """Return the blocks that the rule is for.
 
         Raises:
             ValueError: `layers` is no slice.
@@ -164,7 +154,7 @@ class SaveList:
     origin: ClassVar[Origin] = Origin("save-list")  # no key: where they stand; one that was loaded has its own
 
     def active(self, n_layers: int) -> list[frozenset[int]]:
-        """Give the numbers of the rules that are for each block."""
+        """Return the numbers of the rules that are for each block."""
         of_rules = [frozenset(rule.blocks(n_layers)) for rule in self.rules]
         return [frozenset(i for i, blocks in enumerate(of_rules) if n in blocks) for n in range(n_layers)]
 

@@ -18,12 +18,7 @@ _KEY = "optimizer.weight_decay_exclude"
 
 
 def without_decay(patterns: Sequence[str], parameters: Collection[str], origin: Origin | None = None) -> set[str]:
-    """Give the names that a pattern matches.
-
-    Args:
-        patterns: `optimizer.weight_decay_exclude`.
-        parameters: the names of all parameters.
-        origin: where the config came from, if that is known.
+    """Return the names that a pattern matches.
 
     Raises:
         ConfigError: a pattern matches no parameter.
@@ -42,7 +37,7 @@ def without_decay(patterns: Sequence[str], parameters: Collection[str], origin: 
 
 
 def parameter_names(block: Block, dims: ModelDims) -> list[str]:
-    """Give the names of all parameters of a shipped architecture; embeddings that are tied have one."""
+    """Return the names of all parameters of a shipped architecture; embeddings that are tied have one."""
     names = ["tok_embeddings.weight", *(["positions.weight"] if dims.max_seq_len else [])]
     kinds = ("weight", "bias") if block.layer_norms else ("weight",)
     norms = ["attention_norm", "ffn_norm", *(["post_attention_norm", "post_ffn_norm"] if block.post_norms else [])]

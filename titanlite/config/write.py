@@ -7,14 +7,7 @@ import tomli_w
 
 
 def to_toml(config: Any) -> str:
-    """Write a config, or a recipe, with every value that it resolved to.
-
-    Args:
-        config: a frozen dataclass whose fields TOML can say. None, which TOML cannot say, is left out.
-
-    Returns:
-        TOML text.
-    """
+    """Return a config, or a recipe, as TOML, with every value that it resolved to but None, which TOML has not."""
     return tomli_w.dumps(_plain(dataclasses.asdict(config)))
 
 

@@ -38,7 +38,7 @@ def _slug(name: str) -> str:
 
 
 def max_tokens_of(source: Source, data: Data) -> int:
-    """Tokens at which reading ends; 0: it does not. Held-out text stays the same, however much is trained on."""
+    """Return the tokens at which reading ends; 0: it does not. Held-out text is always read whole."""
     return max(0, data.max_tokens) if source.key == "data.source" else 0  # less is out of range, and reported
 
 
@@ -62,7 +62,7 @@ def check_cache_is_folder(data: Data) -> None:
 
 
 def check_cache_is_outside(source: Source, data: Data) -> None:
-    """Shards in the folder of a source would be part of it the next time."""
+    """Refuse a cache in the folder of a source, whose shards would be part of it the next time."""
     pattern = name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):
         name = name.partition("**")[0] or os.curdir

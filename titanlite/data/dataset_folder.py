@@ -115,7 +115,7 @@ def _refused(source: Source, folder: str, records: list[Path], suffixes: set[str
 
 
 def _files_below(source: Source, folder: str) -> list[Path]:
-    """All but what `datasets` never looks at: hidden files, folders named as __pycache__, its own descriptions."""
+    """Return all but what `datasets` never reads: hidden files, folders named as __pycache__, its own descriptions."""
     names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
     own = [Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md"]
     return [f for f in own if f.is_file()]
@@ -128,6 +128,6 @@ def _suffix(file: Path) -> str:
 
 
 def _counts(files: Iterable[Path]) -> str:
-    """`2 .txt files, 1 .py file`, the most frequent suffix first."""
+    """Count files by suffix, as `2 .txt files, 1 .py file`, the most frequent suffix first."""
     counts = Counter(_suffix(f) or f.name for f in files).most_common()
     return ", ".join(f"{n:,} {suffix} file{'s' * (n > 1)}" for suffix, n in counts)

@@ -119,7 +119,7 @@ def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
 
 
 def _first_error(file: Path) -> tuple[str, str] | None:
-    """Place and reason of the first byte that is not UTF-8. Beforehand: a tokenizer takes a hundred times as long."""
+    """Find the first byte that is not UTF-8, and why. Beforehand: a tokenizer takes a hundred times as long."""
     decoder, n_bytes, n_lines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as data:
         is_last = False

@@ -19,7 +19,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
-    """The samples at some positions of training.
+    """Return the samples at some positions of training.
 
     Args:
         positions: [N] integers from 0 on; position // n_samples is the epoch.
@@ -39,22 +39,14 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
 
 
 def epochs(steps: int, per_step: int, n_samples: int, start: int = 0, samples: int = 0) -> str:
-    """Say how often a run goes through its source: `0.22 epochs`, `1 epoch`, `1,200 epochs`.
-
-    Args:
-        steps: at which it ends.
-        per_step: samples of each that is still to come.
-        n_samples: samples of the source, at least 1.
-        start: steps that are done.
-        samples: positions of training that these have taken.
-    """
+    """Say how often a run goes through its source: `0.22 epochs`, `1 epoch`, `1,200 epochs`."""
     count = (samples + max(0, steps - start) * per_step) / n_samples
     text = f"{count:{',.0f' if count >= 100 else '.3g'}}"
     return f"{text} epoch{'s' * (text != '1')}"
 
 
 def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
-    """A permutation of 0 … 2^bits - 1 for each key: halves are changed in turn, each by a function of the other."""
+    """Permute 0 … 2^bits - 1 for each key: halves are changed in turn, each by a function of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = x & low_mask, x >> low_bits
@@ -68,7 +60,7 @@ def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Splitmix64 of uint64s, wrapping: each bit of the result depends on each bit of x."""
+    """Apply splitmix64 to uint64s, wrapping: each bit of the result depends on each bit of x."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -42,7 +42,7 @@ _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold the sources of a run by their keys, and what can be said of them before they are prepared."""
+    """The sources of a run by their keys, and what is known of them before they are prepared."""
 
     sources: dict[str, Source]
     tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted

@@ -14,13 +14,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows how far reading has come, on stderr.
-
-    Args:
-        title: what is going on.
-        enable: show anything at all; of several ranks, one does.
-        notice: what is to be known before it is under way; "" if nothing.
-    """
+    """Shows how far reading has come, on stderr."""
 
     def __init__(self, title: str, enable: bool, notice: str = "") -> None:
         self._title, self._enable, self._notice, self._n_bytes = redact(title), enable, notice, 0

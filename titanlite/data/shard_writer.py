@@ -13,13 +13,7 @@ _SHARD_TOKENS = 1 << 27
 
 
 class ShardWriter:
-    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails.
-
-    Args:
-        folder: an empty one.
-        dtype: "uint16" or "uint32".
-        shard_tokens: tokens per shard, but for the last.
-    """
+    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int = _SHARD_TOKENS) -> None:
         self.folder, self._dtype, self._shard_tokens = folder, np.dtype(dtype).newbyteorder("<"), shard_tokens

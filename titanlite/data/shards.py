@@ -45,7 +45,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Meta:
-    """Hold what meta.json says."""
+    """The content of meta.json."""
 
     source: str
     tokenizer: str  # "" for token files
@@ -129,10 +129,6 @@ class TokenShards:
     def read(self, start: int, count: int) -> np.ndarray:
         """Copy some tokens, across shard boundaries.
 
-        Args:
-            start: first token, from 0 on.
-            count: number of tokens.
-
         Returns:
             [count] int64.
 
@@ -157,9 +153,6 @@ class TokenShards:
 
     def check(self, block: int) -> None:
         """Hold a block against its hash, once; without one, against the largest id that its shard should have.
-
-        Args:
-            block: of all shards in a row.
 
         Raises:
             DataError: the shard has changed, or cannot be read.

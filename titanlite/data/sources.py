@@ -53,7 +53,7 @@ class Source:
     count: str = ""  # of the files that were taken, passed over and met twice, in words; of a dataset: ""
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Path, size [bytes] and modification time [ns] of every file: what tells a changed input.
+        """Return path, size [bytes] and modification time [ns] of every file: what tells a changed input.
 
         Raises:
             DataError: a file is gone.
@@ -64,7 +64,7 @@ class Source:
             raise unreadable(self.name, self.key, e.filename, e) from e
 
     def n_bytes(self) -> int | None:
-        """Bytes to read, or None where that is not known beforehand."""
+        """Return the bytes to read, or None where that is not known beforehand."""
         return None if self.kind == "dataset" else sum(size for _, size, _ in self.stamps())
 
 
@@ -171,7 +171,7 @@ def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
 
 
 def _is_held_out(relative_path: str) -> bool:
-    """One file in twenty, by its name alone: the split is the same on every machine and stays when files are added."""
+    """Hold one file in twenty out by its name alone: the split is the same everywhere and stays as files are added."""
     digest = hashlib.blake2b(Path(relative_path).as_posix().encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 20 == 0
 

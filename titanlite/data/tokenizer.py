@@ -193,14 +193,7 @@ def _panics_raised() -> Iterator[None]:
 
 
 def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
-    """Load the tokenizer that `data.tokenizer` names.
-
-    Args:
-        tokenizer: `bytes`, or the path of a tokenizer.json.
-        add_bos: `data.add_bos_token`.
-
-    Returns:
-        The tokenizer.
+    """Load the tokenizer that `data.tokenizer` names: `bytes`, or a tokenizer.json.
 
     Raises:
         DataError: no such file, it is not a tokenizer, or no token of it separates documents, or begins them.

@@ -77,9 +77,9 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
 
 def _of_text(tokenizer: bytes) -> dict[str, Any]:
     """Return what a tokenizer.json says of a document's ids: an exported one may differ in the rest."""
-    said = parse_json(tokenizer)
-    said["model"]["dropout"] = None
-    return {key: said.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    content = parse_json(tokenizer)
+    content["model"]["dropout"] = None
+    return {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
 def other_training(config: Config) -> tuple[str, ...]:

@@ -23,12 +23,6 @@ _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Lin
 def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int | None = None) -> ErrorReport | None:
     """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
 
-    Args:
-        config: checked.
-        dims: the model's dimensions.
-        world: number of processes.
-        on_host: those of this host; not given: all of them.
-
     Returns:
         The refusal of a start, which a host with GPUs need not heed; None if there is enough, or the model's size is
         not known without its file.

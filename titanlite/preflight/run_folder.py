@@ -57,9 +57,6 @@ class RunFolder:
     def keep(self, every_s: float = 0.0) -> str | None:
         """Take the lock again if somebody has removed it. Call it on the process that claimed the folder.
 
-        Args:
-            every_s: look only if nobody has for as long.
-
         Returns:
             What the user should be told, if so.
 

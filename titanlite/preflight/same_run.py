@@ -100,12 +100,7 @@ def keys_of_training(config_toml: bytes) -> dict[str, Any]:
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a config: {"a": {"b": 1}} → {"a.b": 1}.
-
-    Args:
-        tree: nested tables; tuples become lists, as TOML has them.
-        prefix: of every key.
-    """
+    """Flatten a config: {"a": {"b": 1}} → {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
