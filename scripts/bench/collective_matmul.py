@@ -30,6 +30,7 @@ from titanlite.kernels.device import all_gather_matmul as gather_device
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_device
 from titanlite.kernels.device.tiles import WIDE, Tiles
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+from titanlite.kernels.products import GatherCall, ScatterCall
 
 LINK = 340e9  # bytes per second and direction that stores to all peers reach
 SUSTAINED_MS = 150  # of matmuls without a pause, after which an H200's clock has come down to what its power allows
@@ -213,13 +214,12 @@ class Operands:
         if self.case.gathers:
             scale = left[0] if left else None
             operands = self.a, [self.b], 0, self.M
-            plan = gather_device.plan_gather(*operands, group, "left", scale, "row", None, self.fast, tiles)
-            rest = self.group, "left", [], scale, "row", right, None, self.fast
-            return lambda: gather_device.launch_all_gather_matmul(plan, *operands, *rest)[1]
-        operands = [self.a], [self.b], 0
-        plan = scatter_device.plan_scatter(*operands, group, None, self.fast, tiles)
-        rest = self.group, None, left, right, None, self.fast
-        return lambda: scatter_device.launch_matmul_reduce_scatter(plan, *operands, *rest)
+            call = GatherCall(*operands, self.group, "left", [], scale, "row", right, None, self.fast)
+            plan = gather_device.plan_gather(call, group, tiles)
+            return lambda: gather_device.launch_all_gather_matmul(plan, call)[1]
+        call = ScatterCall([self.a], [self.b], 0, self.group, None, left, right, None, self.fast)
+        plan = scatter_device.plan_scatter(call, group, tiles)
+        return lambda: scatter_device.launch_matmul_reduce_scatter(plan, call)
 
     def error(self) -> float:
         """Return the relative error of the result against float32, over the first and last 128 rows of a part."""

@@ -18,7 +18,7 @@ Float8 operands carry scales. G has one for the tensor, equal on all ranks ("ten
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from titanlite.kernels import lowering
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
 from titanlite.kernels.products import (
     FLOAT8,
+    GatherCall,
     check_together,
     gather_scale,
     gradient_of_bias,
@@ -37,7 +38,6 @@ from titanlite.kernels.products import (
     out_dtype_of,
     out_shapes,
     products,
-    scales_travel,
 )
 from titanlite.kernels.shapes import split
 
@@ -93,44 +93,22 @@ def all_gather_matmul(
     )  # fmt: skip
 
 
-def _definition(
-    shard: Tensor,
-    others: list[Tensor],
-    dim: int,
-    size: int,
-    group: str,
-    form: str,
-    biases: list[Tensor],
-    scale: Tensor | None,
-    scale_of: str,
-    other_scales: list[Tensor],
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> list[Tensor]:
-    _check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
-    ranks = named_group(group)
-    dim %= shard.ndim
-    gathered = gather_dim(shard, dim, size, ranks)
-    whole_scale = gather_scale(scale, scale_of, shard, dim, size, group)
-    multiplied = products(gathered, whole_scale, form, others, biases, other_scales, out_dtype, fast_accum)
-    if whole_scale is not None and scales_travel(scale_of, dim, shard.ndim):
-        return [gathered, *multiplied, whole_scale.contiguous()]
-    return [gathered, *multiplied]
+def _definition(*arguments: Any) -> list[Tensor]:
+    return _gather_and_multiply(GatherCall(*arguments))
 
 
-def _check(
-    shard: Tensor,
-    others: list[Tensor],
-    dim: int,
-    size: int,
-    group: str,
-    form: str,
-    biases: list[Tensor],
-    scale: Tensor | None,
-    scale_of: str,
-    other_scales: list[Tensor],
-) -> None:
+def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
+    """Run the definition: a collective, then plain matmuls."""
+    _check(call)
+    gathered = gather_dim(call.shard, call.at, call.size, named_group(call.group))
+    scale = gather_scale(call)
+    results = [gathered, *products(call, gathered, scale)]
+    return [*results, scale.contiguous()] if scale is not None and call.moves_scale else results
+
+
+def _check(call: GatherCall) -> None:
     """Raise ValueError for operands that do not fit, with what would."""
+    shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_ = call
     op, ranks = "all_gather_matmul", named_group(group)
     if form not in FORMS:
         raise ValueError(f"{op}: form {form!r}; want one of {', '.join(FORMS)}")
@@ -185,69 +163,67 @@ def _check(
             raise ValueError(f"{op}: scales by shard of a tensor split along the contracted dim; want one scale")
 
 
-def _on_gpus(shard: Tensor, others: list[Tensor], dim: int, size: int, group: str, form: str, *rest: Any):
+def _on_gpus(*arguments: Any) -> list[Tensor]:
     """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
-    biases, scale, scale_of, other_scales, out_dtype, fast_accum = rest
-    call = (
-        lowering.key_of(group, shard, *others, *biases, scale, *other_scales),
-        len(others),
-        dim,
-        size,
-        form,
-        scale_of,
-        out_dtype,
-        fast_accum,
-    )
-    known = lowering.implementations.get(call)
+    call = GatherCall(*arguments)
+    tensors = lowering.key_of(call.group, call.shard, *call.others, *call.biases, call.scale, *call.other_scales)
+    options = len(call.others), call.dim, call.size, call.form, call.scale_of, call.out_dtype, call.fast_accum
+    known = lowering.implementations.get((tensors, options))
     if known is None:
-        _check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
-        at = dim % shard.ndim
-        whole = lowering.dims([*shard.shape[:at], size, *shard.shape[at + 1 :]])
-        what = (
-            f"{shard.dtype} {whole} gathered along dim {at}, {form}, scaled by {scale_of}, to "
-            f"{out_dtype_of(shard.dtype, out_dtype)}, fast_accum {fast_accum}"
-        )
-        reason, run, ranks = lowering.no_peer_access(group), _definition, named_group(group)
-        if reason is None:
-            from titanlite.kernels.device import all_gather_matmul as device
-
-            reason = device.gather_unsupported_reason(shard, others, dim, size, ranks.size, form, scale_of)
-        reason = lowering.agree("all_gather_matmul", group, what, lowering.shapes_of(*others), reason)
-        if reason is None:
-            plan = device.plan_gather(shard, others, dim, size, ranks, form, scale, scale_of, out_dtype, fast_accum)
-            run = partial(device.launch_all_gather_matmul, plan)
-        counter = lowering.counted("all_gather_matmul", group, lowering.shapes_of(shard, *others), reason)
-        known = lowering.implementations[call] = counter, run
+        known = lowering.implementations[tensors, options] = _choose(call)
     counter, run = known
     lowering.lowered[counter] += 1
-    return run(shard, others, dim, size, group, form, *rest)
+    return run(call)
 
 
-lowering.define("all_gather_matmul", _definition, _on_gpus)
+def _choose(call: GatherCall) -> tuple[lowering.Lowered, Callable[[GatherCall], list[Tensor]]]:
+    """Validate a call that is new, and choose with all ranks what runs it."""
+    _check(call)
+    op, shard, ranks = "all_gather_matmul", call.shard, named_group(call.group)
+    what = (
+        f"{shard.dtype} {lowering.dims(call.whole)} gathered along dim {call.at}, {call.form}, scaled by "
+        f"{call.scale_of}, to {out_dtype_of(shard.dtype, call.out_dtype)}, fast_accum {call.fast_accum}"
+    )
+    reason = lowering.no_peer_access(call.group)
+    if reason is None:
+        from titanlite.kernels.device import all_gather_matmul as device
+
+        reason = device.gather_unsupported_reason(*call[:4], ranks.size, call.form, call.scale_of)
+    reason = lowering.agree(op, call.group, what, lowering.shapes_of(*call.others), reason)
+    counter = lowering.counted(op, call.group, lowering.shapes_of(shard, *call.others), reason)
+    if reason is not None:
+        return counter, _gather_and_multiply
+    return counter, partial(device.launch_all_gather_matmul, device.plan_gather(call, ranks))
+
+
+SCHEMA = (
+    "(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, Tensor? scale, "
+    "str scale_of, Tensor[] other_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor[]"
+)
+lowering.define("all_gather_matmul", _definition, _on_gpus, SCHEMA)
 
 
 @torch.library.register_fake("titanlite::all_gather_matmul")
-def _fake(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, out_dtype, fast_accum):
-    _check(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales)
-    shape = list(shard.shape)
-    shape[dim] = size
-    dtype = out_dtype_of(shard.dtype, out_dtype)
-    results = [shard.new_empty(shape), *(shard.new_empty(s, dtype=dtype) for s in out_shapes(shape, others, form))]
-    if scale is not None and scales_travel(scale_of, dim, shard.ndim):
-        results.append(scale.new_empty([*shape[:-1], 1]))
-    return results
+def _fake(*arguments):
+    call = GatherCall(*arguments)
+    _check(call)
+    shard, whole, dtype = call.shard, call.whole, out_dtype_of(call.shard.dtype, call.out_dtype)
+    shapes = out_shapes(whole, call.others, call.form)
+    results = [shard.new_empty(whole), *(shard.new_empty(shape, dtype=dtype) for shape in shapes)]
+    return [*results, shard.new_empty([*whole[:-1], 1], dtype=torch.float32)] if call.moves_scale else results
 
 
-def _tensors(shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_) -> list[Tensor]:
-    return [shard, *others, *biases, *([] if scale is None else [scale]), *other_scales]
+def _tensors(*arguments) -> list[Tensor]:
+    call = GatherCall(*arguments)
+    return [call.shard, *call.others, *call.biases, *([] if call.scale is None else [call.scale]), *call.other_scales]
 
 
 def _save(ctx, arguments, results) -> None:
-    shard, others, dim, size, group, form, biases, scale, *_ = arguments
+    call = GatherCall(*arguments)
     ctx.set_materialize_grads(False)
-    ctx.dim, ctx.size, ctx.group, ctx.form = dim % shard.ndim, size, group, form
-    ctx.float8, ctx.bias_dtypes = scale is not None, [bias.dtype for bias in biases]
-    ctx.save_for_backward(results[0], *others)
+    ctx.dim, ctx.size, ctx.group, ctx.form = call.at, call.size, call.group, call.form
+    ctx.float8, ctx.bias_dtypes = call.scale is not None, [bias.dtype for bias in call.biases]
+    ctx.save_for_backward(results[0], *call.others)
 
 
 def _backward(ctx, grads):

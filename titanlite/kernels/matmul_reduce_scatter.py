@@ -7,7 +7,7 @@ that two runs give the same bits (`titanlite/kernels/device/`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import named_group, scatter_dim
 from titanlite.kernels.products import (
     FLOAT8,
+    ScatterCall,
     check_together,
     gradient_of_bias,
     gradient_of_right,
@@ -69,18 +70,14 @@ def matmul_reduce_scatter(
     )
 
 
-def _definition(
-    lefts: list[Tensor],
-    rights: list[Tensor],
-    dim: int,
-    group: str,
-    bias: Tensor | None,
-    left_scales: list[Tensor],
-    right_scales: list[Tensor],
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> Tensor:
-    _check(lefts, rights, dim, group, bias, left_scales, right_scales)
+def _definition(*arguments: Any) -> Tensor:
+    return _multiply_and_scatter(ScatterCall(*arguments))
+
+
+def _multiply_and_scatter(call: ScatterCall) -> Tensor:
+    """Run the definition: plain matmuls, then a collective."""
+    _check(call)
+    lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum = call
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
     if len(lefts) == 1:
         ls, rs = (scales[0] if scales else None for scales in (left_scales, right_scales))
@@ -95,17 +92,9 @@ def _definition(
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _check(
-    lefts: list[Tensor],
-    rights: list[Tensor],
-    dim: int,
-    group: str,
-    bias: Tensor | None,
-    left_scales: list[Tensor],
-    right_scales: list[Tensor],
-) -> None:
+def _check(call: ScatterCall) -> None:
     """Raise ValueError for operands that do not fit, with what would."""
-    op = "matmul_reduce_scatter"
+    op, (lefts, rights, dim, group, bias, left_scales, right_scales, *_) = "matmul_reduce_scatter", call
     if not lefts or len(lefts) != len(rights):
         raise ValueError(f"{op}: {len(lefts)} lefts and {len(rights)} rights; want as many of each, at least one")
     first, N = lefts[0], rights[0].shape[-1]
@@ -142,43 +131,52 @@ def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -
     return shape
 
 
-def _on_gpus(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str, *rest: Any) -> Tensor:
+def _on_gpus(*arguments: Any) -> Tensor:
     """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
-    bias, left_scales, right_scales, out_dtype, fast_accum = rest
-    operands = lowering.key_of(group, *lefts, *rights, bias, *left_scales, *right_scales)
-    call = operands, dim, len(lefts), out_dtype, fast_accum
-    known = lowering.implementations.get(call)
+    call = ScatterCall(*arguments)
+    tensors = *call.lefts, *call.rights, call.bias, *call.left_scales, *call.right_scales
+    key = lowering.key_of(call.group, *tensors), (call.dim, len(call.lefts), call.out_dtype, call.fast_accum)
+    known = lowering.implementations.get(key)
     if known is None:
-        _check(lefts, rights, dim, group, bias, left_scales, right_scales)
-        shapes = lowering.shapes_of(*lefts, *rights)
-        dtypes = f"{lefts[0].dtype} to {out_dtype_of(lefts[0].dtype, out_dtype)}"
-        whole = lowering.dims([*lefts[0].shape[:-1], rights[0].shape[-1]])
-        what = f"{whole} scattered along dim {dim % lefts[0].ndim}, {dtypes}, fast_accum {fast_accum}"
-        reason, run, ranks = lowering.no_peer_access(group), _definition, named_group(group)
-        if reason is None:
-            from titanlite.kernels.device import matmul_reduce_scatter as device
-
-            reason = device.scatter_unsupported_reason(lefts, rights, ranks.size)
-        reason = lowering.agree("matmul_reduce_scatter", group, what, shapes, reason)
-        if reason is None:
-            run = partial(
-                device.launch_matmul_reduce_scatter,
-                device.plan_scatter(lefts, rights, dim, ranks, out_dtype, fast_accum),
-            )
-        counter = lowering.counted("matmul_reduce_scatter", group, shapes, reason)
-        known = lowering.implementations[call] = counter, run
+        known = lowering.implementations[key] = _choose(call)
     counter, run = known
     lowering.lowered[counter] += 1
-    return run(lefts, rights, dim, group, *rest)
+    return run(call)
 
 
-lowering.define("matmul_reduce_scatter", _definition, _on_gpus)
+def _choose(call: ScatterCall) -> tuple[lowering.Lowered, Callable[[ScatterCall], Tensor]]:
+    """Validate a call that is new, and choose with all ranks what runs it."""
+    _check(call)
+    op, first, ranks = "matmul_reduce_scatter", call.lefts[0], named_group(call.group)
+    shapes = lowering.shapes_of(*call.lefts, *call.rights)
+    dtypes = f"{first.dtype} to {out_dtype_of(first.dtype, call.out_dtype)}"
+    whole = lowering.dims(product_shape(first.shape, call.rights[0].shape))
+    what = f"{whole} scattered along dim {call.dim % first.ndim}, {dtypes}, fast_accum {call.fast_accum}"
+    reason = lowering.no_peer_access(call.group)
+    if reason is None:
+        from titanlite.kernels.device import matmul_reduce_scatter as device
+
+        reason = device.scatter_unsupported_reason(call.lefts, call.rights, ranks.size)
+    reason = lowering.agree(op, call.group, what, shapes, reason)
+    counter = lowering.counted(op, call.group, shapes, reason)
+    if reason is not None:
+        return counter, _multiply_and_scatter
+    return counter, partial(device.launch_matmul_reduce_scatter, device.plan_scatter(call, ranks))
+
+
+SCHEMA = (
+    "(Tensor[] lefts, Tensor[] rights, SymInt dim, str group, Tensor? bias, Tensor[] left_scales, "
+    "Tensor[] right_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor"
+)
+lowering.define("matmul_reduce_scatter", _definition, _on_gpus, SCHEMA)
 
 
 @torch.library.register_fake("titanlite::matmul_reduce_scatter")
-def _fake(lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum):
-    _check(lefts, rights, dim, group, bias, left_scales, right_scales)
-    return lefts[0].new_empty(out_shape(lefts, rights, dim, group), dtype=out_dtype_of(lefts[0].dtype, out_dtype))
+def _fake(*arguments):
+    call = ScatterCall(*arguments)
+    _check(call)
+    shape = out_shape(call.lefts, call.rights, call.dim, call.group)
+    return call.lefts[0].new_empty(shape, dtype=out_dtype_of(call.lefts[0].dtype, call.out_dtype))
 
 
 def _tensors(lefts, rights, dim, group, bias, left_scales, right_scales, *_) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,52 @@ NOTHING = "nothing to multiply"
 SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
 EXPECTED = (NOTHING, SLOWER)
 """Reasons for which a call should not be fused."""
+
+
+class GatherCall(NamedTuple):
+    """The arguments of the operator `all_gather_matmul`, whose file describes them."""
+
+    shard: Tensor
+    others: list[Tensor]
+    dim: int
+    size: int
+    group: str
+    form: str
+    biases: list[Tensor]
+    scale: Tensor | None
+    scale_of: str
+    other_scales: list[Tensor]
+    out_dtype: torch.dtype | None
+    fast_accum: bool
+
+    @property
+    def at(self) -> int:
+        """Return `dim`, not negative."""
+        return self.dim % self.shard.ndim
+
+    @property
+    def whole(self) -> list[int]:
+        """Return the shape of G."""
+        return [*self.shard.shape[: self.at], self.size, *self.shard.shape[self.at + 1 :]]
+
+    @property
+    def moves_scale(self) -> bool:
+        """Check that scales are gathered with the tensor."""
+        return self.scale is not None and scales_travel(self.scale_of, self.dim, self.shard.ndim)
+
+
+class ScatterCall(NamedTuple):
+    """The arguments of the operator `matmul_reduce_scatter`, whose file describes them."""
+
+    lefts: list[Tensor]
+    rights: list[Tensor]
+    dim: int
+    group: str
+    bias: Tensor | None
+    left_scales: list[Tensor]
+    right_scales: list[Tensor]
+    out_dtype: torch.dtype | None
+    fast_accum: bool
 
 
 def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:
@@ -99,39 +146,29 @@ def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
     return scale_of == "shard" or (scale_of == "row" and dim % ndim != ndim - 1)
 
 
-def products(
-    gathered: Tensor,
-    scale: Tensor | None,
-    form: str,
-    others: list[Tensor],
-    biases: list[Tensor],
-    other_scales: list[Tensor],
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> list[Tensor]:
-    """Multiply the gathered tensor with each other operand."""
-    operand = gathered.t() if form.endswith("_t") else gathered
+def products(call: GatherCall, gathered: Tensor, scale: Tensor | None, first: int = 0) -> list[Tensor]:
+    """Multiply the gathered tensor, with the scale of it all, by each other operand from `first` on."""
+    operand = gathered.t() if call.form.endswith("_t") else gathered
     outs: list[Tensor] = []
-    for i, other in enumerate(others):
-        bias, other_scale = biases[i] if biases else None, other_scales[i] if other_scales else None
-        if form.startswith("left"):
-            outs.append(product(operand, other, bias, scale, other_scale, out_dtype, fast_accum))
+    for i, other in enumerate(call.others[first:], first):
+        bias, other_scale = call.biases[i] if call.biases else None, call.other_scales[i] if call.other_scales else None
+        if call.form.startswith("left"):
+            outs.append(product(operand, other, bias, scale, other_scale, call.out_dtype, call.fast_accum))
         else:
-            turned = scale.reshape(1, -1) if scale is not None and scale.numel() > 1 else scale
-            outs.append(product(other, operand, bias, other_scale, turned, out_dtype, fast_accum))
+            of_columns = scale.reshape(1, -1) if scale is not None and scale.numel() > 1 else scale
+            outs.append(product(other, operand, bias, other_scale, of_columns, call.out_dtype, call.fast_accum))
     return outs
 
 
-def gather_scale(scale: Tensor | None, scale_of: str, shard: Tensor, dim: int, size: int, group: str) -> Tensor | None:
+def gather_scale(call: GatherCall) -> Tensor | None:
     """Return the scale of the gathered tensor: [], or [..., 1] by row."""
-    if scale is None or scale_of == "tensor":
-        return scale
-    rows = [*shard.shape[:-1], 1]
-    if scale_of == "row" and dim == shard.ndim - 1:
-        return scale.view(rows)
-    if scale_of == "shard":
-        scale = scale.expand(rows)
-    return gather_dim(scale.reshape(rows), dim, size, named_group(group))
+    if call.scale is None or call.scale_of == "tensor":
+        return call.scale
+    rows = [*call.shard.shape[:-1], 1]
+    if call.scale_of == "row" and call.at == call.shard.ndim - 1:
+        return call.scale.view(rows)
+    scale = call.scale.expand(rows) if call.scale_of == "shard" else call.scale
+    return gather_dim(scale.reshape(rows), call.at, call.size, named_group(call.group))
 
 
 def out_shapes(gathered: list[int], others: list[Tensor], form: str) -> list[list[int]]:

@@ -45,6 +45,7 @@ from titanlite.kernels.device import all_gather_matmul as gather_stem
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.device import shard_exchange
 from titanlite.kernels.device.tiles import Tiles, _table
+from titanlite.kernels.products import GatherCall, ScatterCall
 
 RANKS = 4
 SHARED_MEMORY = 232448  # bytes that a thread block may have on sm_90
@@ -227,13 +228,9 @@ def gather(
     scale = {"": None, "tensor": torch.empty(()), "row": torch.empty(*shape[:-1], 1)}[scale_of]
     other_scales = [] if scale is None else [torch.empty(1, N) if scale_of == "row" else torch.empty(())]
     scale_of = scale_of or "tensor"
-    plan = gather_stem.plan_gather(
-        shard, [right], dim, whole[dim], Group("g", ranks, 1), form, scale, scale_of, out, fast, choice
-    )  # fmt: skip
-    gather_stem.launch_all_gather_matmul(
-        plan, shard, [right], dim, whole[dim], "g", form, [torch.empty(N, dtype=BF16)] if bias else [],
-        scale, scale_of, other_scales, out, fast,
-    )  # fmt: skip
+    biases = [torch.empty(N, dtype=BF16)] if bias else []
+    call = GatherCall(shard, [right], dim, whole[dim], "g", form, biases, scale, scale_of, other_scales, out, fast)
+    gather_stem.launch_all_gather_matmul(gather_stem.plan_gather(call, Group("g", ranks, 1), choice), call)
 
 
 def scatter(
@@ -246,10 +243,9 @@ def scatter(
     if dtype == E4M3:
         left_scales = [torch.empty(*rows, 1) if by_row else torch.empty(()) for _ in lefts]
         right_scales = [torch.empty(1, N) if by_row else torch.empty(()) for _ in rights]
-    scatter_stem.launch_matmul_reduce_scatter(
-        scatter_stem.plan_scatter(lefts, rights, dim, Group("g", ranks, 1), out, fast, choice),
-        lefts, rights, dim, "g", torch.empty(N, dtype=BF16) if bias else None, left_scales, right_scales, out, fast,
-    )  # fmt: skip
+    added = torch.empty(N, dtype=BF16) if bias else None
+    call = ScatterCall(lefts, rights, dim, "g", added, left_scales, right_scales, out, fast)
+    scatter_stem.launch_matmul_reduce_scatter(scatter_stem.plan_scatter(call, Group("g", ranks, 1), choice), call)
 
 
 NARROW = Tiles(n=128, stages=4, copy_rows=64)

@@ -7,14 +7,16 @@ the gathered one, a tile walks through it rank by rank, its own first.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.device.channel import COUNTERS, channel, multiprocessors
+from titanlite.kernels.device.channel import COUNTERS, Channel, channel, multiprocessors
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 from titanlite.kernels.device.general_gather import _gather_matmul, _publish
 from titanlite.kernels.device.launch import Blocks, cdiv, ready
@@ -37,6 +39,7 @@ from titanlite.kernels.products import (
     MAX_RANKS,
     NOTHING,
     SLOWER,
+    GatherCall,
     gather_scale,
     out_dtype_of,
     out_shapes,
@@ -135,133 +138,149 @@ def _product(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
     return math.prod(other.shape[:-1]), at.X
 
 
-def launch_all_gather_matmul(
-    plan: "GatherPlan",
-    shard: Tensor,
-    others: list[Tensor],
-    dim: int,
-    size: int,
-    group: str,
-    form: str,
-    biases: list[Tensor],
-    scale: Tensor | None,
-    scale_of: str,
-    other_scales: list[Tensor],
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> list[Tensor]:
-    """Run the operator, its first product fused with the gather. Arguments and results are the operator's.
+class _Memory(NamedTuple):
+    """The tensors of one call, all allocated before the first launch; kernels read biases and scales one by one.
+
+    Attributes:
+        whole_scale: of G; `scale` itself where it does not travel.
+        slot_rows: rows of a shard from slot to slot, so that one TMA descriptor reaches both.
+    """
+
+    shard: Tensor
+    gathered: Tensor
+    other: Tensor
+    out: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    whole_scale: Tensor | None
+    other_scale: Tensor | None
+    slot_rows: int
+
+
+def launch_all_gather_matmul(plan: "GatherPlan", call: GatherCall) -> list[Tensor]:
+    """Run the operator, its first product fused with the gather.
 
     Args:
-        plan: of these arguments.
+        plan: of this call.
+        call: the operator's arguments.
     """
-    to = channel(group)
-    # Kernels read biases and scales one after the other.
-    bias = biases[0].contiguous() if biases else None
-    o_scale = other_scales[0].contiguous() if other_scales else None
+    to, at = channel(call.group), plan.at
+    shard, scale, left = aligned(call.shard.contiguous()), call.scale, call.form.startswith("left")
     scale = None if scale is None else scale.contiguous()
-    at, pick, o_rows = plan.at, plan.pick, plan.other
-
-    # Everything is allocated before the first launch.
-    shard = aligned(shard.contiguous())
-    gathered = shard.new_empty(plan.gathered)
-    out = shard.new_empty(plan.out, dtype=plan.out_dtype)
-    left = form.startswith("left")
-    o = o_rows.placed(others[0] if left else others[0].flatten(0, -2), transposed=left)
-    moves_scale = plan.moves_scale
-    scale_whole = shard.new_empty(plan.matrix[0], dtype=torch.float32) if moves_scale else scale
-    row_bytes = at.columns * shard.dtype.itemsize
-    slot_rows = -(-to.begin(plan.slot_bytes) // row_bytes)
-    slot_bytes = slot_rows * row_bytes  # so that one TMA descriptor reaches both slots
-
-    launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
-    if plan.specialised:
-        copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
-        N, BM, BN, BK, by = plan.out[-1], pick.m, pick.n, pick.k, consumers(shard.dtype)
-        M, box = at.rows * to.ranks, (pick.m, pick.k)
-        of_rows = 0 if scale is None else 2 if moves_scale else 1
-        of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
-        first = ready(
-            meet, launched, 1, (scale, scale_whole),
-            lambda: (
-                *((scale, scale_whole) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
-                plan.scale_bytes, at.rows, at.segment,
-                to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
-                to.rank, to.ranks, plan.lanes, 0 if not moves_scale else 2 if scale_of == "row" else 1,
-            ),
-            num_warps=4 if moves_scale else 1,
-        )  # fmt: skip
-        second = ready(
-            gather_matmul, launched, multiprocessors(to.device), (shard, gathered, o, out, bias, scale_whole, o_scale),
-            lambda: (
-                blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
-                operand_blocks(o, o_rows, BN, BK), blocks(out, (M, N), N, (BM // by, PART.value)),
-                bias, scale_whole, o_scale,
-                blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
-                *peer_blocks(to, shard.dtype, at.columns, copied), rest_blocks(o, o_rows, BN, BK),
-                to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
-                slot_rows, at.rows, at.segment, N, at.K, to.rank,
-                to.ranks, min(pick.group, at.rows // BM), bias is not None,
-                of_rows, of_columns, fast_accum or scale is None, o_rows.k_major,
-                BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied, by,
-            ),
-            num_warps=8 // by,
-        )  # fmt: skip
-    else:
-        g = gathered.view(plan.matrix)
-        g_words = g.view(torch.int64)
-        words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
-        state = (to.counters, to.epoch, to.deadline, to.failure)
-        last = contracts_last(form)
-        BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
-        Y = o_rows.shape[0 if o_rows.k_major else 1]
-        flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
-        copy_words = min(1024, triton.next_power_of_2(words))
-        by_row = moves_scale or scale_of == "row"
-        first = ready(
-            _publish, launched, plan.publishers, (words_of_shard, g_words, scale, scale_whole),
-            lambda: (
-                words_of_shard, to.slots, g_words, scale, scale_whole, slot_bytes,
-                at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
-                plan.scales, 0 if scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
-                to.flags, to.peer_flags, *state,
-                to.rank, to.ranks, plan.lanes, moves_scale, plan.block,
-            ),
-            num_warps=min(8, max(1, plan.block // 64)),
-        )  # fmt: skip
-        second = ready(
-            _gather_matmul, launched, multiprocessors(to.device),
-            (g, o, flat_out, out, g_words, scale_whole, scale, o_scale, bias),
-            lambda: (
-                Blocks(g, g.shape, g.stride(0), (BX, pick.k) if last else (pick.k, BX)),
-                Blocks(o, o_rows.shape, o_rows.stride, (BY, pick.k) if o_rows.k_major else (pick.k, BY)),
-                Blocks(flat_out, flat_out.shape, flat_out.stride(0), (BX, BY) if left else (BY, BX))
-                if plan.tma_store else None,
-                out, g_words, scale_whole if by_row else None, scale, o_scale, bias,
-                to.peer_slots, slot_bytes, plan.scale_bytes, *state,
-                at.rows, words, g.shape[1] * shard.dtype.itemsize // 8, at.segment, at.segment * to.ranks, plan.size,
-                at.X, Y, at.K, at.whole.chunk,
-                to.rank, to.ranks, at.wait, left, last, o_rows.k_major,
-                0 if scale is None else 2 if by_row else 1, 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1,
-                moves_scale, bias is not None, plan.tma_store,
-                BX, BY, pick.k, pick.group, pick.copiers, UNIT, min(UNIT, 8192 // copy_words), copy_words, fast_accum,
-            ),
-            num_warps=pick.warps, num_stages=pick.stages,
-        )  # fmt: skip
+    memory = _Memory(
+        shard,
+        gathered := shard.new_empty(plan.gathered),
+        plan.other.placed(call.others[0] if left else call.others[0].flatten(0, -2), transposed=left),
+        out := shard.new_empty(plan.out, dtype=plan.out_dtype),
+        call.biases[0].contiguous() if call.biases else None,
+        scale,
+        whole_scale := shard.new_empty(plan.matrix[0], dtype=torch.float32) if plan.moves_scale else scale,
+        call.other_scales[0].contiguous() if call.other_scales else None,
+        -(-to.begin(plan.slot_bytes) // (at.columns * shard.dtype.itemsize)),
+    )
+    first, second = (_specialised if plan.specialised else _general)(plan, call, to, memory)
     first()
     second()
-
     if not at.whole.even:
-        gathered = gathered[:, :size].contiguous().view(plan.full)
+        gathered = gathered[:, : call.size].contiguous().view(plan.full)
     scales: list[Tensor] = []
-    if moves_scale and scale_whole is not None:
-        rows = scale_whole.view(at.whole.outer, -1)[:, : plan.size].contiguous()
+    if plan.moves_scale and whole_scale is not None:
+        rows = whole_scale.view(at.whole.outer, -1)[:, : plan.size].contiguous()
         scales = [rows.view(*gathered.shape[:-1], 1)]
-    if len(others) == 1:
+    if len(call.others) == 1:
         return [gathered, out, *scales]
-    whole_scale = scales[0] if scales else gather_scale(scale, scale_of, shard, dim % shard.ndim, size, group)
-    rest = others[1:], biases[1:], other_scales[1:]
-    return [gathered, out, *products(gathered, whole_scale, form, *rest, out_dtype, fast_accum), *scales]
+    return [gathered, out, *products(call, gathered, scales[0] if scales else gather_scale(call), 1), *scales]
+
+
+Launches = tuple[Callable[[], None], Callable[[], None]]
+
+
+def _specialised(plan: "GatherPlan", call: GatherCall, to: Channel, memory: _Memory) -> Launches:
+    """Load the kernels for the common shapes."""
+    shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
+    at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
+    launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
+    slot_bytes = slot_rows * at.columns * shard.dtype.itemsize
+    copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
+    N, BM, BN, BK, by = plan.out[-1], pick.m, pick.n, pick.k, consumers(shard.dtype)
+    M, box = at.rows * to.ranks, (pick.m, pick.k)
+    of_rows = 0 if scale is None else 2 if moves_scale else 1
+    of_columns = 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1
+    first = ready(
+        meet, launched, 1, (scale, whole_scale),
+        lambda: (
+            *((scale, whole_scale) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
+            plan.scale_bytes, at.rows, at.segment,
+            to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
+            to.rank, to.ranks, plan.lanes, 0 if not moves_scale else 2 if call.scale_of == "row" else 1,
+        ),
+        num_warps=4 if moves_scale else 1,
+    )  # fmt: skip
+    second = ready(
+        gather_matmul, launched, multiprocessors(to.device), (shard, gathered, o, out, bias, whole_scale, o_scale),
+        lambda: (
+            blocks(shard, (at.rows, at.K), at.K, box), blocks(gathered, (M, at.K), at.K, box),
+            operand_blocks(o, o_rows, BN, BK), blocks(out, (M, N), N, (BM // by, PART.value)),
+            bias, whole_scale, o_scale,
+            blocks(shard, (at.rows, at.K), at.K, copied), blocks(gathered, (M, at.K), at.K, copied),
+            *peer_blocks(to, shard.dtype, at.columns, copied), rest_blocks(o, o_rows, BN, BK),
+            to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
+            slot_rows, at.rows, at.segment, N, at.K, to.rank,
+            to.ranks, min(pick.group, at.rows // BM), bias is not None,
+            of_rows, of_columns, call.fast_accum or scale is None, o_rows.k_major,
+            BM, BN, BK, stages(pick, shard.dtype.itemsize, 4 * COPY_BYTES * pick.copy_rows), *copied, by,
+        ),
+        num_warps=8 // by,
+    )  # fmt: skip
+    return first, second
+
+
+def _general(plan: "GatherPlan", call: GatherCall, to: Channel, memory: _Memory) -> Launches:
+    """Load the kernels for any shape."""
+    shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
+    at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
+    launched, row_bytes = (plan, to.number, to.capacity), at.columns * shard.dtype.itemsize
+    left, last, slot_bytes = call.form.startswith("left"), contracts_last(call.form), slot_rows * row_bytes
+    g = gathered.view(plan.matrix)
+    g_words = g.view(torch.int64)
+    words_of_shard = shard.view(-1).view(torch.int64) if plan.length else to.epoch
+    state = (to.counters, to.epoch, to.deadline, to.failure)
+    BX, BY = (pick.m, pick.n) if left else (pick.n, pick.m)
+    Y = o_rows.shape[0 if o_rows.k_major else 1]
+    flat_out, words = out.view(-1, out.shape[-1]), row_bytes // 8
+    copy_words = min(1024, triton.next_power_of_2(words))
+    by_row = moves_scale or call.scale_of == "row"
+    first = ready(
+        _publish, launched, plan.publishers, (words_of_shard, g_words, scale, whole_scale),
+        lambda: (
+            words_of_shard, to.slots, g_words, scale, whole_scale, slot_bytes,
+            at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
+            plan.scales, 0 if call.scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
+            to.flags, to.peer_flags, *state,
+            to.rank, to.ranks, plan.lanes, moves_scale, plan.block,
+        ),
+        num_warps=min(8, max(1, plan.block // 64)),
+    )  # fmt: skip
+    second = ready(
+        _gather_matmul, launched, multiprocessors(to.device),
+        (g, o, flat_out, out, g_words, whole_scale, scale, o_scale, bias),
+        lambda: (
+            Blocks(g, g.shape, g.stride(0), (BX, pick.k) if last else (pick.k, BX)),
+            Blocks(o, o_rows.shape, o_rows.stride, (BY, pick.k) if o_rows.k_major else (pick.k, BY)),
+            Blocks(flat_out, flat_out.shape, flat_out.stride(0), (BX, BY) if left else (BY, BX))
+            if plan.tma_store else None,
+            out, g_words, whole_scale if by_row else None, scale, o_scale, bias,
+            to.peer_slots, slot_bytes, plan.scale_bytes, *state,
+            at.rows, words, g.shape[1] * shard.dtype.itemsize // 8, at.segment, at.segment * to.ranks, plan.size,
+            at.X, Y, at.K, at.whole.chunk,
+            to.rank, to.ranks, at.wait, left, last, o_rows.k_major,
+            0 if scale is None else 2 if by_row else 1, 0 if o_scale is None else 2 if o_scale.numel() > 1 else 1,
+            moves_scale, bias is not None, plan.tma_store,
+            BX, BY, pick.k, pick.group, pick.copiers, UNIT, min(UNIT, 8192 // copy_words), copy_words, call.fast_accum,
+        ),
+        num_warps=pick.warps, num_stages=pick.stages,
+    )  # fmt: skip
+    return first, second
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
@@ -315,29 +334,18 @@ class GatherPlan:
     lanes: int
 
 
-def plan_gather(
-    shard: Tensor,
-    others: list[Tensor],
-    dim: int,
-    size: int,
-    ranks: Group,
-    form: str,
-    scale: Tensor | None,
-    scale_of: str,
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-    choice: Tiles | None = None,
-) -> GatherPlan:
-    """Plan a call for which `gather_unsupported_reason` is None; arguments are the operator's.
+def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> GatherPlan:
+    """Plan a call for which `gather_unsupported_reason` is None.
 
     Args:
+        call: the operator's arguments.
         ranks: of the group.
         choice: tiles; those of the tuning table if None.
     """
-    dim, other = dim % shard.ndim, others[0]
-    at = gather_layout(list(shard.shape), dim, size, ranks.size, form)
+    shard, size, form, fast_accum, other = call.shard, call.size, call.form, call.fast_accum, call.others[0]
+    at = gather_layout(list(shard.shape), call.at, size, ranks.size, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
-    dtype = out_dtype_of(shard.dtype, out_dtype)
+    dtype = out_dtype_of(shard.dtype, call.out_dtype)
     M, N = _product(at, other, form)
     pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
     aligned_rows = N * dtype.itemsize % 16 == 0
@@ -351,14 +359,13 @@ def plan_gather(
     BX = pick.m if left else pick.n
     by_columns = at.wait in (COLS, CONTRACTED_COLS)
     together = at.whole.chunk if by_columns else at.segment
-    moves_scale = scale is not None and scale_of != "tensor" and not (scale_of == "row" and by_columns)
     whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
     tma_store = whole_tiles and aligned_rows
     own = at.whole.length(ranks.rank)
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))
     scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
-    full = [*shard.shape[:dim], size, *shard.shape[dim + 1 :]]
+    full = call.whole
     columns = at.columns * (ranks.size if by_columns else 1)
     padded = (at.whole.outer, at.whole.chunk * ranks.size, at.whole.inner)
     return GatherPlan(
@@ -372,9 +379,9 @@ def plan_gather(
         out=out_shapes(full, [other], form)[0],
         out_dtype=dtype,
         tma_store=tma_store,
-        moves_scale=moves_scale,
+        moves_scale=call.moves_scale,
         scale_bytes=scale_bytes,
-        scales=shard.numel() // at.columns if moves_scale else 0,
+        scales=shard.numel() // at.columns if call.moves_scale else 0,
         slot_bytes=scale_bytes + 4 * at.rows * ranks.size + at.columns * itemsize,
         length=length,
         slot_stride=at.whole.chunk * at.whole.inner * itemsize // 8,

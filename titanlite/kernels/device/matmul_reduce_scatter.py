@@ -4,14 +4,16 @@ The common shapes take `specialised_push`, the others `general_push`, where the 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.device.channel import channel, multiprocessors
+from titanlite.kernels.device.channel import Channel, channel, multiprocessors
 from titanlite.kernels.device.general_push import _matmul_push, _reduce
 from titanlite.kernels.device.launch import Blocks, ready
 from titanlite.kernels.device.operands import Rows, rows_of
@@ -27,7 +29,16 @@ from titanlite.kernels.device.specialised_operands import (
 )
 from titanlite.kernels.device.specialised_push import matmul_push
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, MAX_PAIRS, MAX_RANKS, NOTHING, SLOWER, out_dtype_of, product_shape
+from titanlite.kernels.products import (
+    FLOAT8,
+    MAX_PAIRS,
+    MAX_RANKS,
+    NOTHING,
+    SLOWER,
+    ScatterCall,
+    out_dtype_of,
+    product_shape,
+)
 from titanlite.kernels.shapes import Split, split
 
 REDUCE_BLOCK = 4096
@@ -63,91 +74,46 @@ def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
     return [scale.contiguous() for scale in scales]
 
 
-def launch_matmul_reduce_scatter(
-    plan: "ScatterPlan",
-    lefts: list[Tensor],
-    rights: list[Tensor],
-    dim: int,
-    group: str,
-    bias: Tensor | None,
-    left_scales: list[Tensor],
-    right_scales: list[Tensor],
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-) -> Tensor:
-    """Run the operator, fused. Arguments and result are the operator's.
+class _Memory(NamedTuple):
+    """The tensors of one call, all allocated before the first launch.
+
+    Attributes:
+        scale_kinds: of lefts and of rights: 0 none, 1 one number, 2 one for each row or column.
+        slot_rows, slot_bytes: from slot to slot.
+    """
+
+    lefts: list[Tensor]
+    rights: list[Tensor]
+    left_scales: list[Tensor]
+    right_scales: list[Tensor]
+    scale_kinds: tuple[int, int]
+    out: Tensor
+    slot_rows: int
+    slot_bytes: int
+
+
+def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tensor:
+    """Run the operator, fused.
 
     Args:
-        plan: of these arguments.
+        plan: of this call.
+        call: the operator's arguments.
     """
-    to = channel(group)
-    kinds = 0, 0
-    if left_scales:
-        left_scales = _alike(left_scales, plan.M)
-        right_scales = _alike(right_scales, plan.N)
-        kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales))
-    if bias is not None:
-        bias = bias.contiguous()
-    pick, whole, a_rows, b_rows = plan.pick, plan.whole, plan.lefts, plan.rights
-    a_k_major, b_k_major = a_rows[0].k_major, b_rows[0].k_major
-
-    # Everything is allocated before the first launch.
-    a = [rows.placed(_flat(x)) for rows, x in zip(a_rows, lefts, strict=True)]
-    b = [rows.placed(x, transposed=True) for rows, x in zip(b_rows, rights, strict=True)]
-    out = lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
+    to, whole = channel(call.group), plan.whole
+    left_scales, right_scales = _alike(call.left_scales, plan.M), _alike(call.right_scales, plan.N)
+    kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales) if scales) or (0, 0)
+    bias = None if call.bias is None else call.bias.contiguous()
+    a = [rows.placed(_flat(x)) for rows, x in zip(plan.lefts, call.lefts, strict=True)]
+    b = [rows.placed(x, transposed=True) for rows, x in zip(plan.rights, call.rights, strict=True)]
+    out = call.lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
     capacity = to.begin(plan.slot_bytes)
     slot_rows = -(-capacity // row_bytes)
     slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
-
-    launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
-    M, N, K, box = plan.M, plan.N, lefts[0].shape[-1], (pick.m, pick.n)
-    if plan.specialised:
-        scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
-        by = consumers(a[0].dtype)
-        push = ready(
-            matmul_push, launched, multiprocessors(to.device), (a[0], b[0], scale, other_scale),
-            lambda: (
-                blocks(a[0], a_rows[0].shape, a_rows[0].stride, (pick.m, pick.k) if a_k_major else (pick.k, pick.m)),
-                operand_blocks(b[0], b_rows[0], pick.n, pick.k), scale, other_scale,
-                *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m // by, PART.value)),
-                rest_blocks(b[0], b_rows[0], pick.n, pick.k),
-                to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
-                slot_rows, plan.staged_rows, plan.segment, N, K, to.rank,
-                to.ranks, pick.group, *kinds, fast_accum or not left_scales, a_k_major, b_k_major,
-                pick.m, pick.n, pick.k, stages(pick, a[0].dtype.itemsize), by,
-            ),
-            num_warps=8 // by,
-        )  # fmt: skip
-    else:
-        staging: list[Blocks | None] = [None] * MAX_RANKS
-        if plan.tma_store:
-            rows = 2 * to.capacity // row_bytes
-            for peer, slots in enumerate(to.peers):
-                memory = slots[: rows * row_bytes].view(plan.out_dtype)
-                staging[peer] = Blocks(memory, (rows, plan.staged_cols), plan.staged_cols, box)
-        pairs: list[Blocks] = []
-        Ks: list[int] = []
-        scales: list[Tensor | None] = []
-        for i in range(MAX_PAIRS):
-            at = min(i, len(lefts) - 1)  # what is not there is not read
-            for x, rows, n in ((a[at], a_rows[at], pick.m), (b[at], b_rows[at], pick.n)):
-                pairs.append(Blocks(x, rows.shape, rows.stride, (n, pick.k) if rows.k_major else (pick.k, n)))
-            Ks.append(lefts[at].shape[-1])
-            scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
-        push = ready(
-            _matmul_push, launched, multiprocessors(to.device), (*a, *b, *left_scales, *right_scales, out),
-            lambda: (
-                *pairs, *staging, *scales, out, to.peer_slots, slot_bytes,
-                to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
-                M, N, *Ks, plan.segment, plan.size, whole.outer, plan.staged_rows, plan.staged_cols, slot_rows,
-                to.rank, to.ranks, plan.lanes, plan.by_cols, len(lefts), a_k_major, b_k_major,
-                *kinds, plan.tma_store, pick.m, pick.n, pick.k, fast_accum,
-            ),
-            num_warps=pick.warps, num_stages=pick.stages,
-        )  # fmt: skip
+    memory = _Memory(a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes)
+    push = (_specialised if plan.specialised else _general)(plan, call, to, memory)
     reduce = ready(
-        _reduce, launched, 2 * multiprocessors(to.device), (out, bias),
+        _reduce, (plan, to.number, to.capacity), 2 * multiprocessors(to.device), (out, bias),
         lambda: (
             to.slots, slot_bytes, to.epoch, out, bias,
             plan.n, plan.own_segment, plan.padded_segment, plan.staged, plan.out[-1],
@@ -158,6 +124,62 @@ def launch_matmul_reduce_scatter(
     push()
     reduce()
     return out
+
+
+def _specialised(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _Memory) -> Callable[[], None]:
+    """Load the kernel for the common shapes."""
+    (a,), (b,), left_scales, right_scales, kinds, _, slot_rows, _ = memory
+    pick, (a_rows,), (b_rows,) = plan.pick, plan.lefts, plan.rights
+    scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
+    by, K = consumers(a.dtype), call.lefts[0].shape[-1]
+    return ready(
+        matmul_push, (plan, to.number, to.capacity), multiprocessors(to.device), (a, b, scale, other_scale),
+        lambda: (
+            blocks(a, a_rows.shape, a_rows.stride, (pick.m, pick.k) if a_rows.k_major else (pick.k, pick.m)),
+            operand_blocks(b, b_rows, pick.n, pick.k), scale, other_scale,
+            *peer_blocks(to, plan.out_dtype, plan.staged_cols, (pick.m // by, PART.value)),
+            rest_blocks(b, b_rows, pick.n, pick.k),
+            to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
+            slot_rows, plan.staged_rows, plan.segment, plan.N, K, to.rank,
+            to.ranks, pick.group, *kinds, call.fast_accum or not left_scales, a_rows.k_major, b_rows.k_major,
+            pick.m, pick.n, pick.k, stages(pick, a.dtype.itemsize), by,
+        ),
+        num_warps=8 // by,
+    )  # fmt: skip
+
+
+def _general(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _Memory) -> Callable[[], None]:
+    """Load the kernel for any shape."""
+    a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes = memory
+    pick, a_rows, b_rows = plan.pick, plan.lefts, plan.rights
+    staging: list[Blocks | None] = [None] * MAX_RANKS
+    if plan.tma_store:
+        row_bytes = plan.staged_cols * plan.out_dtype.itemsize
+        rows = 2 * to.capacity // row_bytes
+        for peer, slots in enumerate(to.peers):
+            staged = slots[: rows * row_bytes].view(plan.out_dtype)
+            staging[peer] = Blocks(staged, (rows, plan.staged_cols), plan.staged_cols, (pick.m, pick.n))
+    pairs: list[Blocks] = []
+    Ks: list[int] = []
+    scales: list[Tensor | None] = []
+    for i in range(MAX_PAIRS):
+        at = min(i, len(a) - 1)  # what is not there is not read
+        for x, rows, n in ((a[at], a_rows[at], pick.m), (b[at], b_rows[at], pick.n)):
+            pairs.append(Blocks(x, rows.shape, rows.stride, (n, pick.k) if rows.k_major else (pick.k, n)))
+        Ks.append(call.lefts[at].shape[-1])
+        scales += [left_scales[i], right_scales[i]] if i < len(left_scales) else [None, None]
+    return ready(
+        _matmul_push, (plan, to.number, to.capacity), multiprocessors(to.device),
+        (*a, *b, *left_scales, *right_scales, out),
+        lambda: (
+            *pairs, *staging, *scales, out, to.peer_slots, slot_bytes,
+            to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
+            plan.M, plan.N, *Ks, plan.segment, plan.size, plan.whole.outer, plan.staged_rows, plan.staged_cols,
+            slot_rows, to.rank, to.ranks, plan.lanes, plan.by_cols, len(a), a_rows[0].k_major, b_rows[0].k_major,
+            *kinds, plan.tma_store, pick.m, pick.n, pick.k, call.fast_accum,
+        ),
+        num_warps=pick.warps, num_stages=pick.stages,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
@@ -207,21 +229,15 @@ class ScatterPlan:
     rights: list[Rows]
 
 
-def plan_scatter(
-    lefts: list[Tensor],
-    rights: list[Tensor],
-    dim: int,
-    ranks: Group,
-    out_dtype: torch.dtype | None,
-    fast_accum: bool,
-    choice: Tiles | None = None,
-) -> ScatterPlan:
-    """Plan a call for which `scatter_unsupported_reason` is None; arguments are the operator's.
+def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -> ScatterPlan:
+    """Plan a call for which `scatter_unsupported_reason` is None.
 
     Args:
+        call: the operator's arguments.
         ranks: of the group.
         choice: tiles; those of the tuning table if None.
     """
+    lefts, rights, dim, *_, out_dtype, fast_accum = call
     shape = product_shape(lefts[0].shape, rights[0].shape)
     dim %= len(shape)
     M, N, itemsize = math.prod(shape[:-1]), shape[-1], lefts[0].dtype.itemsize
