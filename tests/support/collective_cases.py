@@ -464,8 +464,7 @@ def check_case(case: Case, device: str, group: Ranks, *, before: Callable[[], ob
         group: where.
         before: called ahead of each run of an operator, and of its backward.
     """
-    check = _check_gather if isinstance(case, Gather) else _check_scatter
-    return [f"{kind}: {text}" for kind in ("exact", "normal") for text in check(case, device, group, kind, before)]
+    return [f"{kind}: {text}" for kind in ("exact", "normal") for text in _check(case, device, group, kind, before)]
 
 
 def print_problems(case: Case) -> None:
@@ -473,50 +472,45 @@ def print_problems(case: Case) -> None:
     print(*check_case(case, "cpu", groups(2)["all-2"]), sep="\n", end="", flush=True)
 
 
-def _check_gather(case: Gather, device: str, group: Ranks, kind: str, before: Callable[[], object]) -> list[str]:
-    every = [gather_given(case, device, group, r, kind) for r in range(len(group.ranks))]
-    mine = every[group.me]
-    size = sizes(case.whole, device)[case.dim]
+def _check(case: Case, device: str, group: Ranks, kind: str, before: Callable[[], object]) -> list[str]:
+    every = [given_of(case, device, group, r, kind) for r in range(len(group.ranks))]
 
     def run(given: Given) -> list[Tensor]:
-        return run_gather(case, given, size, group.name)
+        return run_case(case, device, given, group.name)
 
-    truths = gather_truths(case, every, range(len(every)))
+    truths = truths_of(case, every)
     wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me]
     fused = _fused()
-    problems, outs = (_run_twice if kind == "normal" else _run_beside_fake)(run, mine, before)
-    fused = _fused() - fused
+    problems, outs = (_run_twice if kind == "normal" else _run_beside_fake)(run, every[group.me], before)
+    fused = bool(_fused() - fused)
+    if isinstance(case, Gather):
+        problems += _compare_gathered(case, device, group, kind, every, outs, wanted, fused)
+    else:
+        problems += _compare_scattered(case, device, group, kind, every, outs, wanted, fused)
+    return problems + _check_gradients(case, every, group.me, kind, run, truths, before)
+
+
+def _compare_gathered(case: Gather, device, group, kind, every, outs, wanted, fused) -> list[str]:
+    mine, n, problems = every[group.me], 1 + len(case.others), list[str]()
     shards = [given.operands[0].double() for given in every]
     problems += _compare("gathered", outs[0], torch.cat(shards, case.dim), 0, case.dtype)
     if kind == "normal":
         positive = [Given([t.double().abs() for t in g.operands], g.scales) for g in every]
         magnitudes = gather_truths(case, positive, [group.me])(*(t for g in positive for t in g.operands))[0]
     roundings, K = Roundings(case, device), contracted(case, device)
-    n = 1 + len(case.others)
     if len(outs) != len(wanted):
         problems.append(f"{len(outs)} results, want {len(wanted)}")
     for out, truth in zip(outs[n:], wanted[n:], strict=False):
         problems += _compare("scales", out, truth, torch.zeros_like(truth), F32)  # moved, not computed
     for i, (out, truth) in enumerate(zip(outs[1:n], wanted[1:n], strict=True)):
         # Of several products only the first is fused.
-        bias = mine.operands[1 + len(case.others) + i].double() if case.bias and (i or not fused) else None
+        bias = mine.operands[n + i].double() if case.bias and (i or not fused) else None
         allowed = roundings.product(truth, magnitudes[i + 1], K, bias) if kind == "normal" else 0
         problems += _compare(f"product {i}", out, truth, allowed, roundings.out_dtype)
-    return problems + _check_gradients(case, every, group.me, kind, run, truths, before)
+    return problems
 
 
-def _check_scatter(case: Scatter, device: str, group: Ranks, kind: str, before: Callable[[], object]) -> list[str]:
-    every = [scatter_given(case, device, group, r, kind) for r in range(len(group.ranks))]
-    mine = every[group.me]
-
-    def run(given: Given) -> list[Tensor]:
-        return [run_scatter(case, given, group.name)]
-
-    truths = scatter_truths(case, every)
-    wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me][0]
-    fused = _fused()
-    problems, outs = (_run_twice if kind == "normal" else _run_beside_fake)(run, mine, before)
-    fused = _fused() - fused
+def _compare_scattered(case: Scatter, device, group, kind, every, outs, wanted, fused) -> list[str]:
     roundings, allowed = Roundings(case, device), 0
     if kind == "normal":
         terms = sum(sizes(K, device)[0] for K in case.inner) + len(case.inner)
@@ -524,10 +518,9 @@ def _check_scatter(case: Scatter, device: str, group: Ranks, kind: str, before: 
         magnitudes = [partial_sum(case, g, [t.double().abs() for t in g.operands]) for g in every]
         errors = [roundings.product(p, m, terms) for p, m in zip(parts, magnitudes, strict=True)]
         parts, errors = ([own_chunk(t, case.dim, group) for t in ts] for ts in (parts, errors))
-        bias = mine.operands[-1].double() if case.bias else None
-        allowed = roundings.reduced(parts, errors, bias, once=bool(fused))
-    problems += _compare("sum", outs[0], wanted, allowed, roundings.out_dtype)
-    return problems + _check_gradients(case, every, group.me, kind, run, truths, before)
+        bias = every[group.me].operands[-1].double() if case.bias else None
+        allowed = roundings.reduced(parts, errors, bias, once=fused)
+    return _compare("sum", outs[0], wanted[0], allowed, roundings.out_dtype)
 
 
 def _fused() -> int:
@@ -778,16 +771,27 @@ class Prepared(NamedTuple):
     wanted: list[Tensor]
 
 
+def given_of(case: Case, device: str, group: Ranks, r: int, kind: str, round: int = 0) -> Given:
+    """What the group's rank r passes to a case's operator."""
+    if isinstance(case, Gather):
+        return gather_given(case, device, group, r, kind, round)
+    return scatter_given(case, device, group, r, kind, round)
+
+
+def run_case(case: Case, device: str, given: Given, group: str) -> list[Tensor]:
+    """Call a case's operator."""
+    if isinstance(case, Gather):
+        return run_gather(case, given, sizes(case.whole, device)[case.dim], group)
+    return [run_scatter(case, given, group)]
+
+
+def truths_of(case: Case, every: list[Given]) -> Truths:
+    """Every rank's results in float64, as a function of all ranks' operands in float64."""
+    return gather_truths(case, every, range(len(every))) if isinstance(case, Gather) else scatter_truths(case, every)
+
+
 def prepared(case: Case, device: str, group: Ranks, round: int) -> Prepared:
     """A round of a case; each has other numbers."""
-    ranks = range(len(group.ranks))
-    if isinstance(case, Gather):
-        every = [gather_given(case, device, group, r, "exact", round) for r in ranks]
-        truths, size = gather_truths(case, every, ranks), sizes(case.whole, device)[case.dim]
-        call = lambda given: run_gather(case, given, size, group.name)  # noqa: E731
-    else:
-        every = [scatter_given(case, device, group, r, "exact", round) for r in ranks]
-        truths = scatter_truths(case, every)
-        call = lambda given: [run_scatter(case, given, group.name)]  # noqa: E731
-    wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me]
-    return Prepared(every[group.me], call, wanted)
+    every = [given_of(case, device, group, r, "exact", round) for r in range(len(group.ranks))]
+    wanted = truths_of(case, every)(*(operand.double() for given in every for operand in given.operands))[group.me]
+    return Prepared(every[group.me], lambda given: run_case(case, device, given, group.name), wanted)

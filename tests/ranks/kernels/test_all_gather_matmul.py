@@ -1,7 +1,5 @@
 """Gathers and multiplies what it says, in every form, shape and dtype that the docstring names."""
 
-import itertools
-import math
 import re
 from collections.abc import Callable
 
@@ -9,38 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.collective_cases import (
-    BF16,
-    E4M3,
-    Given,
-    check_cases,
-    contracted,
-    families,
-    gather_given,
-    gather_truths,
-    gathers,
-    groups,
-    print_problems,
-    quick_and_slow,
-    rolled,
-    run_gather,
-    sizes,
-)
+from tests.support.collective_cases import BF16, E4M3, gathers, groups, print_problems, rolled
 from tests.support.ranks import run_ranks
 from titanlite.kernels import all_gather_matmul as stem
 from titanlite.kernels.collectives import Group, gather_tokens
 
-WORLD = 4  # and in it groups of four, three, and twice two ranks
-FAMILIES = families(gathers("cpu"))
 CASES = {case.id: case for case in gathers("cpu")}
-ONE_OF_EACH_FORM = ["three-products-bias", "right-bias", "left_t-columns", "right_t-contracted"]
-
-
-@pytest.mark.parametrize("family", quick_and_slow(FAMILIES))
-def test_cases(family: str, tmp_path):
-    run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
 
 
 def g_of_wrong_order(real, shard, others, dim, *rest, **options):
@@ -149,92 +122,6 @@ def test_faults_are_found(fault: Callable, case: str, tmp_path, monkeypatch):
 def test_faults_of_the_gradient_are_found(name: str, fault: Callable, tmp_path, monkeypatch):
     monkeypatch.setattr(stem, name, fault)
     assert any(run_ranks(lambda: print_problems(CASES["rows-float64"]), tmp_path, 2))
-
-
-@pytest.mark.parametrize("case", [f"{case}-float64" for case in ONE_OF_EACH_FORM])
-def test_gradients_that_are_asked_for(case: str, tmp_path):
-    def body() -> None:
-        group, of = groups(2)["all-2"], CASES[case]
-        every = [gather_given(of, "cpu", group, r, "exact") for r in range(2)]
-        size, operands, grads = sizes(of.whole, "cpu")[of.dim], every[group.me].operands, every[group.me].grads
-        leaves = [[t.clone().requires_grad_() for t in given.operands] for given in every]
-        true_outs = gather_truths(of, every, range(2))(*(leaf for ts in leaves for leaf in ts))
-        n = len(grads)
-        for used in ([0], [1], [n - 1], list(range(1, n)), list(range(n))):
-            true = [out for outs in true_outs for i, out in enumerate(outs) if i in used]
-            upstream = [grad for given in every for i, grad in enumerate(given.grads) if i in used]
-            wanted = torch.autograd.grad(
-                true, leaves[group.me], upstream, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            for needed in itertools.product([False, True], repeat=len(operands)):
-                if not any(needed):
-                    continue
-                mine = [t.clone().requires_grad_(need) for t, need in zip(operands, needed, strict=True)]
-                outs = run_gather(of, Given(mine), size, group.name)
-                torch.autograd.backward([outs[i] for i in used], [grads[i] for i in used])
-                for leaf, need, want in zip(mine, needed, wanted, strict=True):
-                    got = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-                    assert torch.equal(got, want if need else torch.zeros_like(leaf)), (used, needed)
-
-    run_ranks(body, tmp_path)
-
-
-def test_operator(tmp_path):
-    def body() -> None:
-        group = groups(2)["all-2"]
-        for case in [*(f"{case}-float64" for case in ONE_OF_EACH_FORM), "batch-1-bfloat16", "no-product-float64"]:
-            of = CASES[case]
-            operands, n = gather_given(of, "cpu", group, group.me, "normal").operands, len(of.others)
-            shard, *rest = (t.requires_grad_() for t in operands)
-            size = sizes(of.whole, "cpu")[of.dim]
-            args = (shard, rest[:n], of.dim, size, group.name, of.form, rest[n:], None, "tensor", [], None, False)
-            torch.library.opcheck(torch.ops.titanlite.all_gather_matmul.default, args)
-            results = torch.ops.titanlite.all_gather_matmul(*args)
-            assert not any(result._is_view() for result in results), "FSDP warns of a module that returns a view"
-
-    run_ranks(body, tmp_path)
-
-
-def test_compiled(tmp_path):
-    def body() -> None:
-        group = groups(2)["all-2"]
-        for case in ["batch-1-float64", *(f"{case}-float64" for case in ONE_OF_EACH_FORM)]:
-            of = CASES[case]
-            given = gather_given(of, "cpu", group, group.me, "normal")
-            size, ran = sizes(of.whole, "cpu")[of.dim], []
-
-            def squares(*operands: Tensor, of=of, size=size) -> list[Tensor]:
-                outs = run_gather(of, Given([2 * t for t in operands]), size, group.name)
-                return [out.square() for out in outs]
-
-            for run in (squares, torch.compile(squares, fullgraph=True, backend="aot_eager")):
-                leaves = [t.clone().requires_grad_() for t in given.operands]
-                outs = run(*leaves)
-                torch.autograd.backward(outs, given.grads)
-                ran.append([*outs, *(leaf.grad for leaf in leaves)])
-            assert all(torch.equal(a, b) for a, b in zip(*ran, strict=True)), case
-
-    run_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize("case", [f"{case}-float64" for case in ONE_OF_EACH_FORM])
-def test_flops(case: str, tmp_path):
-    of = CASES[case]
-    columns = sum(math.prod(sizes(other, "cpu")) for other in of.others)
-    each = 2 * columns * math.prod(sizes(of.whole, "cpu")) // contracted(of, "cpu")
-
-    def body() -> None:
-        group = groups(2)["all-2"]
-        given = gather_given(of, "cpu", group, group.me, "normal")
-        leaves = [t.requires_grad_() for t in given.operands]
-        with FlopCounterMode(display=False) as forward:
-            outs = run_gather(of, Given(leaves), sizes(of.whole, "cpu")[of.dim], group.name)
-        assert forward.get_total_flops() == each
-        with FlopCounterMode(display=False) as backward:
-            torch.autograd.backward(outs, given.grads)
-        assert backward.get_total_flops() == 2 * each  # one product for either operand
-
-    run_ranks(body, tmp_path)
 
 
 def test_gradient_of_a_bias_that_is_wider_than_the_product(tmp_path):

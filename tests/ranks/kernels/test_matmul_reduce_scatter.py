@@ -1,7 +1,5 @@
 """Multiplies, sums and scatters what it says, in every shape and dtype that the docstring names."""
 
-import itertools
-import math
 import re
 from collections.abc import Callable
 
@@ -9,39 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.collective_cases import (
-    BF16,
-    E4M3,
-    F64,
-    Given,
-    Numbers,
-    check_cases,
-    families,
-    groups,
-    print_problems,
-    quick_and_slow,
-    rolled,
-    run_scatter,
-    scatter_given,
-    scatter_truths,
-    scatters,
-    sizes,
-)
+from tests.support.collective_cases import BF16, E4M3, F64, Numbers, groups, print_problems, rolled, scatters
 from tests.support.ranks import run_ranks
 from titanlite.kernels import matmul_reduce_scatter as stem
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 
-WORLD = 4  # and in it groups of four, three, and twice two ranks
-FAMILIES = families(scatters("cpu"))
 CASES = {case.id: case for case in scatters("cpu")}
-ONE_OF_EACH_KIND = ["three-products-bias-float64", "columns-bias-float64"]
-
-
-@pytest.mark.parametrize("family", quick_and_slow(FAMILIES))
-def test_cases(family: str, tmp_path):
-    run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
 
 
 def chunk_of_wrong_rank(real, lefts, rights, dim, *rest, **options):
@@ -137,63 +109,6 @@ def test_faults_of_the_gradient_are_found(tmp_path, monkeypatch):
     assert any(run_ranks(lambda: print_problems(CASES["rows-float64"]), tmp_path, 2))
 
 
-@pytest.mark.parametrize("case", ONE_OF_EACH_KIND)
-def test_gradients_that_are_asked_for(case: str, tmp_path):
-    def body() -> None:
-        group, of = groups(2)["all-2"], CASES[case]
-        every = [scatter_given(of, "cpu", group, r, "exact") for r in range(2)]
-        leaves = [[t.clone().requires_grad_() for t in given.operands] for given in every]
-        true = [out for (out,) in scatter_truths(of, every)(*(leaf for ts in leaves for leaf in ts))]
-        upstream = [grad for given in every for grad in given.grads]
-        wanted = torch.autograd.grad(true, leaves[group.me], upstream)
-        operands = every[group.me].operands
-        for needed in itertools.product([False, True], repeat=len(operands)):
-            if not any(needed):
-                continue
-            mine = [t.clone().requires_grad_(need) for t, need in zip(operands, needed, strict=True)]
-            run_scatter(of, Given(mine), group.name).backward(*every[group.me].grads)
-            for leaf, need, want in zip(mine, needed, wanted, strict=True):
-                assert torch.equal(leaf.grad, want) if need else leaf.grad is None, needed
-
-    run_ranks(body, tmp_path)
-
-
-def test_operator(tmp_path):
-    def body() -> None:
-        group = groups(2)["all-2"]
-        for case in [*ONE_OF_EACH_KIND, "batch-1-bfloat16", "ragged-batch-columns-float64"]:
-            of = CASES[case]
-            given = scatter_given(of, "cpu", group, group.me, "normal")
-            operands, n = [t.requires_grad_() for t in given.operands], len(of.inner)
-            bias = operands[-1] if of.bias else None
-            args = (operands[:n], operands[n : 2 * n], of.dim, group.name, bias, [], [], None, False)
-            torch.library.opcheck(torch.ops.titanlite.matmul_reduce_scatter.default, args)
-            result = torch.ops.titanlite.matmul_reduce_scatter(*args)
-            assert not result._is_view(), "FSDP warns of a module that returns a view"
-
-    run_ranks(body, tmp_path)
-
-
-def test_compiled(tmp_path):
-    def body() -> None:
-        group = groups(2)["all-2"]
-        for case in [*ONE_OF_EACH_KIND, "batch-1-float64"]:
-            of = CASES[case]
-            given, ran = scatter_given(of, "cpu", group, group.me, "normal"), []
-
-            def square(*operands: Tensor, of=of) -> Tensor:
-                return run_scatter(of, Given([2 * t for t in operands]), group.name).square()
-
-            for run in (square, torch.compile(square, fullgraph=True, backend="aot_eager")):
-                leaves = [t.clone().requires_grad_() for t in given.operands]
-                out = run(*leaves)
-                out.backward(*given.grads)
-                ran.append([out, *(leaf.grad for leaf in leaves)])
-            assert all(torch.equal(a, b) for a, b in zip(*ran, strict=True)), case
-
-    run_ranks(body, tmp_path)
-
-
 def test_compiled_between_layers(tmp_path):
     rng = Numbers("layers", "cpu", terms=8)
     x, w_in, w_out = (rng.operand(shape, F64) for shape in ([6, 4], [4, 8], [8, 4]))
@@ -216,25 +131,6 @@ def test_compiled_between_layers(tmp_path):
             out.square().sum().backward()
             assert torch.equal(out, true.chunk(2)[group.me])
             assert all(torch.equal(t.grad, part) for t, part in zip(own, parts, strict=True))
-
-    run_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize("case", ONE_OF_EACH_KIND)
-def test_flops(case: str, tmp_path):
-    of = CASES[case]
-    K, N = sum(sizes(K, "cpu")[0] for K in of.inner), sizes(of.columns, "cpu")[0]
-    each = 2 * math.prod(sizes(of.rows, "cpu")) * K * N
-
-    def body() -> None:
-        group = groups(2)["all-2"]
-        given = scatter_given(of, "cpu", group, group.me, "normal")
-        with FlopCounterMode(display=False) as forward:
-            out = run_scatter(of, Given([t.requires_grad_() for t in given.operands]), group.name)
-        assert forward.get_total_flops() == each
-        with FlopCounterMode(display=False) as backward:
-            out.backward(*given.grads)
-        assert backward.get_total_flops() == 2 * each  # one product for either operand
 
     run_ranks(body, tmp_path)
 

@@ -1,0 +1,148 @@
+"""Both collective matmuls: every case, and what autograd, the compiler and the counter of operations make of them."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.support.collective_cases import (
+    Case,
+    Gather,
+    Given,
+    check_cases,
+    contracted,
+    families,
+    gathers,
+    given_of,
+    groups,
+    quick_and_slow,
+    run_case,
+    scatters,
+    sizes,
+    truths_of,
+)
+from tests.support.ranks import run_ranks
+
+WORLD = 4  # and in it groups of four, three, and twice two ranks
+FAMILIES = {
+    f"{op} {name}": cases
+    for op, every in (("gather", gathers("cpu")), ("scatter", scatters("cpu")))
+    for name, cases in families(every).items()
+}
+CASES: dict[str, Case] = {f"gather {case.id}": case for case in gathers("cpu")}
+CASES |= {f"scatter {case.id}": case for case in scatters("cpu")}
+ONE_OF_EACH_KIND = [
+    *(
+        f"gather {case}-float64"
+        for case in ("three-products-bias", "right-bias", "left_t-columns", "right_t-contracted")
+    ),
+    *(f"scatter {case}-float64" for case in ("three-products-bias", "columns-bias")),
+]
+
+
+@pytest.mark.parametrize("family", quick_and_slow(FAMILIES))
+def test_cases(family: str, tmp_path):
+    run_ranks(lambda: check_cases(FAMILIES[family], WORLD), tmp_path, WORLD)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH_KIND)
+def test_gradients_that_are_asked_for(case: str, tmp_path):
+    def body() -> None:
+        group, of = groups(2)["all-2"], CASES[case]
+        every = [given_of(of, "cpu", group, r, "exact") for r in range(2)]
+        operands, grads = every[group.me].operands, every[group.me].grads
+        leaves = [[t.clone().requires_grad_() for t in given.operands] for given in every]
+        true_outs = truths_of(of, every)(*(leaf for ts in leaves for leaf in ts))
+        n = len(grads)
+        for used in ([0], [1], [n - 1], list(range(1, n)), list(range(n))) if n > 1 else ([0],):
+            true = [out for outs in true_outs for i, out in enumerate(outs) if i in used]
+            upstream = [grad for given in every for i, grad in enumerate(given.grads) if i in used]
+            wanted = torch.autograd.grad(
+                true, leaves[group.me], upstream, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for needed in itertools.product([False, True], repeat=len(operands)):
+                if not any(needed):
+                    continue
+                mine = [t.clone().requires_grad_(need) for t, need in zip(operands, needed, strict=True)]
+                outs = run_case(of, "cpu", Given(mine), group.name)
+                torch.autograd.backward([outs[i] for i in used], [grads[i] for i in used])
+                for leaf, need, want in zip(mine, needed, wanted, strict=True):
+                    got = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                    assert torch.equal(got, want) if need else leaf.grad is None, (used, needed)
+
+    run_ranks(body, tmp_path)
+
+
+def arguments(case: Case, operands: Sequence[Tensor], group: str) -> tuple:
+    """Of a case's operator, for operands without scales."""
+    if isinstance(case, Gather):
+        (shard, *rest), n, size = operands, len(case.others), sizes(case.whole, "cpu")[case.dim]
+        return shard, rest[:n], case.dim, size, group, case.form, rest[n:], None, "tensor", [], None, False
+    n, bias = len(case.inner), operands[-1] if case.bias else None
+    return list(operands[:n]), list(operands[n : 2 * n]), case.dim, group, bias, [], [], None, False
+
+
+def test_operators(tmp_path):
+    def body() -> None:
+        group = groups(2)["all-2"]
+        more = "gather batch-1-bfloat16", "gather no-product-float64", "scatter batch-1-bfloat16"
+        for case in (*ONE_OF_EACH_KIND, *more, "scatter ragged-batch-columns-float64"):
+            of = CASES[case]
+            operands = given_of(of, "cpu", group, group.me, "normal").operands
+            args = arguments(of, [t.requires_grad_() for t in operands], group.name)
+            name = "all_gather_matmul" if isinstance(of, Gather) else "matmul_reduce_scatter"
+            op = getattr(torch.ops.titanlite, name).default
+            torch.library.opcheck(op, args)
+            results = op(*args)
+            results = results if isinstance(results, list) else [results]
+            assert not any(result._is_view() for result in results), "FSDP warns of a module that returns a view"
+
+    run_ranks(body, tmp_path)
+
+
+def test_compiled(tmp_path):
+    def body() -> None:
+        group = groups(2)["all-2"]
+        for case in (*ONE_OF_EACH_KIND, "gather batch-1-float64", "scatter batch-1-float64"):
+            of = CASES[case]
+            given, ran = given_of(of, "cpu", group, group.me, "normal"), []
+
+            def squares(*operands: Tensor, of=of) -> list[Tensor]:
+                outs = run_case(of, "cpu", Given([2 * t for t in operands]), group.name)
+                return [out.square() for out in outs]
+
+            for run in (squares, torch.compile(squares, fullgraph=True, backend="aot_eager")):
+                leaves = [t.clone().requires_grad_() for t in given.operands]
+                outs = run(*leaves)
+                torch.autograd.backward(outs, given.grads)
+                ran.append([*outs, *(leaf.grad for leaf in leaves)])
+            assert all(torch.equal(a, b) for a, b in zip(*ran, strict=True)), case
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH_KIND)
+def test_flops(case: str, tmp_path):
+    of = CASES[case]
+    if isinstance(of, Gather):
+        columns = sum(math.prod(sizes(other, "cpu")) for other in of.others)
+        each = 2 * columns * math.prod(sizes(of.whole, "cpu")) // contracted(of, "cpu")
+    else:
+        each = 2 * math.prod(sizes(f"{of.rows} {of.columns}", "cpu")) * sum(sizes(K, "cpu")[0] for K in of.inner)
+
+    def body() -> None:
+        group = groups(2)["all-2"]
+        given = given_of(of, "cpu", group, group.me, "normal")
+        leaves = [t.requires_grad_() for t in given.operands]
+        with FlopCounterMode(display=False) as forward:
+            outs = run_case(of, "cpu", Given(leaves), group.name)
+        assert forward.get_total_flops() == each
+        with FlopCounterMode(display=False) as backward:
+            torch.autograd.backward(outs, given.grads)
+        assert backward.get_total_flops() == 2 * each  # one product for either operand
+
+    run_ranks(body, tmp_path)
