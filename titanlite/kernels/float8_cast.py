@@ -150,7 +150,7 @@ def _cast_blocks_on_gpus(
     if x.shape[0] % BLOCK or x.shape[1] % BLOCK:
         raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")
     out = *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)
-    device.launch_cast_blocks(x if x.stride(1) == 1 else x.contiguous(), *out, rows, rows_transposed, pow2)
+    device.launch_cast_blocks(x if x.stride(1) == 1 else x.contiguous(), out, rows, rows_transposed, pow2)
     return out
 
 

@@ -296,7 +296,7 @@ def test_casts(launches: Launches):
         for rows, rows_transposed in ((1, 1), (128, 0), (0, 128)):
             for strided in (x, grad, x[:, :F]):
                 out = *empty_blocks(strided, rows, other), *empty_blocks(strided.t(), rows_transposed, other)
-                block_cast.launch_cast_blocks(strided, *out, rows, rows_transposed, pow2)
+                block_cast.launch_cast_blocks(strided, out, rows, rows_transposed, pow2)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}

@@ -1,5 +1,7 @@
 """Device code of `titanlite.kernels.float8_cast.cast_blocks`."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -58,20 +60,9 @@ def _word(a, b, c, d, dtype: tl.constexpr):
 
 @triton.jit
 def _cast_blocks(
-    x,
-    out,
-    scale_invs,
-    out_transposed,
-    scale_invs_transposed,
-    M,
-    K,
-    stride,
-    most,
-    ROWS: tl.constexpr,
-    ROWS_TRANSPOSED: tl.constexpr,
-    POW2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, out, scale_invs, out_transposed, scale_invs_transposed, M, K, stride, most,
+    ROWS: tl.constexpr, ROWS_TRANSPOSED: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Cast one block of 128×128: what it is scaled by depends on nothing else.
 
     It is read as four matrices, of every fourth row each, so that a thread has four bytes that follow one another in
@@ -127,32 +118,12 @@ def _cast_blocks(
         tl.store(at + 3 * K, to_bytes(d.to(tl.float32) * of_d[:, None], qdata))
 
 
-def launch_cast_blocks(
-    x: Tensor,
-    out: Tensor,
-    scale_invs: Tensor,
-    out_transposed: Tensor,
-    scale_invs_transposed: Tensor,
-    rows: int,
-    rows_transposed: int,
-    pow2: bool,
-) -> None:
-    """Fill what `titanlite.kernels.float8_cast.cast_blocks` returns.
-
-    Args:
-        x: [M, K], rows contiguous; M and K are multiples of 128.
-        out: [M, K] float8, contiguous.
-        scale_invs: [M/rows, K/128] float32, laid out as is said there.
-        out_transposed: [K, M] float8, contiguous.
-        scale_invs_transposed: [K/rows_transposed, M/128] float32.
-        rows: of a block of `x`; 0 if it is not wanted.
-        rows_transposed: of a block of its transpose; 0 if it is not wanted.
-        pow2: round scales down to a power of two.
-    """
+def launch_cast_blocks(x: Tensor, out: Sequence[Tensor], rows: int, rows_transposed: int, pow2: bool) -> None:
+    """Launch the operator's kernel; rows of `x` are contiguous, and `out` is filled with the operator's results."""
     (M, K), stride = x.shape, x.stride(0)
-    tensors = x, out, scale_invs, out_transposed, scale_invs_transposed
+    tensors, dtype = (x, *out), out[0].dtype
     launch(
-        _cast_blocks, (M, K, stride, x.dtype, out.dtype, rows, rows_transposed, pow2),
+        _cast_blocks, (M, K, stride, x.dtype, dtype, rows, rows_transposed, pow2),
         (M // BLOCK, K // BLOCK), tensors,
-        lambda: (*tensors, M, K, stride, torch.finfo(out.dtype).max, rows, rows_transposed, pow2, BLOCK), num_warps=4,
+        lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, rows, rows_transposed, pow2, BLOCK), num_warps=4,
     )  # fmt: skip

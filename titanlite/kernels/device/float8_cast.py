@@ -101,20 +101,9 @@ def _amax(
 
 @triton.jit
 def _cast_transpose(
-    x,
-    factors,
-    amax,
-    out,
-    scale_invs,
-    M,
-    K,
-    stride,
-    most,
-    BY_COLUMN: tl.constexpr,
-    POW2: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x, factors, amax, out, scale_invs, M, K, stride, most,
+    BY_COLUMN: tl.constexpr, POW2: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     inside = (m < M)[:, None] & (k < K)[None, :]
@@ -159,16 +148,7 @@ def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.c
 
 
 def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cast `x · scale`.
-
-    Args:
-        x: [M, K], contiguous.
-        dtype: float8.
-        scale: [] float32; for each row a power of two, so that it fits, if None.
-
-    Returns:
-        [M, K], and without a scale the inverse scales, [M, 1] float32.
-    """
+    """Launch the operators' kernel: `cast_rows` without a scale, `cast_by` with one; `x` is contiguous."""
     M, K = x.shape
     out = torch.empty_like(x, dtype=dtype)
     scale_inv = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
@@ -183,18 +163,7 @@ def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None)
 def launch_cast_transpose(
     x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cast `(x · factors).T`.
-
-    Args:
-        x: [M, K], rows contiguous.
-        factors: [M, 1], contiguous.
-        by_column: whether each of x's columns has a scale.
-        dtype: float8.
-        pow2: round scales down to a power of two.
-
-    Returns:
-        [K, M], and the inverse scales, [K, 1] or [] float32.
-    """
+    """Launch the operator's kernels; rows of `x`, and `factors`, are contiguous."""
     M, K = x.shape
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
     out, scale_inv = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
@@ -213,7 +182,7 @@ def launch_cast_transpose(
 
 
 def launch_transpose(x: Tensor) -> Tensor:
-    """Transpose float8 bytes [M, K]; the result is contiguous."""
+    """Launch the operator's kernel; `x` is contiguous."""
     M, K = x.shape
     out = x.new_empty((K, M))
     tensors = x.view(torch.uint8), out.view(torch.uint8)

@@ -126,19 +126,9 @@ def _swiglu_rows(x, out, scale_invs, blocks, most, POW2: tl.constexpr, BLOCKS: t
 
 @triton.jit
 def _swiglu_grad_rows(
-    grad,
-    x,
-    out,
-    scale_invs,
-    h,
-    h_scale_invs,
-    blocks,
-    most,
-    h_most,
-    POW2: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    grad, x, out, scale_invs, h, h_scale_invs, blocks, most, h_most,
+    POW2: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     x += row * blocks * 2 * BLOCK
