@@ -1,4 +1,4 @@
-"""Every file that the documents name exists, and so does what they name in it."""
+"""Every file, function, heading and key that the documents name exists."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_import_order import ROWS
+from titanlite.config.read import schema_keys, sections
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,6 +37,13 @@ def test_links_lead_to_a_heading(page: Path) -> None:
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
         slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in slugs, (target, anchor)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "torchtitan" not in page.name], ids=lambda page: page.name)
+def test_named_keys_are_keys_of_the_config(page: Path) -> None:
+    named = set(re.findall(rf"(?:--|`)((?:{'|'.join(sections())})\.[a-z0-9_]+)", page.read_text()))
+    files = {key for key in named if key.endswith((".jsonl", ".toml", ".earlier"))}
+    assert named - files <= set(schema_keys())
 
 
 def test_the_order_of_imports_is_the_one_that_is_held() -> None:
