@@ -15,7 +15,7 @@ from titanlite.config.schema import Comm, Optimizer, Parallelism
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.process_group import start_process_group
-from titanlite.training.optimizer import AdamW
+from titanlite.training.optimizers.adamw import AdamW
 
 GBPS = 4300  # of a device-to-device copy on one H200, read and write
 D, F, V, RANKS = 4096, 14336, 128256, 8

@@ -13,12 +13,12 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint.publish import THREADS, complete_steps, stale_bytes
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.check import last_step
+from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 
 SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
 _FILES = THREADS + 4  # of a checkpoint, at least: tensors, .metadata, state.json, the manifest, the folder
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def lack_of_disk_space(root: Path, config: Config, dims: ModelDims) -> str | None:
@@ -36,7 +36,7 @@ def lack_of_disk_space(root: Path, config: Config, dims: ModelDims) -> str | Non
     keep, there = config.checkpoint.keep_latest_k, len(steps)
     # An old one is deleted when the new one is complete, the one that the run resumed from not at all.
     more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
-    each = n_parameters(block, dims) * (4 + 2 * _BYTES[config.optimizer.state_dtype])
+    each = n_parameters(block, dims) * (4 + optimizer_cost(config.optimizer).state)
     folder = next(path for path in (root, *root.parents) if path.exists())
     free, files = shutil.disk_usage(folder).free + stale_bytes(root), os.statvfs(folder)
     lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # 0 of all: it has as many as it likes

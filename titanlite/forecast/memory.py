@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from titanlite.config.check import uses_copy_engines
+from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_bytes import HEAD, in_blocks, layout_of
@@ -120,7 +121,8 @@ class MemoryModel:
             there already in the next micro-step, nor where their sum is widened on the stream that makes it.
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
-        reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's; `moment`, of a moment's.
+        reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's.
+        optimizer: bytes of the optimizer.
     """
 
     def __init__(self, config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int) -> None:
@@ -134,7 +136,7 @@ class MemoryModel:
         at_once = training.local_batch_size * data_ranks
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
-        self.moment = {"float32": 4, "bfloat16": 2}[config.optimizer.state_dtype]
+        self.optimizer = optimizer_cost(config.optimizer)
         self.alone = data_ranks == 1
         self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)
         reshard = mesh.fsdp_reshard_after_forward
@@ -216,7 +218,7 @@ class MemoryModel:
         return Memory(
             parameters=4 * shard,
             gradients=made,
-            optimizer=2 * self.moment * shard,
+            optimizer=self.optimizer.state * shard,
             gathered_weights=gathered,
             communication=buffers + self._gathering() + self._reducing(),
             activations=activations,

@@ -129,7 +129,7 @@ class StepTimeModel:
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
         of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
-        updated = self._updated() * memory.parameters / memory.shards
+        updated = self.memory.optimizer.moved * memory.parameters / memory.shards
         return StepTime(**of_step, optimizer=1e3 * updated / rates.optimizer / _G)
 
     def tokens_per_second(self, time: StepTime) -> float:
@@ -218,11 +218,6 @@ class StepTimeModel:
         cast = (4 * sum(unit.gathers * unit.elements for unit in fsdp_units) + gathered) / memory.shards
         copied = 2 * gathered if memory.shards > 1 else 0
         return cast + copied + (self.layout.itemsize + memory.reduced) * memory.parameters
-
-    def _updated(self) -> int:
-        """Bytes that the optimizer reads and writes of each parameter: see `titanlite/training/optimizer.py`."""
-        norm, update = 4, 3 * 4  # the gradient is read in both, the parameter read and written
-        return norm + update + 4 * self.memory.moment
 
     def _fsdp(self, n: int, compute: float) -> float:
         """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""

@@ -10,11 +10,11 @@ from pathlib import Path
 from titanlite.byte_size import byte_size
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.build import show
+from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.errors import ErrorReport, Problem, describe
 
-_MOMENTS = {"float32": 8, "bfloat16": 4}  # bytes of both, of an element
 _LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and 1 of control groups
 _GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
@@ -30,7 +30,8 @@ def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int
     block = block_of(config.model, dims)
     if block is None:
         return None
-    each, replicas = 8 + _MOMENTS[config.optimizer.state_dtype], config.parallelism.data_parallel_replicate_degree
+    each = 8 + optimizer_cost(config.optimizer).state
+    replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
     need, there = n_parameters(block, dims) * each * replicas * on_host // world, _memory_of_host()
     if need <= there:

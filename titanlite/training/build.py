@@ -46,7 +46,7 @@ from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
 from titanlite.sharding.layers import plan_layers
-from titanlite.training.optimizer import AdamW
+from titanlite.training.optimizers.sharded import ShardedOptimizer, build_optimizer
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Run:
     model: nn.Module
     parameters: list[nn.Parameter]
     loss: Callable[[Tensor, Tensor], Tensor]
-    optimizer: AdamW
+    optimizer: ShardedOptimizer
     save_list_use: SaveListUse
     kept_state: dict[str, object]  # of checkpointed blocks, before the first step
     receipt: Receipt
@@ -165,7 +165,7 @@ def build(
         model=model,
         parameters=parameters,
         loss=CrossEntropy(mesh.tp_group, compile=config.compile.enable),
-        optimizer=AdamW(named, config.optimizer, mesh),
+        optimizer=build_optimizer(named, config.optimizer, mesh),
         save_list_use=save_list_use,
         kept_state=state_of(model, save_list_use.checkpointed),
         receipt=receipt,

@@ -98,12 +98,11 @@ def _dtypes(run: Run) -> Entry:
     block.unshard()
     compute, reduction = _names(list(block.parameters())), dtype_of_reduction(block)
     block.reshard()
-    moments = [*run.optimizer.exp_avg.values(), *run.optimizer.exp_avg_sq.values()]
     found = {
         "parameters": _names([local_data(p) for p in run.parameters]),
         "compute": compute,
         "reduction": reduction,
-        "optimizer_state": _names(moments),
+        "optimizer_state": _names(run.optimizer.state_tensors()),
     }
     training, optimizer = run.config.training, run.config.optimizer
     wanted = {

@@ -33,7 +33,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
 from titanlite.training import step as train_step_file
 from titanlite.training.build import Run, build, fastest_attention
-from titanlite.training.optimizer import AdamW
+from titanlite.training.optimizers.adamw import AdamW
 from titanlite.training.step import train_step, validation_loss
 
 CPU = torch.device("cpu")

@@ -14,13 +14,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, whole
+from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.tensor import is_replicated
-from titanlite.training.optimizer import AdamW
+from titanlite.training.optimizers.adamw import AdamW
 from titanlite.training.schedule import learning_rate
 from titanlite.training.step import train_step
 
@@ -102,6 +103,16 @@ def test_excluded_parameters_do_not_decay(tmp_path):
     alone(body, tmp_path)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_state_has_the_bytes_that_are_said_of_it_without_torch(dtype, tmp_path):
+    def body(make: Callable[..., AdamW]) -> None:
+        ours = make(state_dtype=dtype)
+        held = sum(tensor.numel() * tensor.itemsize for tensor in ours.state_tensors())
+        assert held == optimizer_cost(ours.config).state * sum(p.numel() for p in ours.locals.values())
+
+    alone(body, tmp_path)
+
+
 def test_moments_in_bfloat16_are_rounded_after_each_update(tmp_path):
     def body(make: Callable[..., AdamW]) -> None:
         narrow, wide = make(state_dtype="bfloat16"), make()
@@ -110,7 +121,7 @@ def test_moments_in_bfloat16_are_rounded_after_each_update(tmp_path):
                 optimizer.step(gradients(step), LR, ONE, ZERO)
             for name, parameter in wide.parameters.items():
                 assert torch.equal(narrow.parameters[name], parameter)
-            for theirs, ours in ((wide.exp_avg, narrow.exp_avg), (wide.exp_avg_sq, narrow.exp_avg_sq)):
+            for theirs, ours in zip(wide.kept.values(), narrow.kept.values(), strict=True):
                 for name, moment in theirs.items():
                     assert ours[name].dtype == torch.bfloat16
                     assert torch.equal(ours[name], moment.bfloat16())

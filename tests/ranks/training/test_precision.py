@@ -68,7 +68,7 @@ def test_dtypes(layout, tmp_path):
         assert set(computed.values()) == {torch.bfloat16}
         assert tables == {torch.float32}  # rounded, slow frequencies would not tell neighbours apart
         assert {local_data(p).dtype for p in run.parameters} == gradients == {torch.float32}
-        assert {moment.dtype for moment in run.optimizer.exp_avg.values()} == {torch.float32}
+        assert {moment.dtype for moment in run.optimizer.state_tensors()} == {torch.float32}
         # Activations of tensor parallelism are summed in the compute dtype, gradients of parameters in float32.
         activations = reduced.dtypes.pop("reduce_scatter_tensor", set())
         assert activations == ({torch.bfloat16} if run.mesh.tp_size > 1 else set())
