@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from tests.cli.commands.conftest import Call
 from titanlite.commands import main
 from titanlite.commands.recipes import _KINDS
 from titanlite.config.build import from_table
@@ -16,12 +17,10 @@ from titanlite.config.schema import Config, Job, Model
 from titanlite.recipes import load, model_dims, names
 
 
-def test_all_kinds_and_names_with_their_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    everything = capsys.readouterr().out
+def test_all_kinds_and_names_with_their_help(call: Call) -> None:
+    everything = call("recipes")
     for kind in _KINDS:
-        assert main(["recipes", kind]) == 0
-        listing = capsys.readouterr().out
+        listing = call("recipes", kind)
         assert listing in everything
         assert listing.startswith(f"{kind}\n")
         for name in names(kind):
@@ -39,13 +38,10 @@ def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("name", names("model"))
-def test_the_recipe_of_a_folder_is_what_was_exported(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_recipe_of_a_folder_is_what_was_exported(name: str, tmp_path: Path, call: Call) -> None:
     architecture, sizes = name.partition("-")[0], load("model", name)
     (tmp_path / "config.json").write_text(json.dumps(config_json(LAYOUTS[architecture], sizes, 64, "bfloat16", 0)))
-    assert main(["recipes", "model", "--from", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = call("recipes", "model", "--from", str(tmp_path))
     where = f"# save as model/{architecture}-NAME.toml in a folder of job.recipe_dirs; "
     assert printed.startswith(f'{where}then model.name = "{architecture}", model.flavor = "NAME"\n')
     (tmp_path / "model").mkdir()
@@ -59,22 +55,20 @@ def test_the_recipe_of_a_folder_is_what_was_exported(
     assert replace(model_dims(config), help="", refs=()) == replace(said, help="", refs=())
 
 
-def test_a_recipe_cannot_have_the_name_that_stands_for_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_cannot_have_the_name_that_stands_for_a_folder(tmp_path: Path, call: Call) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "llama3-from_checkpoint.toml").touch()
-    assert main(["recipes", "model", "--job.recipe_dirs", str(tmp_path)]) == 2
-    assert 'model.flavor = "from_checkpoint" is reserved' in capsys.readouterr().err
+    assert 'model.flavor = "from_checkpoint" is reserved' in call(
+        "recipes", "model", "--job.recipe_dirs", str(tmp_path), ends=2
+    )
 
 
-def test_ones_own_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ones_own_folders(tmp_path: Path, call: Call) -> None:
     for kind, base in (("float8", "rowwise"), ("activation_checkpoint", "full")):
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "mine.toml").write_text(f'extends = "{base}"\nhelp = "Of my own."\n')
     for argv in ([], ["float8"], ["float8", "mine"]):
-        assert main(["recipes", *argv, "--job.recipe_dirs", str(tmp_path)]) == 0
-        assert "Of my own." in capsys.readouterr().out
+        assert "Of my own." in call("recipes", *argv, "--job.recipe_dirs", str(tmp_path))
     assert main(["recipes", "float8", "mine"]) == 2
 
 
@@ -91,9 +85,8 @@ def test_ones_own_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["model", "--from", "nobody/model"], "hf download nobody/model --local-dir FOLDER"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
-    assert main(["recipes", *argv]) == 2
-    assert part in capsys.readouterr().err
+def test_mistakes(call: Call, argv: list[str], part: str) -> None:
+    assert part in call("recipes", *argv, ends=2)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,10 +97,6 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("float8", "none"), ("activation_checkpoint", "auto")])
-def test_names_without_a_file_are_listed_and_explained(
-    kind: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["recipes", kind]) == 0
-    assert f"\n  {name} " in capsys.readouterr().out
-    assert main(["recipes", kind, name]) == 0
-    assert capsys.readouterr().out.startswith(f"# {kind} recipe {name}: ")
+def test_names_without_a_file_are_listed_and_explained(kind: str, name: str, call: Call) -> None:
+    assert f"\n  {name} " in call("recipes", kind)
+    assert call("recipes", kind, name).startswith(f"# {kind} recipe {name}: ")

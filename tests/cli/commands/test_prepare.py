@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands.conftest import Call
 from titanlite.commands import main
 from titanlite.commands.prepare import run
 from titanlite.config.hugging_face import LAYOUTS, config_json
@@ -130,9 +131,8 @@ def test_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["prepare", *write_run(tmp_path)]) == 130
 
 
-def test_numbers_out_of_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", *write_run(tmp_path, max_bad_records=-1), "--training.seq_len", "0"]) == 2
-    said = capsys.readouterr().err
+def test_numbers_out_of_range(tmp_path: Path, call: Call) -> None:
+    said = call("prepare", *write_run(tmp_path, max_bad_records=-1), "--training.seq_len", "0", ends=2)
     assert f"{tmp_path / 'run.toml'}: 1 problem\n  line 4  data.max_bad_records = -1\n" in said
     assert "command line: 1 problem\n  training.seq_len = 0\n" in said
     assert not (tmp_path / "cache").exists()

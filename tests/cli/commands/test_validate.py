@@ -15,6 +15,7 @@ import tomli
 
 import titanlite
 import titanlite.train
+from tests.cli.commands.conftest import Call
 from tests.support.cpu import cpu_of_children
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.rules import CLASSES
@@ -89,9 +90,8 @@ def test_a_schedule_that_is_cut_is_a_warning_and_at_a_look_a_hint(file: str, fla
     assert others == ()
 
 
-def test_what_needs_care_is_counted_as_a_warning(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", file, "--model.vocab_size", "260", "--lr_scheduler.decay_ratio", "0.95"]) == 0
-    out = capsys.readouterr().out
+def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
+    out = call("validate", file, "--model.vocab_size", "260", "--lr_scheduler.decay_ratio", "0.95")
     assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")
     assert "\n  warning: lr_scheduler.decay_ratio = 0.95 is cut" in out
 
@@ -283,15 +283,14 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("command", ["validate", "plan --world=2", "prepare", "verify-resume", "train"])
 def test_a_cache_in_a_home_that_is_not_there(
-    command: str, no_home: str, file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, no_home: str, file: str, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     name, *flags = command.split()
     if name == "train":
         monkeypatch.setattr(sys, "argv", ["train.py", "--config", file])
         assert exit_code(titanlite.train.main) == 2
     else:
-        assert main([name, file, *flags]) == 2
-    assert f'\n  data.cache_dir = "~/.cache/titanlite/data"\n      {no_home}' in capsys.readouterr().err
+        assert f'\n  data.cache_dir = "~/.cache/titanlite/data"\n      {no_home}' in call(name, file, *flags, ends=2)
 
 
 @pytest.mark.parametrize("key", _FROM_HOME)
@@ -311,26 +310,23 @@ def test_the_home_of_nobody(file: str, tmp_path: Path) -> None:
     assert len(checked_run(["--config", file, "--data.source", "~nobody_here/x.txt"]).inputs.sources) == 1
 
 
-def test_summary(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary(file: str, call: Call) -> None:
     argv = ["validate", file, "--world", "8", "--training.global_batch_size", "32"]
-    assert main([*argv, "--parallelism.tensor_parallel_degree", "2"]) == 0
-    said = capsys.readouterr().out
+    said = call(*argv, "--parallelism.tensor_parallel_degree", "2")
     assert said.startswith(f"{file}: no problems\n")
     assert "llama3 debug, 1,705,216 parameters" in said
     assert "replicate 1 × shard 4 × tensor 2: 8 processes" in said
     assert "65,536 tokens a step, 6,553,600 in 100 steps; 8 micro-steps" in said
     assert " files taken\n  folder " in said
     assert os.path.join("outputs", "run") in said
-    assert main(["validate", file, "--model.dim", "512"]) == 0
-    said = capsys.readouterr().out
+    said = call("validate", file, "--model.dim", "512")
     assert "llama3 debug with dim 512, " in said
     assert "any number of processes" in said
-    assert main(["validate", file, "--world", "8", "--world=2"]) == 0
-    assert ": 2 processes" in capsys.readouterr().out
+    assert ": 2 processes" in call("validate", file, "--world", "8", "--world=2")
 
 
 def test_summary_has_the_epochs_of_what_is_small_or_prepared(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def data(*flags: str) -> str:
         capsys.readouterr()
@@ -348,23 +344,20 @@ def test_summary_has_the_epochs_of_what_is_small_or_prepared(
     assert data(*large).endswith("tokenizer bytes")
     assert main(["prepare", "--config", file, f"--data.cache_dir={tmp_path}/cache", *large[:1]]) == 0
     assert data(*large).endswith("bytes; 2,000,001 tokens, 0.02 epochs in 100 steps")
-    assert main(["validate", file, f"--data.cache_dir={tmp_path}/cache", *large, "--training.seq_len=1_000_000"]) == 2
-    assert "which has 2,000,001 tokens\n" in capsys.readouterr().err
+    said = call("validate", file, f"--data.cache_dir={tmp_path}/cache", *large, "--training.seq_len=1_000_000", ends=2)
+    assert "which has 2,000,001 tokens\n" in said
     (tmp_path / "ids.bin").write_bytes(bytes([7, 0]) * 501)
     ids = [f"--data.source={tmp_path}/ids.bin", "--data.tokenizer=nowhere/tokenizer.json", "--world=1"]
     assert data(*ids).endswith("/ids.bin, token files; 501 tokens, 20 epochs in 100 steps")
 
 
-def test_a_cache_folder_that_cannot_be_written(
-    file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_folder_that_cannot_be_written(file: str, bound_by_permissions: None, call: Call) -> None:
     for mode in (0o500, 0o000, 0o600):
         Path("closed").mkdir()
         Path("closed").chmod(mode)
         for cache in ("closed", "closed/cache", "closed/below/cache"):
             flags = ["run.toml", f"--data.cache_dir={cache}", "--data.source=hf:a/b"]
-            assert main(["validate", *flags]) == 2
-            said = capsys.readouterr().err
+            said = call("validate", *flags, ends=2)
             assert f"data.cache_dir = '{cache}': [Errno 13] Permission denied" in said
             assert "that can be entered and written\n      fix:  make it writable, or set data.cache_dir" in said
             checked_run(["--config", *flags])  # a plan, which need not be made on the host that prepares
@@ -372,53 +365,45 @@ def test_a_cache_folder_that_cannot_be_written(
 
 
 def test_what_is_wrong_with_cache_and_folder_of_a_run_is_said_at_once(
-    file: str, bound_by_permissions: None, capsys: pytest.CaptureFixture[str]
+    file: str, bound_by_permissions: None, call: Call
 ) -> None:
     Path("closed").mkdir(mode=0o000)
     flags = ["--data.source=hf:a/b", "--data.cache_dir=closed", "--job.dump_folder=closed"]
-    assert main(["validate", "run.toml", *flags]) == 2
-    said = capsys.readouterr().err
+    said = call("validate", "run.toml", *flags, ends=2)
     assert "data.cache_dir = 'closed'" in said
     assert "job.dump_folder = closed" in said
 
 
-def test_what_wandb_would_read_from_the_environment(
-    file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_wandb_would_read_from_the_environment(file: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WANDB_PROJECT", "ours"), ("WANDB_MODE", "offline"), ("WANDB_RUN_NAME", "first")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_NAME", raising=False)
-    assert main(["validate", file]) == 0
-    assert "WANDB" not in capsys.readouterr().out  # of no concern
-    assert main(["validate", file, "--metrics.wandb", "offline"]) == 0
-    said = capsys.readouterr().out
+    assert "WANDB" not in call("validate", file)  # of no concern
+    said = call("validate", file, "--metrics.wandb", "offline")
     assert '  WANDB_PROJECT=ours of the environment is not used; metrics.wandb_project = "titanlite" is\n' in said
     assert '  WANDB_RUN_NAME=first of the environment is not used; job.name = "run" is\n' in said
     assert said.count("WANDB") == 2
     same = ["--metrics.wandb_project", "ours", "--job.name", "first"]
-    assert main(["validate", file, "--metrics.wandb", "offline", *same]) == 0
-    assert "WANDB" not in capsys.readouterr().out
+    assert "WANDB" not in call("validate", file, "--metrics.wandb", "offline", *same)
 
 
-def test_summary_of_a_source_on_the_hub(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", file, "--data.source", "hf:allenai/c4:en"]) == 0
-    out = capsys.readouterr().out
+def test_summary_of_a_source_on_the_hub(file: str, call: Call) -> None:
+    out = call("validate", file, "--data.source", "hf:allenai/c4:en")
     assert (
         ": 1 warning\n  warning: hf:allenai/c4:en is on the hub, and all of it is tokenized before the first step"
         in out
     )
     assert "data.max_tokens limits it\n" in out
     limit = ["--data.max_tokens", "2_000_000"]
-    assert main(["validate", file, "--data.source", "hf:allenai/c4:en", *limit]) == 0
-    out = capsys.readouterr().out
+    out = call("validate", file, "--data.source", "hf:allenai/c4:en", *limit)
     assert "is on the hub" not in out
     assert "data      hf:allenai/c4:en, data.max_tokens 2,000,000, tokenizer bytes\n" in out
-    assert main(["validate", file, *limit, "--validation.enable", "--validation.source", "hf:a/b"]) == 0
-    assert "no problems\n  hf:a/b is on the hub, and all of it" in capsys.readouterr().out  # held-out text is small
+    said = call("validate", file, *limit, "--validation.enable", "--validation.source", "hf:a/b")
+    assert "no problems\n  hf:a/b is on the hub, and all of it" in said  # held-out text is small
 
 
 def test_summary_of_what_was_prepared_from_the_hub(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: str, tmp_path: Path, call: Call, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
     (there := tmp_path / "hub").mkdir()
@@ -428,8 +413,7 @@ def test_summary_of_what_was_prepared_from_the_hub(
     flags = [f"--data.cache_dir={tmp_path}/cache", "--data.source=hf:allenai/c4:en", "--training.global_batch_size=2"]
     assert main(["prepare", "--config", file, *flags]) == 0
     capsys.readouterr()
-    assert main(["validate", file, *flags]) == 0
-    out = capsys.readouterr().out
+    out = call("validate", file, *flags)
     assert "is on the hub" not in out
     assert "hf:allenai/c4:en, tokenizer bytes; 5,001 tokens, " in out
 
@@ -447,28 +431,23 @@ def test_summary_of_what_was_prepared_from_the_hub(
         (["--training.mixed_precision_param", "float32"], []),
     ],
 )
-def test_a_vocabulary_without_an_aligned_kernel(
-    file: str, capsys: pytest.CaptureFixture[str], flags: list[str], parts: list[str]
-) -> None:
+def test_a_vocabulary_without_an_aligned_kernel(file: str, call: Call, flags: list[str], parts: list[str]) -> None:
     gpt2 = ("--model.name", "gpt2", "--model.flavor", "774M", "--training.seq_len", "1024")
-    assert main(["validate", file, *gpt2, *flags]) == 0
-    said = capsys.readouterr().out
+    said = call("validate", file, *gpt2, *flags)
     assert ("several times slower" in said) == bool(parts)
     for part in parts:
         assert part in said
 
 
-def test_a_save_list_that_names_a_layer_which_blocks_lack(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_list_that_names_a_layer_which_blocks_lack(file: str, tmp_path: Path, call: Call) -> None:
     mine = tmp_path / "mine.toml"
     for default, action in (("recompute", "save"), ("save", "recompute")):  # of which the second has no price
         rule = f'[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "{action}"\n'
         mine.write_text(f'help = ""\ndefault = "{default}"\n{rule}')
         flags = ("--activation_checkpoint.recipe", str(mine), "--training.seq_len", "1024")
         assert main(["validate", file, *flags]) == 0
-        assert main(["validate", file, *flags, "--model.name", "gpt2", "--model.flavor", "774M"]) == 2
-        assert "want: a linear layer of a block: wqkv, wo, w1, w2" in capsys.readouterr().err
+        said = call("validate", file, *flags, "--model.name", "gpt2", "--model.flavor", "774M", ends=2)
+        assert "want: a linear layer of a block: wqkv, wo, w1, w2" in said
 
 
 @pytest.mark.parametrize(
@@ -492,13 +471,10 @@ def test_a_save_list_that_names_a_layer_which_blocks_lack(
         ),
     ],
 )
-def test_a_save_list_that_a_run_would_refuse(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, want: str
-) -> None:
+def test_a_save_list_that_a_run_would_refuse(file: str, tmp_path: Path, call: Call, text: str, want: str) -> None:
     (tmp_path / "mine.toml").write_text(f'help = ""\n{text}')
     flags = ["--activation_checkpoint.recipe", str(tmp_path / "mine.toml"), "--parallelism.tensor_parallel_degree", "2"]
-    assert main(["validate", file, *flags, "--parallelism.async_tensor_parallel"]) == (2 if want else 0)
-    assert want in capsys.readouterr().err
+    assert want in call("validate", file, *flags, "--parallelism.async_tensor_parallel", ends=2 if want else 0)
     if "100:" in text:
         assert main(["validate", file, *flags, "--job.strict", "false"]) == 0
 
@@ -523,15 +499,14 @@ def test_a_save_list_that_a_run_would_refuse(
     ],
 )
 def test_a_rule_that_cannot_work_here_is_found_in_its_file(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, parts: list[str]
+    file: str, tmp_path: Path, call: Call, rule: str, parts: list[str]
 ) -> None:
     """That of the list which has it, where the config names another that extends it."""
     base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
     base.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
     mine.write_text('extends = "base.toml"\nhelp = "mine"\n')
     for name in (base, mine):
-        assert main(["validate", file, "--activation_checkpoint.recipe", str(name)]) == 2
-        said = capsys.readouterr().err
+        said = call("validate", file, "--activation_checkpoint.recipe", str(name), ends=2)
         assert said.startswith(f"{base}: 1 problem\n")
         for part in (*parts, "want: ", "fix: "):
             assert part in said
@@ -547,13 +522,12 @@ def test_a_rule_that_cannot_work_here_is_found_in_its_file(
     ],
 )
 def test_a_rule_that_cannot_work_is_found_where_some_blocks_are_in_float8(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], rule: str, part: str
+    file: str, tmp_path: Path, call: Call, rule: str, part: str
 ) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
     flags = ["--activation_checkpoint.recipe", str(mine), "--float8.recipe", "rowwise"]
-    assert main(["validate", file, *flags, "--float8.filter_fqns", "layers.0."]) == (2 if part else 0)
-    assert part in capsys.readouterr().err
+    assert part in call("validate", file, *flags, "--float8.filter_fqns", "layers.0.", ends=2 if part else 0)
 
 
 @pytest.mark.parametrize(
@@ -573,24 +547,20 @@ def test_a_rule_that_may_match(file: str, tmp_path: Path, rules: list[str], flag
     assert main(["validate", file, "--activation_checkpoint.recipe", str(mine), *flags]) == 0
 
 
-def test_a_kernel_behind_all_of_them_can_never_match(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_behind_all_of_them_can_never_match(file: str, tmp_path: Path, call: Call) -> None:
     mine, balanced = (
         tmp_path / "mine.toml",
         (shipped_folder("recipes") / "activation_checkpoint/balanced.toml").read_text(),
     )
     mine.write_text(f'{balanced}\n[[rules]]\nop = "{CLASSES["attention"][0]}"\naction = "save"\n')
-    assert main(["validate", file, "--activation_checkpoint.recipe", str(mine)]) == 2
-    assert f'rules[3].op = "{CLASSES["attention"][0]}"\n      want: ' in capsys.readouterr().err
+    said = call("validate", file, "--activation_checkpoint.recipe", str(mine), ends=2)
+    assert f'rules[3].op = "{CLASSES["attention"][0]}"\n      want: ' in said
 
 
-def test_a_save_list_that_will_be_chosen(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_save_list_that_will_be_chosen(file: str, call: Call) -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
-    assert main(["validate", file, *auto, "8", "--world", "2"]) == 0
-    assert "activation_checkpoint auto within 8 GiB, float8 none" in capsys.readouterr().out
-    assert main(["validate", file, *auto, "0.1", "--world", "2"]) == 2
-    assert "want: at least 0." in capsys.readouterr().err
+    assert "activation_checkpoint auto within 8 GiB, float8 none" in call("validate", file, *auto, "8", "--world", "2")
+    assert "want: at least 0." in call("validate", file, *auto, "0.1", "--world", "2", ends=2)
 
 
 @pytest.mark.parametrize(
@@ -636,16 +606,15 @@ def test_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize("config", [["{file}"], ["--config", "{file}"], ["--config={file}"]])
-def test_the_config_stands_first_or_behind_its_flag(
-    file: str, capsys: pytest.CaptureFixture[str], config: list[str]
-) -> None:
+def test_the_config_stands_first_or_behind_its_flag(file: str, call: Call, config: list[str]) -> None:
     """Of every command that takes one."""
     named = [word.format(file=file) for word in config]
-    assert main(["validate", "--world", "2", *named, "--training.steps", "30"]) == 0
-    assert capsys.readouterr().out.startswith(f"{file}: no problems\n")
+    assert call("validate", "--world", "2", *named, "--training.steps", "30").startswith(f"{file}: no problems\n")
     for command in (["plan"], ["prepare"], ["verify-resume"], ["recipes", "float8", "--measure"]):
-        assert main([*command, *named, "--training.stepz", "30"]) == 2
-        assert capsys.readouterr().err.startswith("command line: 1 problem\n  --training.stepz = 30\n")
+        said = call(*command, *named, "--training.stepz", "30", ends=2).startswith(
+            "command line: 1 problem\n  --training.stepz = 30\n"
+        )
+        assert said
 
 
 @pytest.mark.parametrize(
@@ -683,13 +652,12 @@ def test_problems_come_together(text: str, parts: tuple[str, ...], tmp_path: Pat
 )
 @pytest.mark.parametrize("kind", ["txt", "bin"])
 def test_a_source_too_short_for_one_step_is_refused(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, flags: list[str], want: str
+    file: str, tmp_path: Path, call: Call, kind: str, flags: list[str], want: str
 ) -> None:
     short = tmp_path / f"short.{kind}"
     short.write_bytes(b"x" * 255 if kind == "txt" else b"x\0" * 256)  # 256 tokens, with the separator
     argv = ["validate", file, "--data.source", str(short), "--training.seq_len", "256", *flags]
-    assert main(argv) == 2
-    said = capsys.readouterr().err
+    said = call(*argv, ends=2)
     assert "1 problem\n" in said
     assert f"data.source = {str(short)!r}, which has 256 tokens" in said
     assert want in said
@@ -891,30 +859,25 @@ def test_the_version_is_that_of_the_package() -> None:
     assert tomli.loads(text)["project"]["version"] == titanlite.__version__
 
 
-def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["valdate"]) == 2
-    assert "did you mean titanlite validate?" in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest(call: Call) -> None:
+    assert "did you mean titanlite validate?" in call("valdate", ends=2)
 
 
-def test_a_secret_in_a_message_is_not_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_secret_in_a_message_is_not_shown(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
-    assert main(["hf_abcdefgh"]) == 2
-    assert "command line: 1 problem\n  ***\n" in capsys.readouterr().err
+    assert "command line: 1 problem\n  ***\n" in call("hf_abcdefgh", ends=2)
 
 
-def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_that_fsdp_cannot_gather_in_float8(call: Call) -> None:
     argv = ["validate", str(shipped_folder("configs") / "llama3_8b.toml"), "--world", "6", "--float8.recipe"]
-    assert main([*argv, "rowwise"]) == 2
-    assert "the 6 shards of FSDP; attention.wo has 4096, and so for 3 layers" in capsys.readouterr().err
+    assert "the 6 shards of FSDP; attention.wo has 4096, and so for 3 layers" in call(*argv, "rowwise", ends=2)
     assert main([*argv, "rowwise_with_gw_hp"]) == 0
-    assert main([*argv, "rowwise", "--float8.filter_fqns", "output", "layers.0."]) == 2  # others are gathered
-    assert "attention.wo has 4096" in capsys.readouterr().err
+    said = call(*argv, "rowwise", "--float8.filter_fqns", "output", "layers.0.", ends=2)
+    assert "attention.wo has 4096" in said  # others are gathered
     argv[3] = "512"  # which divide the rows of blocks
     assert main([*argv, "rowwise"]) == 0
-    assert main([*argv, "rowwise", "--float8.filter_fqns"]) == 2
-    assert "the 512 shards of FSDP; output has 128256, and so for 1 layers" in capsys.readouterr().err
+    said = call(*argv, "rowwise", "--float8.filter_fqns", ends=2)
+    assert "the 512 shards of FSDP; output has 128256, and so for 1 layers" in said
 
 
 @pytest.mark.parametrize(
@@ -935,10 +898,9 @@ def test_shards_that_fsdp_cannot_gather_in_float8(capsys: pytest.CaptureFixture[
         (["rowwise", "--float8.filter_fqns", "layers"], ""),  # the head is left
     ],
 )
-def test_float8_layers(flags: list[str], want: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_float8_layers(flags: list[str], want: str, call: Call) -> None:
     debug = str(shipped_folder("configs") / "debug.toml")
-    assert main(["validate", debug, "--float8.recipe", *flags]) == (2 if want else 0)
-    assert want in capsys.readouterr().err
+    assert want in call("validate", debug, "--float8.recipe", *flags, ends=2 if want else 0)
 
 
 NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_tensor_parallel false;"
@@ -955,26 +917,20 @@ NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_t
         (["rowwise", "--float8.filter_fqns"], ""),
     ],
 )
-def test_float8_that_leaves_no_collective_to_fuse(
-    flags: list[str], want: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_float8_that_leaves_no_collective_to_fuse(flags: list[str], want: str, call: Call) -> None:
     debug = str(shipped_folder("configs") / "debug.toml")
     tp = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.async_tensor_parallel"]
-    assert main(["validate", debug, *tp, "--float8.recipe", *flags]) == (2 if want else 0)
-    assert want in capsys.readouterr().err
+    assert want in call("validate", debug, *tp, "--float8.recipe", *flags, ends=2 if want else 0)
 
 
 @pytest.mark.parametrize("strict", ["true", "false"])
-def test_float8_numerics_of_outputs_that_are_not_in_float8(
-    strict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path: Path, call: Call) -> None:
     recipe = tmp_path / "gradients.toml"
     recipe.write_text('extends = "tensorwise"\nhelp = "x"\nfsdp_all_gather = "high_precision"\n')
     recipe.write_text(recipe.read_text() + '[input]\noutput = "none"\n[weight]\noutput = "none"\n')
     debug = str(shipped_folder("configs") / "debug.toml")
     flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
-    assert main(["validate", debug, *flags]) == (2 if strict == "true" else 0)
-    said = capsys.readouterr().err
+    said = call("validate", debug, *flags, ends=2 if strict == "true" else 0)
     assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
 
 
@@ -992,12 +948,9 @@ def test_float8_numerics_of_outputs_that_are_not_in_float8(
         ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: at least one linear layer to convert'),
     ],
 )
-def test_float8_filters_are_found_by_their_line(
-    file: str, capsys: pytest.CaptureFixture[str], filters: str, said: str
-) -> None:
+def test_float8_filters_are_found_by_their_line(file: str, call: Call, filters: str, said: str) -> None:
     Path(file).write_text(Path(file).read_text() + f'[float8]\nrecipe = "rowwise"\nfilter_fqns = {filters}\n')
-    assert main(["validate", file]) == 2
-    message = capsys.readouterr().err
+    message = call("validate", file, ends=2)
     assert message.startswith(f"{file}: 1 problem\n")
     for part in said.split("|"):
         assert part in message
@@ -1015,22 +968,19 @@ def test_float8_filters_are_found_by_their_line(
         ([], None),
     ],
 )
-def test_a_pattern_of_weight_decay_that_matches_nothing(
-    patterns: list[str], fix: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pattern_of_weight_decay_that_matches_nothing(patterns: list[str], fix: str | None, call: Call) -> None:
     debug = str(shipped_folder("configs") / "debug.toml")
-    assert main(["validate", debug, "--optimizer.weight_decay_exclude", *patterns]) == (0 if fix is None else 2)
-    said = capsys.readouterr().err
+    said = call("validate", debug, "--optimizer.weight_decay_exclude", *patterns, ends=0 if fix is None else 2)
     if fix is not None:
         assert f'optimizer.weight_decay_exclude = "{patterns[-1]}"\n' in said
         assert "want: a pattern that matches a parameter: tok_embeddings.weight, layers.*.attention_norm.weight" in said
         assert f"fix:  {fix}" in said
 
 
-def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str, call: Call) -> None:
     Path(file).write_text(Path(file).read_text() + '[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
-    assert main(["validate", file]) == 2
-    assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in capsys.readouterr().err
+    said = call("validate", file, ends=2)
+    assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in said
 
 
 @pytest.mark.parametrize("tied", [False, True])

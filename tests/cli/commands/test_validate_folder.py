@@ -24,6 +24,7 @@ from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import load
 
 FLAGS = ["--config", "debug.toml", "--job.dump_folder", "runs"]
+Validate = Callable[..., tuple[int, str]]
 LARGE = 2**21  # bytes: not hashed
 
 
@@ -52,30 +53,33 @@ def what_is_there() -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
 
 
-def validate(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+@pytest.fixture
+def validate(capsys: pytest.CaptureFixture[str]) -> Validate:
     """Exit code, and what it said on the stream that belongs to it; the folder is as it was."""
-    before = what_is_there()
-    code = main(["validate", *FLAGS, *flags])
-    assert what_is_there() == before
-    said = capsys.readouterr()
-    assert (said.out, said.err).count("") == 1
-    return code, said.out + said.err
+
+    def carry_out(*flags: str) -> tuple[int, str]:
+        before = what_is_there()
+        code = main(["validate", *FLAGS, *flags])
+        assert what_is_there() == before
+        said = capsys.readouterr()
+        assert (said.out, said.err).count("") == 1
+        return code, said.out + said.err
+
+    return carry_out
 
 
-def test_it_says_from_where_the_run_goes_on_and_what_has_changed(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert validate(capsys)[1].endswith(f"{folder.path}, resumes from step 100\n")
-    code, said = validate(capsys, "--optimizer.lr", "1e-3")
+def test_it_says_from_where_the_run_goes_on_and_what_has_changed(folder: RunFolder, validate: Validate) -> None:
+    assert validate()[1].endswith(f"{folder.path}, resumes from step 100\n")
+    code, said = validate("--optimizer.lr", "1e-3")
     assert (code, said.count("  changed since the last start: optimizer.lr: 0.002 → 0.001\n")) == (0, 1)
-    assert "resumes" not in validate(capsys, "--job.name", "new")[1]
+    assert "resumes" not in validate("--job.name", "new")[1]
     assert "nothing to do" not in said
     ended = "  nothing to do: the run ends at step 100 (job.stop_after), and step 100 is already done\n"
-    assert ended in validate(capsys, "--job.stop_after", "100")[1]
+    assert ended in validate("--job.stop_after", "100")[1]
 
 
 def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_come(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, validate: Validate
 ) -> None:
     state = folder.checkpoints / "step-00000100" / "state.json"
     saved = json.loads(state.read_text())
@@ -90,8 +94,8 @@ def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_com
     folder.config.write_text(config.replace('source = "python_stdlib"', 'source = "small.txt"'))
     flags = ("--data.source=small.txt", "--data.cache_dir=cache", "--training.seq_len=256")
     for more in (("--training.global_batch_size=8", "--world=2"), ("--training.global_batch_size=8",)):
-        assert " tokens, 12 epochs in 200 steps\n" in validate(capsys, *flags, "--training.steps=200", *more)[1]
-    assert " tokens, 4 epochs in 50 steps\n" in validate(capsys, *flags, "--training.steps=50")[1]
+        assert " tokens, 12 epochs in 200 steps\n" in validate(*flags, "--training.steps=200", *more)[1]
+    assert " tokens, 4 epochs in 50 steps\n" in validate(*flags, "--training.steps=50")[1]
 
 
 REFUSED = {
@@ -105,11 +109,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("flags", "said"), REFUSED.values(), ids=REFUSED)
 def test_it_says_of_a_folder_what_a_start_says(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str], flags: list[str], said: str
+    folder: RunFolder, validate: Validate, flags: list[str], said: str
 ) -> None:
     Path("file").touch()
     config = checked_run([*FLAGS, *flags]).config
-    code, message = validate(capsys, *flags)
+    code, message = validate(*flags)
     assert code == 2
     assert said.partition("\n")[0] in message
     with pytest.raises(ConfigError) as refusal:
@@ -151,20 +155,18 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 @pytest.mark.parametrize(("damage", "flags", "said"), DAMAGE.values(), ids=DAMAGE)
 def test_a_checkpoint_that_cannot_be_resumed_from(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], flags: list[str], said: str
+    folder: RunFolder, validate: Validate, damage: Callable[[Path], object], flags: list[str], said: str
 ) -> None:
     damage(step_folder(folder.checkpoints, 100))
-    code, message = validate(capsys, *flags)
+    code, message = validate(*flags)
     assert code == 2
     assert said.replace("\n", "\n  ") in message
 
 
-def test_a_checkpoint_that_was_copied_alone_is_of_its_run(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_that_was_copied_alone_is_of_its_run(folder: RunFolder, validate: Validate) -> None:
     shutil.copytree(folder.checkpoints, folder.path.with_name("branch") / "checkpoints")
-    assert "resumes from step 100" in validate(capsys, "--job.name=branch")[1]
-    code, message = validate(capsys, "--job.name=branch", "--training.seq_len=128", "--training.seed=1")
+    assert "resumes from step 100" in validate("--job.name=branch")[1]
+    code, message = validate("--job.name=branch", "--training.seq_len=128", "--training.seed=1")
     assert code == 2
     assert "step-00000100: 2 problems\n  training.seq_len = 128\n      want: 256, as the checkpoint has it\n" in message
     fix = "      fix:  the old value; or begin anew from its weights"
@@ -172,32 +174,32 @@ def test_a_checkpoint_that_was_copied_alone_is_of_its_run(
 
 
 def test_it_says_of_prepared_text_that_it_is_another(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, tmp_path: Path, validate: Validate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache, at = f"--data.cache_dir={tmp_path}/cache", step_folder(folder.checkpoints, 100)
     state(at, corpus="another", tokenizer="bytes")
     other = "  warning: data.source holds different text than before (fingerprint "
-    assert "different" not in validate(capsys, cache)[1]  # nobody knows yet
+    assert "different" not in validate(cache)[1]  # nobody knows yet
     assert main(["prepare", *FLAGS, cache]) == 0
     capsys.readouterr()
-    assert validate(capsys, cache)[1].count(other) == 1
+    assert validate(cache)[1].count(other) == 1
     (shards,) = checked_run([*FLAGS, cache, "--validation.enable=false"]).inputs.shards.values()
     state(at, corpus=shards.fingerprint)
-    assert "different" not in validate(capsys, cache)[1]
+    assert "different" not in validate(cache)[1]
 
 
 def test_another_tokenizer_is_refused_before_its_text_is_prepared(
-    folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, tmp_path: Path, validate: Validate
 ) -> None:
     state(step_folder(folder.checkpoints, 100), corpus="another", tokenizer="another")
     cache = f"--data.cache_dir={tmp_path}/cache"
-    code, said = validate(capsys, cache)
+    code, said = validate(cache)
     assert code == 2
     assert (
         "data.tokenizer = one of fingerprint bytes\n      want: the one that the weights know, of fingerprint anot"
         in said
     )
-    assert "  warning: data.tokenizer is another than before" in validate(capsys, cache, "--job.strict=false")[1]
+    assert "  warning: data.tokenizer is another than before" in validate(cache, "--job.strict=false")[1]
     # So does a start; the rest of that is what is said here.
     environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[1])}
     command = [sys.executable, "-m", "titanlite.train", *FLAGS, cache]
@@ -208,7 +210,7 @@ def test_another_tokenizer_is_refused_before_its_text_is_prepared(
 
 @pytest.mark.parametrize("strict", ["true", "false"])
 def test_the_tokenizer_is_held_against_the_checkpoint_once(
-    folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, strict: str
+    folder: RunFolder, validate: Validate, monkeypatch: pytest.MonkeyPatch, strict: str
 ) -> None:
     held, other_text = list[str](), titanlite.commands.validate.other_text
 
@@ -218,7 +220,7 @@ def test_the_tokenizer_is_held_against_the_checkpoint_once(
 
     for module in (titanlite.commands.validate, titanlite.preflight.checked_run):
         monkeypatch.setattr(module, "other_text", look)
-    assert validate(capsys, f"--job.strict={strict}")[0] == 0
+    assert validate(f"--job.strict={strict}")[0] == 0
     assert [tokenizer for tokenizer in held if tokenizer] == ["bytes"]
 
 
