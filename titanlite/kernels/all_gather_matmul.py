@@ -200,10 +200,8 @@ SCHEMA = (
     "(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, Tensor? scale, "
     "str scale_of, Tensor[] other_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor[]"
 )
-lowering.define("all_gather_matmul", _definition, _on_gpus, SCHEMA)
 
 
-@torch.library.register_fake("titanlite::all_gather_matmul")
 def _fake(*arguments):
     call = GatherCall(*arguments)
     _check(call)
@@ -211,6 +209,9 @@ def _fake(*arguments):
     shapes = out_shapes(whole, call.others, call.form)
     results = [shard.new_empty(whole), *(shard.new_empty(shape, dtype=dtype) for shape in shapes)]
     return [*results, shard.new_empty([*whole[:-1], 1], dtype=torch.float32)] if call.moves_scale else results
+
+
+lowering.define("all_gather_matmul", _definition, _on_gpus, _fake, SCHEMA)
 
 
 def _tensors(*arguments) -> list[Tensor]:

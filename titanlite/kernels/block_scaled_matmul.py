@@ -88,14 +88,13 @@ def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.Scalin
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
 
 
-lowering.define("block_scaled_matmul", _definition, _on_gpus)
+def _fake(left, left_scale_inv, right, right_scale_inv, dtype):
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
+
+
+lowering.define("block_scaled_matmul", _definition, _on_gpus, _fake)
 
 
 @register_flop_formula(torch.ops.titanlite.block_scaled_matmul)
 def _flops(left_shape, left_scale_inv_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
     return 2 * left_shape[0] * left_shape[1] * right_shape[0]
-
-
-@torch.library.register_fake("titanlite::block_scaled_matmul")
-def _fake(left, left_scale_inv, right, right_scale_inv, dtype):
-    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)

@@ -176,34 +176,29 @@ def _cast_rows_on_gpus(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return device.launch_cast_rows(x.contiguous(), dtype)
 
 
-lowering.define("cast_transpose", _cast, _cast_on_gpus)
-lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus)
-lowering.define("cast_by", cast_to, _cast_by_on_gpus)
-lowering.define("transpose", _transpose, _transpose_on_gpus)
-lowering.define("cast_blocks", _cast_blocks, _cast_blocks_on_gpus)
-
-
-@torch.library.register_fake("titanlite::cast_transpose")
 def _fake_cast(x, factors, by_column, dtype, pow2, after=None):
     M, K = x.shape
     return x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
 
 
-@torch.library.register_fake("titanlite::transpose")
 def _fake_transpose(x, after=None):
     return x.new_empty(x.shape[::-1])
 
 
-@torch.library.register_fake("titanlite::cast_rows")
 def _fake_cast_rows(x, dtype):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@torch.library.register_fake("titanlite::cast_by")
 def _fake_cast_by(x, scale, dtype):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@torch.library.register_fake("titanlite::cast_blocks")
 def _fake_cast_blocks(x, rows, rows_transposed, dtype, pow2, after=None):
     return *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)
+
+
+lowering.define("cast_transpose", _cast, _cast_on_gpus, _fake_cast)
+lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus, _fake_cast_rows)
+lowering.define("cast_by", cast_to, _cast_by_on_gpus, _fake_cast_by)
+lowering.define("transpose", _transpose, _transpose_on_gpus, _fake_transpose)
+lowering.define("cast_blocks", _cast_blocks, _cast_blocks_on_gpus, _fake_cast_blocks)

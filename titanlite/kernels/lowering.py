@@ -45,7 +45,13 @@ _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
 _library = torch.library.Library("titanlite", "FRAGMENT")
 
 
-def define(name: str, definition: Callable[..., Any], on_gpus: Callable[..., Any], schema: str = "") -> None:
+def define(
+    name: str,
+    definition: Callable[..., Any],
+    on_gpus: Callable[..., Any],
+    fake: Callable[..., Any],
+    schema: str = "",
+) -> None:
     """Make an operator `torch.ops.titanlite.<name>` of a function.
 
     By hand rather than with custom_op, whose wrappers take longer than the launch.
@@ -54,12 +60,14 @@ def define(name: str, definition: Callable[..., Any], on_gpus: Callable[..., Any
         name: of the operator.
         definition: runs where no other function does.
         on_gpus: runs for CUDA tensors.
+        fake: makes results without numbers.
         schema: the operator's signature; the definition's if empty.
     """
     schema = schema or torch.library.infer_schema(definition, mutates_args=())
     torch.library.define(f"titanlite::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"titanlite::{name}", "default")(definition)
     torch.library.impl(f"titanlite::{name}", "cuda")(on_gpus)
+    torch.library.register_fake(f"titanlite::{name}")(fake)
 
 
 def differentiate(

@@ -168,15 +168,16 @@ SCHEMA = (
     "(Tensor[] lefts, Tensor[] rights, SymInt dim, str group, Tensor? bias, Tensor[] left_scales, "
     "Tensor[] right_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor"
 )
-lowering.define("matmul_reduce_scatter", _definition, _on_gpus, SCHEMA)
 
 
-@torch.library.register_fake("titanlite::matmul_reduce_scatter")
 def _fake(*arguments):
     call = ScatterCall(*arguments)
     _check(call)
     shape = out_shape(call.lefts, call.rights, call.dim, call.group)
     return call.lefts[0].new_empty(shape, dtype=out_dtype_of(call.lefts[0].dtype, call.out_dtype))
+
+
+lowering.define("matmul_reduce_scatter", _definition, _on_gpus, _fake, SCHEMA)
 
 
 def _tensors(lefts, rights, dim, group, bias, left_scales, right_scales, *_) -> list[Tensor]:

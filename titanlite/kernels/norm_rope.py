@@ -109,18 +109,16 @@ def _contiguous(given: Iterable[Any]) -> Iterator[Any]:
     return (x.contiguous() if isinstance(x, Tensor) else x for x in given)
 
 
-lowering.define("norm_rope", _forward, _forward_on_gpus)
-lowering.define("norm_rope_grad", _backward, _backward_on_gpus)
-# By heads: a key's and a value's with all of their queries.
-SPLITS[torch.ops.titanlite.norm_rope.default] = (Split((1, None, None, None, None), 1),)
-
-
-@torch.library.register_fake("titanlite::norm_rope")
 def _fake(qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps):
     heads, E = qkv.shape[1] // (2 * cos.shape[1]) // (queries_per_kv + 2), 2 * cos.shape[1]
     return qkv.new_empty(len(qkv), heads * queries_per_kv, E), qkv.new_empty(len(qkv), heads, E)
 
 
-@torch.library.register_fake("titanlite::norm_rope_grad")
 def _fake_grad(q_grad, k_grad, v_grad, qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps):
     return qkv.new_empty(qkv.shape), q_weight.new_empty(q_weight.shape), k_weight.new_empty(k_weight.shape)
+
+
+lowering.define("norm_rope", _forward, _forward_on_gpus, _fake)
+lowering.define("norm_rope_grad", _backward, _backward_on_gpus, _fake_grad)
+# By heads: a key's and a value's with all of their queries.
+SPLITS[torch.ops.titanlite.norm_rope.default] = (Split((1, None, None, None, None), 1),)

@@ -115,9 +115,8 @@ def _backward_on_gpus(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tenso
     return device.launch_rotated_heads_grad(q_grad, k_grad, v_grad, cos.contiguous(), sin.contiguous())
 
 
-lowering.define("rotated_heads_grad", _backward, _backward_on_gpus)
-
-
-@torch.library.register_fake("titanlite::rotated_heads_grad")
 def _fake(q_grad, k_grad, v_grad, cos, sin):
     return q_grad.new_empty(len(q_grad), (q_grad.shape[1] + 2 * k_grad.shape[1]) * q_grad.shape[2])
+
+
+lowering.define("rotated_heads_grad", _backward, _backward_on_gpus, _fake)

@@ -46,12 +46,11 @@ def _multiply(
     return products.scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)
 
 
-lowering.define("scaled_matmul", _multiply, _multiply)
-
-
-@torch.library.register_fake("titanlite::scaled_matmul")
 def _fake(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum):
     return left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype)
+
+
+lowering.define("scaled_matmul", _multiply, _multiply, _fake)
 
 
 register_flop_formula(torch.ops.titanlite.scaled_matmul)(lambda left, right, *_, **__: mm_flop(left, right))

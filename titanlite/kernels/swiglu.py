@@ -151,26 +151,23 @@ def _swiglu_grad_on_gpus(grad: Tensor, x: Tensor) -> Tensor:
     return device.launch_swiglu_grad(grad.contiguous(), x.contiguous())
 
 
-lowering.define("swiglu_grad", _swiglu_grad, _swiglu_grad_on_gpus)
-lowering.define("swiglu_cast", _swiglu_cast, _swiglu_cast_on_gpus)
-lowering.define("swiglu_grad_cast", _swiglu_grad_cast, _swiglu_grad_cast_on_gpus)
-
-
-def _empty_scale_inv(x: Tensor, by_row: bool) -> Tensor:
-    return x.new_empty((len(x), 1) if by_row else (), dtype=torch.float32)
-
-
-@torch.library.register_fake("titanlite::swiglu_grad")
 def _fake_grad(grad, x):
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("titanlite::swiglu_cast")
 def _fake_cast(x, by_row, dtype, pow2):
     return x.new_empty((len(x), x.shape[1] // 2), dtype=dtype), _empty_scale_inv(x, by_row)
 
 
-@torch.library.register_fake("titanlite::swiglu_grad_cast")
 def _fake_grad_cast(grad, x, by_row, dtype, result_dtype, pow2):
     qdata, result = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
     return qdata, _empty_scale_inv(x, by_row), result, _empty_scale_inv(x, by_row)
+
+
+lowering.define("swiglu_grad", _swiglu_grad, _swiglu_grad_on_gpus, _fake_grad)
+lowering.define("swiglu_cast", _swiglu_cast, _swiglu_cast_on_gpus, _fake_cast)
+lowering.define("swiglu_grad_cast", _swiglu_grad_cast, _swiglu_grad_cast_on_gpus, _fake_grad_cast)
+
+
+def _empty_scale_inv(x: Tensor, by_row: bool) -> Tensor:
+    return x.new_empty((len(x), 1) if by_row else (), dtype=torch.float32)

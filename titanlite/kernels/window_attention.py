@@ -133,25 +133,21 @@ def _backward_on_gpus(
     return d_q, d_k, d_v
 
 
-lowering.define("window_attention", _forward, _forward_on_gpus)
-lowering.define("window_attention_grad", _backward, _backward_on_gpus)
-# By sequences, or by heads where those of queries and those of keys both divide.
-SPLITS[torch.ops.titanlite.window_attention.default] = (Split((0, 0, 0), 0), Split((1, 1, 1), 1))
+def _fake(q, k, v, window):
+    return _empty(q), q.new_empty(q.shape[:3], dtype=_of_sums(q.dtype))
+
+
+def _fake_grad(grad, q, k, v, out, sums, window):
+    return _empty(q), _empty(k), _empty(v)
+
+
+lowering.define("window_attention", _forward, _forward_on_gpus, _fake)
+lowering.define("window_attention_grad", _backward, _backward_on_gpus, _fake_grad)
 
 
 def _empty(x: Tensor) -> Tensor:
     B, heads, S, E = x.shape
     return x.new_empty(B, S, heads, E).transpose(1, 2)
-
-
-@torch.library.register_fake("titanlite::window_attention")
-def _fake(q, k, v, window):
-    return _empty(q), q.new_empty(q.shape[:3], dtype=_of_sums(q.dtype))
-
-
-@torch.library.register_fake("titanlite::window_attention_grad")
-def _fake_grad(grad, q, k, v, out, sums, window):
-    return _empty(q), _empty(k), _empty(v)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -179,3 +175,7 @@ def _flops(q_shape, k_shape, v_shape, window, *args, **kwargs) -> int:
 def _flops_of_gradient(grad_shape, q_shape, k_shape, v_shape, result_shape, sums_shape, window, *args, **kwargs) -> int:
     """Five products in the place of two: the scores are formed again."""
     return _flops(q_shape, k_shape, v_shape, window) * 5 // 2
+
+
+# By sequences, or by heads where those of queries and those of keys both divide.
+SPLITS[torch.ops.titanlite.window_attention.default] = (Split((0, 0, 0), 0), Split((1, 1, 1), 1))
