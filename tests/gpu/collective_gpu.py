@@ -13,20 +13,14 @@ itself out, over gloo.
 import argparse
 import faulthandler
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.gpu.shared_gpus import take_gpu
+from tests.gpu.ranks_on_gpus import SpawnedRanks, start
 from tests.support.collective_cases import (
     BF16,
     E4M3,
@@ -54,7 +48,6 @@ from tests.support.collective_cases import (
     scatters,
 )
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
-from titanlite.kernels.device.channel import peer_failure
 from titanlite.kernels.lowering import lowered, no_peer_access
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -572,7 +565,8 @@ def _run(
             late = time.monotonic() > end
             culprit = ranks.started or left[0]
             for name in left if late and not ranks.started else [culprit]:
-                why = "not run in time" if name != ranks.started else ranks.how_it_ended(late)
+                how = "the time was over" if late else "a rank ended"
+                why = f"{how}\n{ranks.said()}" if name == ranks.started else "not run in time"
                 results.append(Result(name, [why]))
                 tell(results[-1])
             left = [name for name in left if name not in {result.name for result in results}]
@@ -582,25 +576,20 @@ def _run(
     return results
 
 
-class _Ranks:
+class _Ranks(SpawnedRanks):
     """Processes that run checks and note in a file what became of them."""
 
     def __init__(self, world: int, device: str, folder: Path, todo: list[str], check_timeout_s: float):
-        self._notes, self._logs = folder / "notes", [folder / f"rank{r}.log" for r in range(world)]
+        self._notes = folder / "notes"
         self._notes.touch()
         self.started: str | None = None
-        spawn = multiprocessing.get_context("spawn")
-        self._processes: list[BaseProcess] = []
-        for r in range(world):
-            args = (r, world, device, str(folder), todo, check_timeout_s)
-            self._processes.append(spawn.Process(target=_rank, args=args, daemon=True))
-            self._processes[-1].start()
+        super().__init__(_run_checks, world, folder, device, todo, check_timeout_s)
 
     def results(self, end: float):
         """Results as they come, until the ranks are through, one of them has ended badly, or the time is over."""
         with self._notes.open() as notes:
             while True:
-                codes = [process.exitcode for process in self._processes]  # before the notes, which are then complete
+                codes = self.codes()  # before the notes, which are then complete
                 while line := notes.readline():
                     note = json.loads(line)
                     if "start" in note:
@@ -615,84 +604,29 @@ class _Ranks:
                     return
                 time.sleep(0.05)
 
-    def how_it_ended(self, late: bool) -> str:
-        """What the ranks left in their logs."""
-        logs = [
-            f"--- rank {r}, exit code {p.exitcode}\n{log.read_text()[-3000:] if log.exists() else ''}"
-            for r, (p, log) in enumerate(zip(self._processes, self._logs, strict=True))
-        ]
-        return "\n".join(["the time was over" if late else "a rank ended", *logs])
 
-    def kill(self) -> None:
-        """End those that still run, after they have left their stacks in their logs."""
-        for process in self._processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGABRT)
-        for process in self._processes:
-            process.join(2)
-            process.kill()
-            process.join()
-
-
-def _rank(rank: int, world: int, device: str, folder: str, todo: list[str], check_timeout_s: float) -> None:
-    """One process: run the checks in step with the others; rank 0 notes what becomes of them."""
-    log = os.open(Path(folder) / f"rank{rank}.log", os.O_CREAT | os.O_WRONLY)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable(file=2)
-    torch.set_num_threads(1)
-    try:
-        control = start(rank, world, device, folder, check_timeout_s)
-        found = checks(world, device)
-        with (Path(folder) / "notes").open("a", buffering=1) as notes:
-            for name in todo:
-                dist.barrier(control)
-                if rank == 0:
-                    notes.write(json.dumps({"start": name}) + "\n")
-                begun, before = time.monotonic(), lowered.copy()
-                faulthandler.dump_traceback_later(check_timeout_s, exit=True)
-                problems = found[name]() if name in found else []
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                plain = sorted({how.reason for how in lowered - before if how.reason})
-                said: list[list[str]] = [[] for _ in range(world)]
-                dist.all_gather_object(said, [f"rank {rank}: {text}" for text in problems], group=control)
-                faulthandler.cancel_dump_traceback_later()
-                if rank == 0:
-                    result = Result(name, [text for texts in said for text in texts], time.monotonic() - begun, plain)
-                    notes.write(json.dumps(result._asdict()) + "\n")
-        dist.barrier(control)
-    except BaseException:
-        traceback.print_exc()
-        if device == "cuda" and (why := peer_failure()):
-            print(why)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    os._exit(0)  # a process group's end may wait for peers
-
-
-def start(rank: int, world: int, device: str, folder: str, check_timeout_s: float) -> dist.ProcessGroup:
-    """Join the ranks, and return a group by which they agree on the host."""
-    on_gpu = device == "cuda"
-    if on_gpu:
-        # Sums that are split along K would be added in bfloat16 otherwise, which is not what products promise.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    dist.init_process_group(
-        store=dist.FileStore(f"{folder}/store", world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=check_timeout_s),
-        **(take_gpu(rank, world)._asdict() if on_gpu else {"backend": "gloo"}),
-    )
-    if on_gpu and find_spec("triton"):
-        from titanlite.kernels.device import channel
-
-        channel.set_deadline(check_timeout_s / 2)  # so that a kernel says whom it waits for before it is killed
-    control = dist.new_group(backend="gloo")
-    assert isinstance(control, dist.ProcessGroup)
-    return control
+def _run_checks(rank: int, world: int, folder: Path, device: str, todo: list[str], check_timeout_s: float) -> None:
+    """Run the checks in step with the other ranks; rank 0 notes what becomes of them."""
+    control = start(rank, world, device, folder, check_timeout_s)
+    found = checks(world, device)
+    with (folder / "notes").open("a", buffering=1) as notes:
+        for name in todo:
+            dist.barrier(control)
+            if rank == 0:
+                notes.write(json.dumps({"start": name}) + "\n")
+            begun, before = time.monotonic(), lowered.copy()
+            faulthandler.dump_traceback_later(check_timeout_s, exit=True)
+            problems = found[name]() if name in found else []
+            if device == "cuda":
+                torch.cuda.synchronize()
+            plain = sorted({how.reason for how in lowered - before if how.reason})
+            said: list[list[str]] = [[] for _ in range(world)]
+            dist.all_gather_object(said, [f"rank {rank}: {text}" for text in problems], group=control)
+            faulthandler.cancel_dump_traceback_later()
+            if rank == 0:
+                result = Result(name, [text for texts in said for text in texts], time.monotonic() - begun, plain)
+                notes.write(json.dumps(result._asdict()) + "\n")
+    dist.barrier(control)
 
 
 def main() -> None:

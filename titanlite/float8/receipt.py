@@ -1,4 +1,4 @@
-"""What the receipt says of float8: which layers compute in it, and what each of the others is left out for."""
+"""The receipt of float8: which layers compute in it, and what each of the others is left out for."""
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def emulation_cost(done: Conversion, device: torch.device) -> str | None:
 
 
 def _gathered(done: Conversion, recipe: Float8Recipe, shards: int) -> tuple[str, str | None]:
-    """What FSDP gathers, and what that means for the weight of each layer."""
+    """Describe what FSDP gathers, and what that means for the weight of each layer."""
     if recipe.fsdp_all_gather != "float8":
         return recipe.fsdp_all_gather, None
     if done.lowering.why is not None:

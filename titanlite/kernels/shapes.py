@@ -12,7 +12,7 @@ import torch
 from torch import Size, Tensor
 
 
-class Split(NamedTuple):
+class DimSplit(NamedTuple):
     """A tensor whose dim is split over ranks.
 
     Attributes:
@@ -42,7 +42,7 @@ class Split(NamedTuple):
         return max(0, min(self.chunk, self.size - rank * self.chunk))
 
 
-def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> Split:
+def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> DimSplit:
     """Describe a tensor of `shape` whose `dim` is `size` long over all ranks.
 
     Args:
@@ -52,7 +52,7 @@ def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> Split:
         ranks: how many chunks.
     """
     dim %= len(shape)
-    return Split(math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :]), ranks)
+    return DimSplit(math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :]), ranks)
 
 
 def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
+from tests.support.sqnr import sqnr
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.float8.emulated import EmulatedFloat8, cast
@@ -30,13 +31,6 @@ def numbers(seed: int, *shape: int, spread: bool = False) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=rng, dtype=torch.float64)
     return x * torch.exp(torch.randn(shape[0], 1, generator=rng, dtype=torch.float64)) if spread else x
-
-
-def sqnr(got: Tensor, truth: Tensor) -> float:
-    """Decibels."""
-    truth = truth.double()
-    noise = (got.double() - truth).norm().item()
-    return 20 * math.log10(truth.norm().item() / noise) if noise else math.inf
 
 
 def world_of_two() -> tuple[Group, int]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.sqnr import sqnr
 from titanlite.kernels.block_scaled_matmul import (
     as_cublas_has_it,
     block_scaled_matmul,
@@ -31,11 +32,6 @@ def operand(R: int, C: int, blocks: tuple[int, int], seed: int, device: str = "c
 def numbers(qdata: Tensor, scale_inv: Tensor, blocks: tuple[int, int]) -> Tensor:
     """What they stand for, in float64, written another way than the definition."""
     return qdata.double() * scale_inv.double().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
-
-
-def sqnr(got: Tensor, truth: Tensor) -> float:
-    noise = (got.double() - truth).norm().item()
-    return 20 * math.log10(truth.norm().item() / noise) if noise else math.inf
 
 
 @pytest.mark.parametrize(("R", "C", "S"), SHAPES)

@@ -45,7 +45,7 @@ from titanlite.kernels.products import (
     out_shapes,
     products,
 )
-from titanlite.kernels.shapes import Split, split
+from titanlite.kernels.shapes import DimSplit, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
 """Places of the gathered dim in G as stored: a row or a column, kept or contracted."""
@@ -73,7 +73,7 @@ class GatherLayout:
     """
 
     wait: int
-    whole: Split
+    whole: DimSplit
     rows: int
     columns: int
     segment: int

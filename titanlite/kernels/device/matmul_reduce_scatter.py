@@ -39,7 +39,7 @@ from titanlite.kernels.products import (
     out_dtype_of,
     product_shape,
 )
-from titanlite.kernels.shapes import Split, split
+from titanlite.kernels.shapes import DimSplit, split
 
 REDUCE_BLOCK = 4096
 """Elements that a thread block adds."""
@@ -207,7 +207,7 @@ class ScatterPlan:
     """
 
     pick: Tiles
-    whole: Split
+    whole: DimSplit
     specialised: bool
     by_cols: bool
     M: int
