@@ -28,6 +28,7 @@ from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_device
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_device
+from titanlite.kernels.device.gather_plan import plan_gather
 from titanlite.kernels.device.tiles import WIDE, Tiles
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.products import GatherCall, ScatterCall
@@ -215,7 +216,7 @@ class Operands:
             scale = left[0] if left else None
             operands = self.a, [self.b], 0, self.M
             call = GatherCall(*operands, self.group, "left", [], scale, "row", right, None, self.fast)
-            plan = gather_device.plan_gather(call, group, tiles)
+            plan = plan_gather(call, group, tiles)
             return lambda: gather_device.launch_all_gather_matmul(plan, call)[1]
         call = ScatterCall([self.a], [self.b], 0, self.group, None, left, right, None, self.fast)
         plan = scatter_device.plan_scatter(call, group, tiles)

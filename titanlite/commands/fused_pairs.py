@@ -86,7 +86,7 @@ class _Asking(TorchDispatchMode):
         if importlib.util.find_spec("triton") is None:
             return NOT_ASKED
         if op.endswith("all_gather_matmul"):
-            from titanlite.kernels.device.all_gather_matmul import gather_unsupported_reason
+            from titanlite.kernels.device.gather_plan import gather_unsupported_reason
 
             shard, others, dim, size, _, form = args[:6]
             found = gather_unsupported_reason(shard, others, dim, size, self.ranks, form, args[8])

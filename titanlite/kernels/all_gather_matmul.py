@@ -186,14 +186,16 @@ def _choose(call: GatherCall) -> tuple[lowering.Lowered, Callable[[GatherCall], 
     )
     reason = lowering.no_peer_access(call.group)
     if reason is None:
-        from titanlite.kernels.device import all_gather_matmul as device
+        from titanlite.kernels.device import gather_plan
 
-        reason = device.gather_unsupported_reason(*call[:4], ranks.size, call.form, call.scale_of)
+        reason = gather_plan.gather_unsupported_reason(*call[:4], ranks.size, call.form, call.scale_of)
     reason = lowering.agree(op, call.group, what, lowering.shapes_of(*call.others), reason)
     counter = lowering.counted(op, call.group, lowering.shapes_of(shard, *call.others), reason)
     if reason is not None:
         return counter, _gather_and_multiply
-    return counter, partial(device.launch_all_gather_matmul, device.plan_gather(call, ranks))
+    from titanlite.kernels.device.all_gather_matmul import launch_all_gather_matmul
+
+    return counter, partial(launch_all_gather_matmul, gather_plan.plan_gather(call, ranks))
 
 
 SCHEMA = (

@@ -41,6 +41,7 @@ from titanlite.kernels.device import (
     block_cast,
     channel,
     float8_cast,
+    gather_plan,
     norm_rope,
     rms_norm,
     rope,
@@ -141,7 +142,9 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
     shape[case.dim] = split(whole, case.dim, whole[case.dim], ranks).length(rank)
     shard = placed(torch.zeros(shape, dtype=case.dtype), case.memory)
     other = placed(torch.zeros(sizes(first, "cuda"), dtype=case.other_dtype or case.dtype), case.memory)
-    if gather.gather_unsupported_reason(shard, [other], case.dim, whole[case.dim], ranks, case.form, case.scale_of):
+    if gather_plan.gather_unsupported_reason(
+        shard, [other], case.dim, whole[case.dim], ranks, case.form, case.scale_of
+    ):
         return
     bias_dtype = case.bias_dtype or out_dtype_of(case.dtype, case.out_dtype)
     (product,) = out_shapes(whole, [other], case.form)
@@ -268,7 +271,7 @@ EMPTY = [
 @pytest.mark.parametrize(("shard", "dim", "size", "other", "form"), EMPTY)
 def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, other: list[int], form: str):
     args = torch.zeros(shard, dtype=BF16), [torch.zeros(other, dtype=BF16)]
-    assert gather.gather_unsupported_reason(*args, dim, size, 4, form, "tensor") == NOTHING
+    assert gather_plan.gather_unsupported_reason(*args, dim, size, 4, form, "tensor") == NOTHING
 
 
 @pytest.mark.parametrize(("M", "K", "N"), [(0, 64, 32), (512, 0, 32), (512, 64, 0)])
@@ -328,11 +331,14 @@ def test_norms(launches: Launches):
 def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyPatch, ranks: int, reason: str | None):
     table = {("matmul_reduce_scatter", 2, 4, 16384, 8192, 14336): tiles.Tiles(plain=True)}
     monkeypatch.setattr(tiles, "_table", lambda: table)
-    for stem in (scatter, gather):
-        monkeypatch.setattr(stem, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
+    for module in (scatter, gather_plan):
+        monkeypatch.setattr(module, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
     assert scatter.scatter_unsupported_reason([left], [right], ranks) == reason
-    assert gather.gather_unsupported_reason(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor") is None
+    assert (
+        gather_plan.gather_unsupported_reason(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor")
+        is None
+    )
 
 
 @pytest.mark.parametrize(

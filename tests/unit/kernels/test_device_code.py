@@ -42,8 +42,8 @@ from tests.support.ptx import (
 )
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_stem
+from titanlite.kernels.device import gather_plan, shard_exchange
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
-from titanlite.kernels.device import shard_exchange
 from titanlite.kernels.device.tiles import Tiles, _table
 from titanlite.kernels.products import GatherCall, ScatterCall
 
@@ -230,7 +230,7 @@ def gather(
     scale_of = scale_of or "tensor"
     biases = [torch.empty(N, dtype=BF16)] if bias else []
     call = GatherCall(shard, [right], dim, whole[dim], "g", form, biases, scale, scale_of, other_scales, out, fast)
-    gather_stem.launch_all_gather_matmul(gather_stem.plan_gather(call, Group("g", ranks, 1), choice), call)
+    gather_stem.launch_all_gather_matmul(gather_plan.plan_gather(call, Group("g", ranks, 1), choice), call)
 
 
 def scatter(

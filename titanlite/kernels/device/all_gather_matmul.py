@@ -1,141 +1,35 @@
 """All-gather → matmul in two launches: publish this rank's shard, then pull the others' while multiplying.
 
 The common shapes take `specialised_gather`, behind one thread block that meets the peers; the others `general_gather`.
-
-G stands for the gathered operand, O for the other one; X is G's dim that is kept, Y is O's. Where the contracted dim is
-the gathered one, a tile walks through it rank by rank, its own first.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from titanlite.kernels.collectives import Group
-from titanlite.kernels.device.channel import COUNTERS, Channel, channel, multiprocessors
-from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
+from titanlite.kernels.device.channel import Channel, channel, multiprocessors
+from titanlite.kernels.device.gather_plan import UNIT, GatherPlan, contracts_last
 from titanlite.kernels.device.general_gather import _gather_matmul, _publish
-from titanlite.kernels.device.launch import Blocks, cdiv, ready
-from titanlite.kernels.device.operands import Rows, aligned, rows_of
+from titanlite.kernels.device.launch import Blocks, ready
+from titanlite.kernels.device.operands import aligned
 from titanlite.kernels.device.protocol import meet
 from titanlite.kernels.device.specialised_gather import gather_matmul
 from titanlite.kernels.device.specialised_matmul import PART
 from titanlite.kernels.device.specialised_operands import (
     blocks,
     consumers,
-    has_steps_for_parts,
     operand_blocks,
     peer_blocks,
     rest_blocks,
     stages,
 )
-from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import (
-    FLOAT8,
-    MAX_RANKS,
-    NOTHING,
-    SLOWER,
-    GatherCall,
-    gather_scale,
-    out_dtype_of,
-    out_shapes,
-    products,
-)
-from titanlite.kernels.shapes import DimSplit, split
+from titanlite.kernels.products import GatherCall, gather_scale, products
 
-ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
-"""Places of the gathered dim in G as stored: a row or a column, kept or contracted."""
-
-UNIT = 128
-"""Rows of a shard whose arrival is counted together."""
 COPY_BYTES = 128
 """Bytes of each row that the specialised kernel copies at once: the width that TMA swizzles."""
-PUBLISHERS = 264
-"""Thread blocks of the first kernel."""
-
-
-@dataclass(frozen=True)
-class GatherLayout:
-    """The places of everything, for one call.
-
-    Attributes:
-        wait: ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS.
-        whole: the gathered dim in G.
-        rows: of a full shard seen as [rows, columns].
-        columns: of a shard.
-        segment: rows of a shard that lie together in G.
-        X: kept dim of G.
-        K: contracted dim.
-    """
-
-    wait: int
-    whole: DimSplit
-    rows: int
-    columns: int
-    segment: int
-    X: int
-    K: int
-
-
-def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> GatherLayout:
-    """Describe the gather of a shard of `shape` along `dim` (not negative), for the product `form`."""
-    whole = split(shape, dim, size, ranks)
-    full = [*shape[:dim], size, *shape[dim + 1 :]]
-    last = dim == len(shape) - 1
-    contracts_last = form in ("left", "right_t")
-    if last:
-        wait = CONTRACTED_COLS if contracts_last else COLS
-        rows, columns, segment = whole.outer, whole.chunk, whole.outer
-    else:
-        wait = ROWS if contracts_last else CONTRACTED_ROWS
-        columns = shape[-1]
-        segment = whole.chunk * whole.inner // columns
-        rows = whole.outer * segment
-    flat = [math.prod(full[:-1]), full[-1]]
-    X, K = flat if contracts_last else flat[::-1]
-    return GatherLayout(wait, whole, rows, columns, segment, X, K)
-
-
-def gather_unsupported_reason(
-    shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
-) -> str | None:
-    """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
-    if shard.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
-        return f"{shard.dtype} operands; the kernels take bfloat16, float16 and float8"
-    if not 2 <= ranks <= MAX_RANKS:
-        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
-    dim %= shard.ndim
-    if not others or not others[0].numel() or not math.prod([*shard.shape[:dim], size, *shard.shape[dim + 1 :]]):
-        return NOTHING
-    at = gather_layout(list(shard.shape), dim, size, ranks, form)
-    itemsize = shard.dtype.itemsize
-    if at.columns * itemsize % 16:
-        return f"rows of {at.columns * itemsize} bytes; the copies want a multiple of 16"
-    if not at.whole.even and at.wait != ROWS:
-        return f"{size} rows over {ranks} ranks are uneven along a contracted dim or columns"
-    if at.wait >= CONTRACTED_ROWS and at.whole.chunk % (128 // itemsize):
-        return f"chunks of {at.whole.chunk} of the contracted dim; the kernels want a multiple of {128 // itemsize}"
-    if at.wait == CONTRACTED_COLS and scale_of == "shard":
-        return "a scale for each shard of the contracted dim"
-    if shard.dtype in FLOAT8 and form not in ("left", "right_t"):
-        return f"float8 in the form {form!r}; Hopper multiplies float8 along rows only"
-    if at.K * itemsize % 16:
-        return f"{at.K} contracted, {at.K * itemsize} bytes; the kernels want a multiple of 16"
-    if ranks * -(-at.rows // UNIT) > COUNTERS - COUNTERS_HEADER:
-        return f"{at.rows} rows of a shard; the kernels count up to {(COUNTERS - COUNTERS_HEADER) // ranks * UNIT}"
-    M, N = _product(at, others[0], form)
-    return SLOWER if tiles("all_gather_matmul", itemsize, ranks, M, N, at.K, fast_accum=True).plain else None
-
-
-def _product(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
-    """Return rows and columns of the first product."""
-    if form.startswith("left"):
-        return at.X, other.shape[1]
-    return math.prod(other.shape[:-1]), at.X
 
 
 class _Memory(NamedTuple):
@@ -157,7 +51,7 @@ class _Memory(NamedTuple):
     slot_rows: int
 
 
-def launch_all_gather_matmul(plan: "GatherPlan", call: GatherCall) -> list[Tensor]:
+def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]:
     """Run the operator, its first product fused with the gather.
 
     Args:
@@ -195,7 +89,7 @@ def launch_all_gather_matmul(plan: "GatherPlan", call: GatherCall) -> list[Tenso
 Launches = tuple[Callable[[], None], Callable[[], None]]
 
 
-def _specialised(plan: "GatherPlan", call: GatherCall, to: Channel, memory: _Memory) -> Launches:
+def _specialised(plan: GatherPlan, call: GatherCall, to: Channel, memory: _Memory) -> Launches:
     """Load the kernels for the common shapes."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
@@ -235,7 +129,7 @@ def _specialised(plan: "GatherPlan", call: GatherCall, to: Channel, memory: _Mem
     return first, second
 
 
-def _general(plan: "GatherPlan", call: GatherCall, to: Channel, memory: _Memory) -> Launches:
+def _general(plan: GatherPlan, call: GatherCall, to: Channel, memory: _Memory) -> Launches:
     """Load the kernels for any shape."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
@@ -281,118 +175,3 @@ def _general(plan: "GatherPlan", call: GatherCall, to: Channel, memory: _Memory)
         num_warps=pick.warps, num_stages=pick.stages,
     )  # fmt: skip
     return first, second
-
-
-@dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
-class GatherPlan:
-    """All that depends on a call's shapes, dtypes and strides, and on the rank.
-
-    Attributes:
-        at: where everything lies.
-        other: how the other operand is read.
-        pick: tiles.
-        specialised: whether the kernel of that name takes the call.
-        full: shape of G.
-        gathered: the same, or [outer, padded dim, inner] where chunks are not all full.
-        matrix: the same as [rows, columns].
-        out: shape of the product.
-        out_dtype: its dtype.
-        tma_store: whether all tiles lie within one rank's part and TMA may write them.
-        moves_scale: whether scales travel.
-        scale_bytes: where they lie in a slot.
-        scales: how many this rank has.
-        slot_bytes: needed.
-        length: words of this rank's shard per outer index.
-        slot_stride: words of a full shard per outer index.
-        own_segment: rows of this rank's shard that lie together in G.
-        size: rows of the whole G per outer index.
-        block: words that a thread block of the first kernel copies at once.
-        publishers: thread blocks of the first kernel.
-        lanes: ranks, rounded up to a power of two.
-    """
-
-    at: GatherLayout
-    other: Rows
-    pick: Tiles
-    specialised: bool
-    full: list[int]
-    gathered: tuple[int, ...]
-    matrix: tuple[int, int]
-    out: list[int]
-    out_dtype: torch.dtype
-    tma_store: bool
-    moves_scale: bool
-    scale_bytes: int
-    scales: int
-    slot_bytes: int
-    length: int
-    slot_stride: int
-    own_segment: int
-    size: int
-    block: int
-    publishers: int
-    lanes: int
-
-
-def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> GatherPlan:
-    """Plan a call for which `gather_unsupported_reason` is None.
-
-    Args:
-        call: the operator's arguments.
-        ranks: of the group.
-        choice: tiles; those of the tuning table if None.
-    """
-    shard, size, form, fast_accum, other = call.shard, call.size, call.form, call.fast_accum, call.others[0]
-    at = gather_layout(list(shard.shape), call.at, size, ranks.size, form)
-    left, itemsize = form.startswith("left"), shard.dtype.itemsize
-    dtype = out_dtype_of(shard.dtype, call.out_dtype)
-    M, N = _product(at, other, form)
-    pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
-    aligned_rows = N * dtype.itemsize % 16 == 0
-    specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
-    specialised = (
-        specialised and dtype.itemsize == 2 and pick.m >= UNIT
-    )  # a counter for each m rows; see `gather_unsupported_reason`
-    specialised = specialised and at.segment % pick.m == 0
-    specialised = specialised and has_steps_for_parts(pick, at.K, itemsize, fast_accum)
-    pick = pick if specialised else pick.narrow()
-    BX = pick.m if left else pick.n
-    by_columns = at.wait in (COLS, CONTRACTED_COLS)
-    together = at.whole.chunk if by_columns else at.segment
-    whole_tiles = at.wait >= CONTRACTED_ROWS or (at.whole.even and together % BX == 0)
-    tma_store = whole_tiles and aligned_rows
-    own = at.whole.length(ranks.rank)
-    length = own * at.whole.inner * itemsize // 8
-    block = min(2048, triton.next_power_of_2(max(1, length)))
-    scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
-    full = call.whole
-    columns = at.columns * (ranks.size if by_columns else 1)
-    padded = (at.whole.outer, at.whole.chunk * ranks.size, at.whole.inner)
-    return GatherPlan(
-        at=at,
-        other=rows_of([other.t() if left else other.flatten(0, -2)], may_transpose=shard.dtype not in FLOAT8)[0],
-        pick=pick,
-        specialised=specialised,
-        full=full,
-        gathered=tuple(full) if at.whole.even else padded,
-        matrix=(math.prod(padded) // columns, columns),
-        out=out_shapes(full, [other], form)[0],
-        out_dtype=dtype,
-        tma_store=tma_store,
-        moves_scale=call.moves_scale,
-        scale_bytes=scale_bytes,
-        scales=shard.numel() // at.columns if call.moves_scale else 0,
-        slot_bytes=scale_bytes + 4 * at.rows * ranks.size + at.columns * itemsize,
-        length=length,
-        slot_stride=at.whole.chunk * at.whole.inner * itemsize // 8,
-        own_segment=at.rows if by_columns else max(1, own * at.whole.inner // at.columns),
-        size=0 if by_columns else at.whole.size * at.whole.inner // at.columns,
-        block=block,
-        publishers=min(PUBLISHERS, max(1, at.whole.outer * cdiv(length, block))),
-        lanes=triton.next_power_of_2(ranks.size),
-    )
-
-
-def contracts_last(form: str) -> bool:
-    """Check that G's last dim is the contracted one."""
-    return form in ("left", "right_t")
