@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.collective_gpu import in_graph
+from tests.gpu.collective_checks import in_graph
 from tests.gpu.shared_gpus import take_gpu
 from titanlite.kernels import all_gather_matmul as gather
 from titanlite.kernels import matmul_reduce_scatter as scatter

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from tests.gpu.collective_gpu import Result, names, run
+from tests.gpu.collective_checks import names
+from tests.gpu.collective_gpu import Result, run
 
 GPUS = torch.cuda.device_count()
 WORLDS = sorted({8, max(2, min(GPUS, 8))})

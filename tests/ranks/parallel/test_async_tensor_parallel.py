@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.gpu.collective_gpu import Between, spoil
+from tests.gpu.collective_checks import Between, spoil
 from tests.gpu.ranks_on_gpus import run_on_gpus
 from tests.support.collective_cases import Ranks
 from tests.support.count_collectives import CountCollectives

@@ -335,10 +335,8 @@ def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
     assert scatter.scatter_unsupported_reason([left], [right], ranks) == reason
-    assert (
-        gather_plan.gather_unsupported_reason(left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor")
-        is None
-    )
+    given = left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor"
+    assert gather_plan.gather_unsupported_reason(*given) is None
 
 
 @pytest.mark.parametrize(
