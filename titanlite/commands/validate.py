@@ -16,8 +16,9 @@ from titanlite.commands.arguments import Command
 from titanlite.config.architectures import block_of, n_parameters
 from titanlite.config.check import sequences_per_step
 from titanlite.config.schema import Config
+from titanlite.data.inputs import check_cache
 from titanlite.data.order import epochs
-from titanlite.data.prepare import check_cache, whole_from_hub
+from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run

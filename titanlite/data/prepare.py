@@ -4,60 +4,30 @@ The shards of a source lie in `<data.cache_dir>/<source>-<tokenizer>-<key>/`, wh
 that decides their content: the paths, sizes and modification times of the input files, the tokenizer, the text field.
 Whatever changes gives another folder, and the old one stays until somebody deletes it. (What a dataset on the hub
 holds cannot be seen from here: after it has changed there, delete its folder.)
-
-`check_inputs` is the part of this that can be said before torch is imported and before any device is touched.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from titanlite.config.schema import Config, Data
+from titanlite.config.schema import Data
 from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import (
-    check_cache_is_folder,
     check_cache_is_outside,
-    is_folder,
     max_tokens_of,
     shard_folder,
     unusable_cache,
 )
-from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.shard_writer import ShardWriter
-from titanlite.data.shards import Meta, TokenShards, sample_count
-from titanlite.data.sources import CODECS, Source, resolve
+from titanlite.data.shards import Meta, TokenShards
+from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
-from titanlite.durable import require_writable
 from titanlite.errors import DataError, Problem, describe
-
-_SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The sources of a run by their keys, and what is known of them before they are prepared."""
-
-    sources: dict[str, Source]
-    tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
-    shards: dict[str, TokenShards]  # of those that are prepared already
-    tokenizer: Tokenizer | None  # of text; not loaded where all sources are token files
-
-    @property
-    def unused(self) -> str:
-        """Say what of the tokenizer's file is not used, if anything."""
-        return self.tokenizer.unused if self.tokenizer else ""
-
-    @property
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the tokenizer of `data.source`; "" for token files."""
-        return self.tokenizer.fingerprint if self.tokenizer and self.sources["data.source"].kind != "tokens" else ""
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
@@ -80,12 +50,12 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     """
     found = resolve(source, key)
     check_cache_is_outside(found, data)
-    _check_used_whole(found, data)
+    check_used_whole(found, data)
     max_tokens, tokenizer = max_tokens_of(found, data), None
     if found.kind != "tokens":
         tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
-        _check_vocabulary(tokenizer, vocab_size)
-    dtype = _dtype(found, tokenizer, vocab_size)
+        check_vocabulary(tokenizer, vocab_size)
+    dtype = id_dtype(found, tokenizer, vocab_size)
     try:
         stamps, total = found.stamps(), None if max_tokens else found.n_bytes()
         folder = shard_folder(found, data, tokenizer, dtype, stamps)
@@ -108,129 +78,15 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     except OSError as e:
         raise unusable_cache(data, e) from e
     shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count)
-    _check_meta(shards.meta, data, vocab_size, key)
+    check_meta(shards.meta, data, vocab_size, key)
     return shards
 
 
-def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> Inputs:
-    """Check in a fraction of a second that there is something to train on, without preparing it.
-
-    Every source must match something, the tokenizer must load and fit the model. What a source holds is known where its
-    shards are there. One of less than a mebibyte is read, so that a text file that is not UTF-8 is reported now, and
-    one that is too short for a single step. Of larger ones the first records are looked at, for `data.text_key`.
-
-    Args:
-        config: the run.
-        vocab_size: of the model; None if that is not known, then what depends on it is not checked.
-        sequences: that one step of training takes, if they are to be held against the length of the sources.
-
-    Returns:
-        The sources, and what is known of them.
-
-    Raises:
-        DataError: with all problems found.
-    """
-    problems: list[str] = []
-    sources = {"data.source": (config.data.source, sequences)}
-    if config.validation.enable:
-        sources["validation.source"] = config.validation.source, sequences and 1
-    found: dict[str, Source] = {}
-    shards, tokens = dict[str, TokenShards](), dict[str, int]()
-    tokenizer = None
-
-    def attempt(check: Callable[[], object]) -> None:
-        try:
-            check()
-        except DataError as e:
-            problems.extend(e.args)
-
-    def find_tokenizer() -> None:
-        nonlocal tokenizer
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
-        if vocab_size is not None:
-            _check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
-
-    def check_source(key: str, at_least: int | None) -> None:
-        source, counted = found[key], None
-        _check_used_whole(source, config.data)
-        used = None if source.kind == "tokens" else tokenizer
-        # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
-        if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
-            folder = shard_folder(source, config.data, used, _dtype(source, used, vocab_size), source.stamps())
-            if is_folder(folder):
-                shards[key] = TokenShards(folder, used.fingerprint if used else "")
-                _check_meta(shards[key].meta, config.data, vocab_size, key)
-                counted = shards[key].tokens, shards[key].meta.max_tokens
-        if counted is None:
-            counted = _count_if_small(source, config.data, tokenizer, vocab_size)
-        if counted is not None:
-            tokens[key], max_tokens = counted
-            if at_least is not None:
-                sample_count(source.name, tokens[key], config.training.seq_len, at_least, key, max_tokens)
-
-    for key, (name, _) in sources.items():
-        attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
-    if not found or any(source.kind != "tokens" for source in found.values()):
-        attempt(find_tokenizer)
-    attempt(lambda: check_cache_is_folder(config.data))
-    for key in found:
-        attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
-        attempt(lambda key=key: check_source(key, sources[key][1]))
-    if problems:
-        raise DataError(*problems)
-    return Inputs(found, tokens, shards, tokenizer)
-
-
-def check_cache(inputs: Inputs, data: Data) -> None:
-    """Check that shards can be written where some are still to be made: on the host that is to make them.
-
-    Raises:
-        DataError: they cannot.
-    """
-    if len(inputs.shards) < len(inputs.sources):
-        try:
-            require_writable(Path(os.path.expanduser(data.cache_dir)))
-        except OSError as e:
-            raise unusable_cache(data, e) from e
-
-
-def _dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
+def id_dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
     """Choose the dtype of the ids in a source's shards; token files have no tokenizer."""
     if tokenizer is None:
         return token_dtype(source, vocab_size)
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-
-
-def _count_if_small(
-    source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None
-) -> tuple[int, int] | None:
-    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it, and
-    data.max_tokens if that leaves something out, else 0.
-    """
-    max_tokens, n_bytes = max_tokens_of(source, data), source.n_bytes()
-    check_text_key(source, data)
-    is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
-    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
-    if source.kind == "tokens":
-        if vocab_size is None or n_bytes is None:
-            return None
-        dtype = token_dtype(source, vocab_size)
-        if is_small:
-            _check_meta(scan(source, dtype, lambda _: None), data, vocab_size, source.key)
-        return n_bytes // np.dtype(dtype).itemsize, 0
-    if not is_small:
-        return None
-    tally = _tally(source, data)
-    if tokenizer is None:  # which is reported
-        for _ in documents(source, data.text_key, tally):
-            pass
-        tally.check()
-        return None
-    for _ in encode(source, data.text_key, tokenizer, tally, max_tokens):
-        pass
-    if not tally.n_tokens:
-        raise _no_text(source.name, source.key, tally.bad)
-    return tally.n_tokens, max_tokens if tally.is_cut else 0
 
 
 def whole_from_hub(source: Source, data: Data) -> str:
@@ -241,7 +97,7 @@ def whole_from_hub(source: Source, data: Data) -> str:
     return f"{source.name} is on the hub, and all of it is tokenized before the first step, whatever its size; {less}"
 
 
-def _check_used_whole(source: Source, data: Data) -> None:
+def check_used_whole(source: Source, data: Data) -> None:
     """Refuse keys that do nothing to token files."""
     if source.kind != "tokens":
         return
@@ -256,7 +112,7 @@ def _check_used_whole(source: Source, data: Data) -> None:
         raise DataError(describe("data", problems))
 
 
-def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
     """Refuse ids beyond those of the model, whose number `is_given` with its weights or can be set."""
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
@@ -266,20 +122,22 @@ def _check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fa
         raise DataError.of("data", "model.vocab_size", str(vocab_size), want, fix)
 
 
-def _check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
+def check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
     """Hold shards against the limits of this run: they may have been made for one with others."""
     Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
     check_ids(meta, vocab_size, key)
     if not meta.tokens:
-        raise _no_text(meta.source, key, meta.bad_records)
+        raise no_text(meta.source, key, meta.bad_records)
 
 
-def _no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
+def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
+    """Make the error to raise where a source holds no text."""
     saw = f"{source!r}, which holds no text" + (f" but bad records, as {bad[0]}" if bad else "")
     return DataError.of("data", key, saw, "at least one document", "give another source")
 
 
-def _tally(source: Source, data: Data, notify: Callable[[str], object] = lambda line: None) -> Tally:
+def new_tally(source: Source, data: Data, notify: Callable[[str], object] = lambda line: None) -> Tally:
+    """Return the tally of a source that is yet to be read."""
     limit, most = data.max_bad_records, data.max_record_mib
     return Tally(source.name, source.key, limit, max_record_mib=most, notify=notify)
 
@@ -294,7 +152,7 @@ def _tokenize(
     report: Callable[[int], None],
 ) -> Meta:
     """Write the shards of a text source, and report how far that is."""
-    max_tokens, n_written, tally = max_tokens_of(source, data), 0, _tally(source, data, progress.say)
+    max_tokens, n_written, tally = max_tokens_of(source, data), 0, new_tally(source, data, progress.say)
 
     def on_progress() -> None:
         progress.made(tally.n_bytes, tally.n_unpacked, n_written)

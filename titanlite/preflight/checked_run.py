@@ -26,7 +26,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.config.weight_decay import parameter_names, without_decay
-from titanlite.data.prepare import Inputs, check_inputs
+from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.forecast.activation_bytes import layout_of

@@ -13,7 +13,7 @@ from titanlite.config.config_json_keys import DROPOUT
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.data.prepare import Inputs
+from titanlite.data.inputs import Inputs
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
 from titanlite.json_file import parse_json, read_json

@@ -19,7 +19,8 @@ import pytest
 from tests.unit.data.test_sources import write_parquet
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Config, Data, Training, Validation
-from titanlite.data.prepare import check_cache, check_inputs, prepare, whole_from_hub
+from titanlite.data.inputs import check_cache, check_inputs
+from titanlite.data.prepare import prepare, whole_from_hub
 from titanlite.data.progress import Progress
 from titanlite.data.shards import TokenShards
 from titanlite.data.sources import resolve
@@ -642,7 +643,7 @@ def test_check_inputs_reads_small_token_files(tmp_path: Path) -> None:
 def test_check_inputs_needs_neither_torch_nor_time(tmp_path: Path) -> None:
     script = (
         "import sys, time; from titanlite.config.schema import Config\n"
-        "from titanlite.data.prepare import check_inputs\n"
+        "from titanlite.data.inputs import check_inputs\n"
         "start = time.process_time(); check_inputs(Config(), 256)\n"
         "heavy = {'torch', 'datasets', 'pyarrow', 'rich', 'tokenizers'} & set(sys.modules)\n"
         "print(time.process_time() - start, heavy)"

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from titanlite.config.schema import Config, Data
-from titanlite.data.prepare import check_inputs, prepare
+from titanlite.data.inputs import check_inputs
+from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
 from titanlite.receipt import Receipt

@@ -1,0 +1,166 @@
+"""Check the data of a run before it starts, without preparing it: in a fraction of a second, no torch.
+
+A source that is prepared already is known; one of less than a mebibyte is read.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.config.schema import Config, Data
+from titanlite.data.cache_folder import (
+    check_cache_is_folder,
+    check_cache_is_outside,
+    is_folder,
+    max_tokens_of,
+    shard_folder,
+    unusable_cache,
+)
+from titanlite.data.documents import check_text_key, documents
+from titanlite.data.encode import encode
+from titanlite.data.prepare import check_meta, check_used_whole, check_vocabulary, id_dtype, new_tally, no_text
+from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.sources import CODECS, Source, resolve
+from titanlite.data.token_files import scan, token_dtype
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.durable import require_writable
+from titanlite.errors import DataError
+
+_SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The sources of a run by their keys, and what is known of them before they are prepared."""
+
+    sources: dict[str, Source]
+    tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
+    shards: dict[str, TokenShards]  # of those that are prepared already
+    tokenizer: Tokenizer | None  # of text; not loaded where all sources are token files
+
+    @property
+    def unused(self) -> str:
+        """Say what of the tokenizer's file is not used, if anything."""
+        return self.tokenizer.unused if self.tokenizer else ""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the fingerprint of the tokenizer of `data.source`; "" for token files."""
+        return self.tokenizer.fingerprint if self.tokenizer and self.sources["data.source"].kind != "tokens" else ""
+
+
+def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> Inputs:
+    """Check in a fraction of a second that there is something to train on, without preparing it.
+
+    Every source must match something, the tokenizer must load and fit the model. What a source holds is known where its
+    shards are there. One of less than a mebibyte is read, so that a text file that is not UTF-8 is reported now, and
+    one that is too short for a single step. Of larger ones the first records are looked at, for `data.text_key`.
+
+    Args:
+        config: the run.
+        vocab_size: of the model; None if that is not known, then what depends on it is not checked.
+        sequences: that one step of training takes, if they are to be held against the length of the sources.
+
+    Returns:
+        The sources, and what is known of them.
+
+    Raises:
+        DataError: with all problems found.
+    """
+    problems: list[str] = []
+    sources = {"data.source": (config.data.source, sequences)}
+    if config.validation.enable:
+        sources["validation.source"] = config.validation.source, sequences and 1
+    found: dict[str, Source] = {}
+    shards, tokens = dict[str, TokenShards](), dict[str, int]()
+    tokenizer = None
+
+    def attempt(check: Callable[[], object]) -> None:
+        try:
+            check()
+        except DataError as e:
+            problems.extend(e.args)
+
+    def find_tokenizer() -> None:
+        nonlocal tokenizer
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
+        if vocab_size is not None:
+            check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
+
+    def check_source(key: str, at_least: int | None) -> None:
+        source, counted = found[key], None
+        check_used_whole(source, config.data)
+        used = None if source.kind == "tokens" else tokenizer
+        # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
+        if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
+            folder = shard_folder(source, config.data, used, id_dtype(source, used, vocab_size), source.stamps())
+            if is_folder(folder):
+                shards[key] = TokenShards(folder, used.fingerprint if used else "")
+                check_meta(shards[key].meta, config.data, vocab_size, key)
+                counted = shards[key].tokens, shards[key].meta.max_tokens
+        if counted is None:
+            counted = _count_if_small(source, config.data, tokenizer, vocab_size)
+        if counted is not None:
+            tokens[key], max_tokens = counted
+            if at_least is not None:
+                sample_count(source.name, tokens[key], config.training.seq_len, at_least, key, max_tokens)
+
+    for key, (name, _) in sources.items():
+        attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
+    if not found or any(source.kind != "tokens" for source in found.values()):
+        attempt(find_tokenizer)
+    attempt(lambda: check_cache_is_folder(config.data))
+    for key in found:
+        attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
+        attempt(lambda key=key: check_source(key, sources[key][1]))
+    if problems:
+        raise DataError(*problems)
+    return Inputs(found, tokens, shards, tokenizer)
+
+
+def check_cache(inputs: Inputs, data: Data) -> None:
+    """Check that shards can be written where some are still to be made: on the host that is to make them.
+
+    Raises:
+        DataError: they cannot.
+    """
+    if len(inputs.shards) < len(inputs.sources):
+        try:
+            require_writable(Path(os.path.expanduser(data.cache_dir)))
+        except OSError as e:
+            raise unusable_cache(data, e) from e
+
+
+def _count_if_small(
+    source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None
+) -> tuple[int, int] | None:
+    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it, and
+    data.max_tokens if that leaves something out, else 0.
+    """
+    max_tokens, n_bytes = max_tokens_of(source, data), source.n_bytes()
+    check_text_key(source, data)
+    is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
+    is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
+    if source.kind == "tokens":
+        if vocab_size is None or n_bytes is None:
+            return None
+        dtype = token_dtype(source, vocab_size)
+        if is_small:
+            check_meta(scan(source, dtype, lambda _: None), data, vocab_size, source.key)
+        return n_bytes // np.dtype(dtype).itemsize, 0
+    if not is_small:
+        return None
+    tally = new_tally(source, data)
+    if tokenizer is None:  # which is reported
+        for _ in documents(source, data.text_key, tally):
+            pass
+        tally.check()
+        return None
+    for _ in encode(source, data.text_key, tokenizer, tally, max_tokens):
+        pass
+    if not tally.n_tokens:
+        raise no_text(source.name, source.key, tally.bad)
+    return tally.n_tokens, max_tokens if tally.is_cut else 0
