@@ -92,15 +92,15 @@ def _record(error: Exception) -> None:
     It may end this process meanwhile, because of another rank, and reads the file then: half of one would end it, too.
     Where there is no room for the file, or a cleaner of old files has taken its folder, what follows on stderr must do.
     """
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if told is None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    beside = Path(f"{told}.tmp")
+    beside = Path(f"{error_file}.tmp")
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(beside)
     with contextlib.suppress(OSError, ValueError):
         get_error_handler().record_exception(error)
-        os.environ["TORCHELASTIC_ERROR_FILE"] = told
-        write_durably(Path(told), json.dumps(redact_tree(json.loads(beside.read_text()))))  # in place of both
+        os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
+        write_durably(Path(error_file), json.dumps(redact_tree(json.loads(beside.read_text()))))  # in place of both
         time.sleep(_TORCHRUN_CLOCK_S)

@@ -61,7 +61,7 @@ def export_checkpoint(
         dims: the model's dimensions.
         tokenizer: the run's, or None if it is not known.
         dtype: of the weights, as "bfloat16".
-        say: told what was written.
+        say: called with what was written.
 
     Raises:
         CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another

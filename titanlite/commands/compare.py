@@ -148,12 +148,12 @@ def _state(status: Path) -> str:
     if not status.is_file():
         return ""
     try:
-        said = read_json(status)
+        content = read_json(status)
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
+        content = None
+    if not isinstance(content, dict):
         raise RunError.of(str(status), "status.json", "", "a JSON object, as the run wrote it", "delete the file")
-    return said.get("state", "")
+    return content.get("state", "")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

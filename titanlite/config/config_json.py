@@ -118,14 +118,14 @@ def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
         theirs["rope_local_base_freq"] = local.get("rope_theta", theirs["rope_local_base_freq"])
 
 
-def _scaling(said: Mapping[str, Any], part: float | None, length: int | None, longest: object) -> dict[str, Any] | None:
+def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, longest: object) -> dict[str, Any] | None:
     """Return the scaling of rotary positions; None if there is none."""
-    kind, part = said.get("rope_type", said.get("type", "default")), said.get("partial_rotary_factor", part)
+    kind, part = rope.get("rope_type", rope.get("type", "default")), rope.get("partial_rotary_factor", part)
     scaling = {"rope_type": kind}
     if kind != "default":  # which makes nothing of other keys
-        scaling |= {key: value for key, value in said.items() if key not in ("type", "rope_theta")}
+        scaling |= {key: value for key, value in rope.items() if key not in ("type", "rope_theta")}
     if kind == "llama3":
-        scaling["original_max_position_embeddings"] = length or said.get("original_max_position_embeddings", longest)
+        scaling["original_max_position_embeddings"] = length or rope.get("original_max_position_embeddings", longest)
     if part in (None, 1):
         scaling.pop("partial_rotary_factor", None)
     else:

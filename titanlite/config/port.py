@@ -83,23 +83,23 @@ def take_out(
     Returns:
         The table without them, and what else there is to say; nothing if there are none.
     """
-    said = TorchtitanConfig(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
-    own = [key for key in said.given if KEYS[key][1] is not None]
+    ported = TorchtitanConfig(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
+    own = [key for key in ported.given if KEYS[key][1] is not None]
     if not own:
         return dict(table), Port()
-    own += [key for key in ("training.global_batch_size",) if said(key) == KEYS[key][0] and key in said.given]
-    idle = [key for key in own if said.asks_nothing(key)]
-    answers = {key: said.answer(key) for key in own if key not in idle}
+    own += [key for key in ("training.global_batch_size",) if ported(key) == KEYS[key][0] and key in ported.given]
+    idle = [key for key in own if ported.asks_nothing(key)]
+    answers = {key: ported.answer(key) for key in own if key not in idle}
     for key, answer in answers.items():
         want = "keys of titanlite; this is one of torchtitan's"
-        problems.add(key, show(said.given[key]), want, answer)
-    warmup, steps = "lr_scheduler.warmup_steps", said("training.steps")
-    if warmup in said.given and said(warmup) > steps and not {warmup, "training.steps"} & {*elsewhere}:
+        problems.add(key, show(ported.given[key]), want, answer)
+    warmup, steps = "lr_scheduler.warmup_steps", ported("training.steps")
+    if warmup in ported.given and ported(warmup) > steps and not {warmup, "training.steps"} & {*elsewhere}:
         want = f"at most training.steps = {steps}, to which torchtitan shortens it"
-        problems.add(warmup, show(said(warmup)), want, f"warmup_steps = {steps}")
-    of_values = (answer_to_value(key, value) or "" for key, value in said.given.items())
+        problems.add(warmup, show(ported(warmup)), want, f"warmup_steps = {steps}")
+    of_values = (answer_to_value(key, value) or "" for key, value in ported.given.items())
     settled = dict(found for answer in (*answers.values(), *of_values) for found in _SETS.findall(answer))
-    left_out = said.left_out({*given, *settled})
+    left_out = ported.left_out({*given, *settled})
     tokenizer = (settled | left_out).get("data.tokenizer", "").strip('"')
     return _without(table, own), Port(tuple(idle), left_out, tokenizer)
 

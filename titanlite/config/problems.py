@@ -88,17 +88,17 @@ class Problems:
         for place, problem in self._found:
             by_source.setdefault(place.source, []).append(problem)
         ordered = {s: sorted(found, key=lambda p: p.line or 10**9) for s, found in by_source.items()}
-        return error(*(describe(source, _said_once(found)) for source, found in ordered.items()))
+        return error(*(describe(source, _choices_once(found)) for source, found in ordered.items()))
 
 
-def _said_once(problems: list[Problem]) -> list[Problem]:
+def _choices_once(problems: list[Problem]) -> list[Problem]:
     """Keep a long list of choices only in the first problem that has it."""
-    seen, said = set[str](), list[Problem]()
+    seen, kept = set[str](), list[Problem]()
     for p in problems:
         again = p.want in seen and p.want.startswith("one of ")
-        said.append(replace(p, want="one of the same, above") if again else p)
+        kept.append(replace(p, want="one of the same, above") if again else p)
         seen.add(p.want)
-    return said
+    return kept
 
 
 def show(value: object) -> str:

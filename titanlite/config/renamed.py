@@ -1,7 +1,7 @@
 """Answer a single key or value that torchtitan's TOML releases name otherwise.
 
 `torchtitan.py` has the keys of its last one, and `port.py` what depends on a whole file. Here are keys of earlier
-releases besides, and values that are none here. What is set in the environment is told, too.
+releases besides, and values that are none here. What is set in the environment is reported, too.
 """
 
 import os

@@ -115,8 +115,8 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
     except UnicodeDecodeError as error:
         raise ConfigError.of(str(path), f"byte {error.start}", "", "text in UTF-8", "save the file as UTF-8") from None
     except (RecursionError, ValueError) as error:  # of tomli, where what is valid goes beyond Python's limits
-        said = str(error).partition(";")[0]
-        problem = _too_deep(said, None) if isinstance(error, RecursionError) else _too_large("a number", said, None)
+        limit = str(error).partition(";")[0]
+        problem = _too_deep(limit, None) if isinstance(error, RecursionError) else _too_large("a number", limit, None)
         raise ConfigError(describe(str(path), [problem])) from None
     except OSError as error:
         seen = (error.strerror or str(error)).lower()

@@ -1,1 +1,1 @@
-"""From text to batches. Reading order: sources, tokenizer, shards, prepare, inputs, order, batches; the last needs torch."""
+"""From text to batches. Reading order: sources, tokenizer, shards, prepare, inputs, order, batches, with torch."""

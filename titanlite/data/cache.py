@@ -52,8 +52,8 @@ def make_once(
     with progress, _lock(lock_file, lambda done: progress.update(done, total)) as (lock, has_waited):
         if folder.exists():
             return
-        if has_waited and (said := _read(lock)).startswith(failed):
-            raise DataError(said.removeprefix(failed))
+        if has_waited and (received := _read(lock)).startswith(failed):
+            raise DataError(received.removeprefix(failed))
         os.truncate(lock, 0)
         for stale in folder.parent.glob(folder.name + ".tmp-*"):
             progress.say(f"{stale} is of a process that was killed; it is deleted, and preparation begins anew")
@@ -87,8 +87,8 @@ def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, boo
                 break
             except BlockingIOError:
                 has_waited = True
-                if (said := _read(file).strip()).isdigit():
-                    waiting(int(said))
+                if (received := _read(file).strip()).isdigit():
+                    waiting(int(received))
                 time.sleep(_POLL_SECONDS)
         yield file, has_waited
     finally:

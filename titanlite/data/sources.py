@@ -208,12 +208,12 @@ class _Walk:
 
     def count(self, n_taken: int) -> str:
         """Say how many files were taken, passed over and met twice."""
-        said = [f"{n_taken:,} file{'s' * (n_taken != 1)} taken"]
+        counts = [f"{n_taken:,} file{'s' * (n_taken != 1)} taken"]
         if passed := set(self._passed):
-            said.append(f"passed over: {by_ending(passed)}")
+            counts.append(f"passed over: {by_ending(passed)}")
         if again := set(self._again):
-            said.append(f"met twice and taken once: {len(again):,}, as {min(again)}")
-        return "; ".join(said)
+            counts.append(f"met twice and taken once: {len(again):,}, as {min(again)}")
+        return "; ".join(counts)
 
     def _once(self, found: Iterable[str]) -> list[str]:
         """Return each file once, sorted, by the name that is no link where there is one."""
@@ -237,7 +237,7 @@ class _Walk:
             inside = os.path.join(folder, os.curdir)  # itself, and so that it must be one that may be entered
             stat, entries = os.stat(inside), list[os.DirEntry[str]]()
             if glob.has_magic(part):
-                with os.scandir(inside) as all_of_it:  # what is no link first: its name is the one to be told
+                with os.scandir(inside) as all_of_it:  # what is no link first: its name is the one that counts
                     entries = sorted(all_of_it, key=lambda e: (e.is_symlink(), e.name))
         except (FileNotFoundError, NotADirectoryError):
             return

@@ -84,22 +84,22 @@ def _of_text(tokenizer: bytes) -> dict[str, Any]:
 
 def other_training(config: Config) -> tuple[str, ...]:
     """Say what a run does otherwise with weights than they were made for."""
-    said = read_json(Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "config.json")
-    return _longer_than_trained(config, said) + _without_dropout(config, said)
+    config_json = read_json(Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "config.json")
+    return _longer_than_trained(config, config_json) + _without_dropout(config, config_json)
 
 
-def _longer_than_trained(config: Config, said: Mapping[str, Any]) -> tuple[str, ...]:
+def _longer_than_trained(config: Config, config_json: Mapping[str, Any]) -> tuple[str, ...]:
     """Say so if sequences are longer than those that the weights were made for, where positions have no table."""
-    longest, seq_len = said.get("max_position_embeddings"), config.training.seq_len
+    longest, seq_len = config_json.get("max_position_embeddings"), config.training.seq_len
     if not isinstance(longest, int) or seq_len <= longest:
         return ()
     what = f"{longest}, the max_position_embeddings of the weights of checkpoint.initial_load_path"
     return (f"training.seq_len = {seq_len} is more than {what}: they have yet to learn what is that far apart",)
 
 
-def _without_dropout(config: Config, said: Mapping[str, Any]) -> tuple[str, ...]:
+def _without_dropout(config: Config, config_json: Mapping[str, Any]) -> tuple[str, ...]:
     """Say so if the weights were made to be trained with dropout, of which titanlite has none."""
-    rates = {key: said.get(key, rate) for key, rate in DROPOUT[config.model.name].items()}
+    rates = {key: config_json.get(key, rate) for key, rate in DROPOUT[config.model.name].items()}
     asked = ", ".join(f"{key} = {rate}" for key, rate in rates.items() if rate)
     why = "is left out: titanlite trains without dropout"
     return (f"{asked} in the config.json of checkpoint.initial_load_path {why}",) if asked else ()

@@ -1,4 +1,4 @@
-"""Check that what starts the processes of a run has said all that they need, and that it is still there.
+"""Check that what starts the processes of a run has set all that they need, and that it is still there.
 
 A launcher that is killed ends nobody: its ranks would train on, and hold their GPUs, with nobody to stop them. No torch
 here.
@@ -12,7 +12,7 @@ from titanlite.errors import ConfigError, Problem, describe
 
 # Each tells how many processes it started, and nothing that torch understands.
 _OTHER_LAUNCHERS = {"srun": "SLURM_STEP_NUM_TASKS", "mpirun": "OMPI_COMM_WORLD_SIZE", "mpiexec": "PMI_SIZE"}
-_SAID = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_launcher() -> None:
@@ -24,11 +24,11 @@ def check_launcher() -> None:
             or mpirun started several processes, each of which would take itself for the whole run.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    missing = [name for name in _SAID if name not in os.environ]
+    missing = [name for name in _VARIABLES if name not in os.environ]
     several = [(by, name, n) for by, name in _OTHER_LAUNCHERS.items() if (n := os.environ.get(name, "1")) != "1"]
     if several and not given:
         by, name, n = several[0]  # srun may say it in the words of mpiexec, too
-        want = f"1 on each host, which is torchrun; or {', '.join((*_SAID, 'LOCAL_RANK'))} set for each process"
+        want = f"1 on each host, which is torchrun; or {', '.join((*_VARIABLES, 'LOCAL_RANK'))} set for each process"
         how = "srun --ntasks-per-node 1 torchrun ... train.py, as in scripts/launch/slurm.sbatch"
         fix = f"{how}; for one process, unset {name}"
         raise ConfigError.of(by, "processes", n, want, fix)
@@ -64,7 +64,7 @@ class Launcher:
 
 def _up_to_launcher() -> list[int]:
     """List the process ids from this one's to the launcher's; none if there is no launcher to be seen."""
-    words = {f"{name}={os.environ[name]}".encode() for name in (*_SAID, "LOCAL_RANK") if name in os.environ}
+    words = {f"{name}={os.environ[name]}".encode() for name in (*_VARIABLES, "LOCAL_RANK") if name in os.environ}
     line = [os.getpid(), os.getppid()]
     while line[-1] > 1:  # 0 is a process of another container, 1 the first of this one or of the system
         try:

@@ -5,7 +5,7 @@ run that is no longer the same run (another model, other data). `RunFolder.claim
 The config of the run is in its folder, and `same_run.py` compares it with that of the start.
 
 The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
-gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is told as well.
+gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is reported as well.
 Whoever deletes it by hand lets another job in; so this one looks now and then whether it still has the folder.
 """
 
@@ -58,7 +58,7 @@ class RunFolder:
         """Take the lock again if somebody has removed it. Call it on the process that claimed the folder.
 
         Returns:
-            What the user should be told, if so.
+            A notice for the user, if so.
 
         Raises:
             FolderLostError: another job has been let in, or the folder is gone.
@@ -99,7 +99,7 @@ class RunFolder:
         """Create the folder or check that it is this run's, and lock it. Call it on one process.
 
         Returns:
-            What the user should be told: keys that changed since the run was last started, a file system without locks.
+            Notices for the user: keys that changed since the run was last started, a file system without locks.
 
         Raises:
             ConfigError: the folder, or one in it that is written later, cannot be written; it is in use, is of a
