@@ -35,7 +35,7 @@ def main() -> None:
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
-    check_with_torch(run)
+    check_with_torch(run, world)
     folder, notices, warnings = RunFolder.of(run.config), [*run.port.count(), *run.hints], [*run.warnings]
     notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
     if os.environ.get("RANK", "0") == "0":

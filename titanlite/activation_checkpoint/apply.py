@@ -254,7 +254,7 @@ def _check_attention(rules: BlockRules, block: nn.Module) -> None:
 
 
 def _matmul_of(layer: Linear) -> str:
-    """The operation that multiplies in a layer, as `activation_bytes.py` has it."""
+    """The operation that multiplies in a layer, as a trace of it has it."""
     if isinstance(layer, ParallelLinear) and layer.fused is not None:
         gathers = isinstance(layer, ColumnParallelLinear)
         return ops.GATHER_MATMUL if gathers else ops.MATMUL_SCATTER

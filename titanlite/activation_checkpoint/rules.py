@@ -1,7 +1,7 @@
 """Which rule of a save-list decides about an operation: the first that matches.
 
-The rules are applied twice: to the operations that run (`apply.py`), and to those that a block is known
-to consist of, which gives the price of each rule (`block_price.py`). Nothing here needs torch.
+The rules are applied twice: to the operations that run (`apply.py`), and to those of a traced block, which gives the
+cost of each rule (`forecast/activation_cost.py`). Nothing here needs torch.
 
 An operation belongs to a linear layer by its place: what comes before a matmul (a norm's statistics, a gather, a cast)
 prepares that layer's input, a reduce-scatter ends the layer of the last matmul. So a rule for `wqkv` holds whatever

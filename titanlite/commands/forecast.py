@@ -1,6 +1,6 @@
-"""What a run would hold and how fast it would be, as `titanlite plan --world N` says it; no torch.
+"""What a run would hold and how fast it would be, as `titanlite plan --world N` says it.
 
-The formulas are those of `titanlite/forecast/memory.py` and `step_time.py`. What they do not know is said, not guessed.
+They are those of `titanlite/forecast/memory.py` and `step_time.py`. What they do not know is said, not guessed.
 """
 
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.forecast.block_price import block_prices, without_price
+from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.choose_save_list import choose, in_words
-from titanlite.forecast.device_specs import Rates, unrated
+from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
@@ -76,9 +76,9 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     """
     config, dims = memory.config, memory.dims
     chosen = config.activation_checkpoint
-    if memory.layout.unpriced:
-        return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.layout.unpriced)}",))
-    obstacle = unrated(memory)
+    if memory.run.no_trace_reason:
+        return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.run.no_trace_reason)}",))
+    obstacle = no_rates_reason(memory)
     time = None if obstacle else StepTimeModel(memory, rates)
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
@@ -90,10 +90,10 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
         notes.append(
             f"with these rates auto keeps {in_words(choice)}; a run times its own blocks and may choose otherwise"
         )
-    if why := without_price(save_list):
+    if why := no_cost_reasons(save_list):
         note = f"no memory and no time: save-list {chosen.recipe}, {in_a_line(why[0])}"
         return Forecast(rates, save_list, notes=(note,))
-    blocks = block_prices(memory.layout, save_list)
+    blocks = block_costs(memory.run, save_list)
     peak = memory.peak(blocks)
     if peak.gradients < peak.parameters:
         made, all_of_them = byte_size(peak.gradients, beside=peak.parameters), byte_size(peak.parameters)
@@ -111,7 +111,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
         measured = ", ".join(map(str, rates.attention))
         wider = f"is timed as the next wider one measured, or else the widest (measured: {measured})"
         notes.append(f"attention with head width {dims.head_width} {wider}")
-    windows = {window for window in dims.windows if memory.layout.is_windowed(window)}
+    windows = memory.run.windows
     if windows - {rates.window}:
         notes.append(
             f"windowed attention was measured with {rates.window} tokens and head width 256, and is timed as that"

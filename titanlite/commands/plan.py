@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
     if _PRICES in given:
         from titanlite.commands.price_list import price_list
 
-        check_with_torch(checked)
+        check_with_torch(checked, world)
         sys.stdout.write(price_list(checked, arguments.file, world))
         return 0
     planned = plan_run(checked, arguments.file, world, device)

@@ -1,4 +1,4 @@
-"""All that `titanlite plan` says of a run, put together; torch is imported if there is tensor parallelism."""
+"""All that `titanlite plan` says of a run, put together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.forecast.block_price import block_prices, without_price
+from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.comm_volume import Traffic, again, of_loss, of_update, of_weights
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
@@ -63,10 +63,10 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         price = "--activation-checkpoint for what the save-list costs"
         fix = f"--world 2, or --parallelism.tensor_parallel_degree 2, or {price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
-    check_with_torch(checked)
+    check_with_torch(checked, world)
     fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
     memory = MemoryModel(config, checked.dims, checked.float8, world or fewest)
-    each, shards = memory.layout.tokens, memory.shards
+    each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
     predicted = forecast(memory, checked.save_list, measured_rates(device)) if world else None
     if t == 1:
@@ -100,26 +100,26 @@ def _traffic(
 
     `replicated` elements of gradients are added up by the ranks of a tensor-parallel group.
     """
-    t = memory.layout.tensor_parallel
+    t = memory.run.tensor_parallel
     if world is None:
         return tuple(of_update(replicated, t, 1)), (
             "--world N adds the collectives of data-parallel ranks and the reductions over all ranks",
         )
-    if memory.layout.unpriced and world > t:
+    if memory.run.no_trace_reason and world > t:
         return tuple(of_update(replicated, t, world)), (
-            f"the collectives of FSDP are not listed: {in_a_line(memory.layout.unpriced)}",
+            f"the collectives of FSDP are not listed: {in_a_line(memory.run.no_trace_reason)}",
         )
     return (*of_weights(memory), *of_update(replicated, t, world)), ()
 
 
 def _repeated(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[set[tuple[str, str]]], tuple[str, ...]]:
     """What backward of each block communicates again, and why that is not known."""
-    if memory.layout.unpriced is not None:
-        why = in_a_line(memory.layout.unpriced)
+    if memory.run.no_trace_reason is not None:
+        why = in_a_line(memory.run.no_trace_reason)
     elif save_list is None:
         why = "the save-list is chosen when the run starts"
-    elif unpriced := without_price(save_list):
+    elif unpriced := no_cost_reasons(save_list):
         why = f"save-list {memory.config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
     else:
-        return [again(block) for block in block_prices(memory.layout, save_list)], ()
+        return [again(block) for block in block_costs(memory.run, save_list)], ()
     return [], (f"collectives that backward repeats are not listed: {why}",)

@@ -1,6 +1,6 @@
 """What `titanlite plan FILE --activation-checkpoint` prints: the price of each rule, and what every list would keep.
 
-All is computed from shapes (`titanlite/forecast/block_price.py`, `memory.py`): no GPU, no process group, no torch.
+All is read off the traced blocks (`titanlite/forecast/activation_cost.py`, `memory.py`): no GPU, no process group.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,9 @@ from titanlite.activation_checkpoint.rules import BLOCK, rule_in_words
 from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
-from titanlite.forecast.activation_bytes import Layout, layout_of
-from titanlite.forecast.block_price import block_prices
+from titanlite.forecast.activation_cost import RuleCost, block_costs, rule_costs
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.rule_prices import RulePrice, rule_prices
+from titanlite.forecast.traced_run import TracedRun, traced_run
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.text_table import columns
 
@@ -30,18 +29,18 @@ class Totals:
     moved: int
 
 
-def totals(layout: Layout, save_list: SaveList) -> Totals:
+def totals(run: TracedRun, save_list: SaveList) -> Totals:
     """Add up all blocks of a model.
 
     Args:
-        layout: of a rank.
+        run: of a rank.
         save_list: what blocks keep.
 
     Raises:
         RecipeError: the list keeps what it does not name, or attention without its q, k and v.
     """
-    blocks = block_prices(layout, save_list)
-    again = [activation for block in blocks for activation in block.again]
+    blocks = block_costs(run, save_list)
+    again = [activation for block in blocks for activation in block.recomputed]
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
 
@@ -57,19 +56,19 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
         RecipeError: the list cannot work here, or has no price.
     """
     config, dims, save_list = checked.config, checked.dims, checked.save_list
-    layout = layout_of(config, dims, checked.float8)
-    if layout.unpriced:
-        raise RecipeError(describe(file, [layout.unpriced]))
+    run = traced_run(config, dims, checked.float8)
+    if run.no_trace_reason:
+        raise RecipeError(describe(file, [run.no_trace_reason]))
     name = config.activation_checkpoint.recipe
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(
         [
             f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {dims.n_layers} layers, "
-            f"{layout.tokens:,} tokens a micro-step, tensor parallel {layout.tensor_parallel}, {arithmetic}, "
-            f"{'compiled' if layout.compiled else 'eager'}\n\nsave-list {name}",
-            *(_of_rules(layout, save_list) if save_list else [_chosen_later(checked)]),
+            f"{run.tokens:,} tokens a micro-step, tensor parallel {run.tensor_parallel}, {arithmetic}, "
+            f"{'compiled' if run.compiled else 'eager'}\n\nsave-list {name}",
+            *(_of_rules(run, save_list) if save_list else [_chosen_later(checked)]),
             "\nall layers, on one rank: what is kept, and what is recomputed in a micro-step:\n",
-            _of_all_lists(checked, layout, world),
+            _of_all_lists(checked, run, world),
         ]
     )
 
@@ -79,20 +78,20 @@ def _chosen_later(checked: CheckedRun) -> str:
     return f": chosen when the run starts, as the fastest whose peak is at most {budget:g} GiB\n"
 
 
-def _of_rules(layout: Layout, save_list: SaveList) -> list[str]:
+def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
     """The table of the rules of a run's save-list, with what introduces it."""
-    block_prices(layout, save_list)  # a list without a price is refused before anything is printed
-    prices, n_layers = rule_prices(layout, save_list), layout.dims.n_layers
+    block_costs(run, save_list)  # a list without a price is refused before anything is printed
+    prices, n_layers = rule_costs(run, save_list), len(run.blocks)
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
     introduction = ", on one rank and per layer: what is kept, and what recomputing it would cost:\n"
     if not save_list.rules and save_list.default == "save":
         return [introduction, "  no rules: everything is kept\n"]
-    size = f"{layout.block_input / _MIB:,.1f}"
+    size = f"{run.blocks[0].input_bytes / _MIB:,.1f}"
     rows.append(("the block's input, always", f"{n_layers} of {n_layers}", size, "", ""))
     return [introduction, columns(("rule", "layers", "MiB", "GFLOP", "MiB moved"), *rows)]
 
 
-def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str:
+def _of_all_lists(checked: CheckedRun, run: TracedRun, world: int | None) -> str:
     """The table of what each list keeps, the run's own first."""
     config, dims = checked.config, checked.dims
     model = MemoryModel(config, dims, checked.float8, world) if world else None
@@ -101,7 +100,7 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
         try:
             save_list = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
-            sums = totals(layout, save_list)
+            sums = totals(run, save_list)
             priced[name] = sums, model.peak_under(save_list).total if model else None
         except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
             priced[name] = None
@@ -119,7 +118,7 @@ def _of_all_lists(checked: CheckedRun, layout: Layout, world: int | None) -> str
     return columns(header, *rows)
 
 
-def _amounts(price: RulePrice) -> tuple[str, str, str]:
+def _amounts(price: RuleCost) -> tuple[str, str, str]:
     if not price.matches:
         seen = "nothing here" if price.rule.op in (BLOCK, *CLASSES, *OPERATIONS) else "not priced"
         return seen, "", ""

@@ -11,11 +11,10 @@ import torch
 from titanlite.commands.collective_table import alike
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.forecast.activation_bytes import token_bytes
 from titanlite.forecast.comm_volume import Traffic
-from titanlite.models.find import build_model
+from titanlite.forecast.step_time import token_bytes
+from titanlite.forecast.traced_run import sharding_plan as plan_of
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.plan import show
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 from titanlite.text_table import columns
@@ -33,10 +32,9 @@ def sharding_plan(checked: CheckedRun) -> PlannedLayers:
     Raises:
         ShardingError: there is none.
     """
-    training, dims = checked.config.training, checked.dims
-    model = build_model(checked.config.model, dims, training.seq_len)
-    tokens, dtype = training.local_batch_size * training.seq_len, getattr(torch, training.mixed_precision_param)
-    return plan_layers(model, tokens, checked.config.parallelism.tensor_parallel_degree, dtype, dims.widths)
+    config, training = checked.config, checked.config.training
+    tokens, t = training.local_batch_size * training.seq_len, config.parallelism.tensor_parallel_degree
+    return plan_of(config.model, checked.dims, training.seq_len, tokens, t, training.mixed_precision_param)
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:

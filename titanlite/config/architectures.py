@@ -13,7 +13,7 @@ from titanlite.config.build import show
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import Block, ModelDims
 from titanlite.config.schema import Model
-from titanlite.errors import Problem, nearest
+from titanlite.errors import nearest
 
 _OPTIONAL = ("rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len")
 
@@ -96,19 +96,6 @@ def n_parameters(block: Block, dims: ModelDims) -> int:
     """
     rows = dims.vocab_size * (1 if dims.tied_embeddings else 2) + dims.max_seq_len
     return dims.n_layers * block.n_parameters(dims) + rows * dims.dim + block.norm(dims)
-
-
-def unpriced(model: Model, dims: ModelDims) -> Problem | None:
-    """Why the formulas of `forecast/activation_bytes.py` are not those of a model's block, or None.
-
-    Args:
-        model: `[model]`.
-        dims: its dimensions.
-    """
-    if block_of(model, dims) is not None:
-        return None
-    want = "[block] in its recipe, which says what its blocks are made of (docs/models.md)"
-    return Problem("model.file", f'"{model.file}"', want, "add it: predictions and prices are computed from it")
 
 
 def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:

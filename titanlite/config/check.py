@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection
 from operator import attrgetter
 
-from titanlite.config.architectures import unpriced
 from titanlite.config.build import show
 from titanlite.config.check_mesh import check_batch, check_mesh, check_model, data_ranks
 from titanlite.config.problems import Origin, Problems
@@ -177,9 +176,6 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
-    if chosen.recipe == "auto" and model and (obstacle := unpriced(config.model, model)):
-        fix = f'{obstacle.fix}; or name a save-list: recipe = "attention"'
-        problems.add(obstacle.where, obstacle.saw, f'{obstacle.want}, for recipe = "auto"', fix)
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')

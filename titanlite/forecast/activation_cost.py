@@ -29,6 +29,8 @@ class Activation:
         bytes: that it holds.
         flops: of computing it again.
         moved: bytes that computing it again reads, writes, and receives from other ranks.
+        received: of these, those from other ranks.
+        in_float8: it multiplies float8.
         call: the operation and the shapes of its arguments.
     """
 
@@ -37,6 +39,8 @@ class Activation:
     bytes: int
     flops: int
     moved: int
+    received: int
+    in_float8: bool
     call: tuple[Any, ...] = field(compare=False, repr=False)
 
 
@@ -121,14 +125,24 @@ def costs(
         op = kernel if is_attention else operation.op
         decided.append((i, operation, op, rules.decide(op, to_float8=operation.to_float8)))
     saved = {v for _, operation, _, decision in decided if decision.action == "save" for v in operation.makes}
+    if compiled:  # what forward has no use for is computed in backward
+        saved = {v for v in saved if not block.used_in_forward.isdisjoint(block.forward[block.makers[v]].makes)}
     needed, repeated = _reached(block, saved) if compiled else (saved, None)
     found: list[Cost] = []
     for i, operation, op, decision in decided:
         # What is made of weights alone no rule keeps, and a cast is one to float8.
         if not operation.of_tokens or op not in OPERATIONS or (op == ops.CAST and not operation.to_float8):
             continue
-        size = block.bytes_of(operation.makes)
-        activation = Activation(op, decision.layer, size, operation.flops, operation.moved, operation.call)
+        activation = Activation(
+            op=op,
+            layer=decision.layer,
+            bytes=block.bytes_of(operation.makes),
+            flops=operation.flops,
+            moved=operation.moved,
+            received=operation.received,
+            in_float8=operation.in_float8,
+            call=operation.call,
+        )
         is_saved = decision.action == "save"
         held = block.bytes_of(needed.intersection(operation.makes)) if is_saved else 0
         again = not is_saved and i < block.n_repeated if repeated is None else i in repeated

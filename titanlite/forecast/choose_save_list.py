@@ -1,13 +1,11 @@
 """`recipe = "auto"`: the fastest save-list whose predicted peak stays within a budget.
 
 What can be kept falls into a few groups: attention, each matmul, each collective, or a whole block. A *selection* is a
-set of them; its price is a formula (`block_price.py`) and the time to compute the rest again has been measured on
-this device (`time_activations.py`). The blocks of a model are alike but for the window of their attention, so a list is
-two selections, one for the first n blocks and one for the others: the second keeps more, for backward begins there. All
-pairs and all n are tried, and each peak is that of `memory.py`: of such lists none is faster by the measured times. Two
-and not three, because each selection is a graph to compile, and a third one could gain no more than part of one block.
-
-Nothing here needs torch.
+set of them; its cost is read off the trace (`activation_cost.py`), and the time to compute the rest again has been
+measured on this device (`time_activations.py`). Most blocks of a model are alike, so a list is two selections, one for
+the first n blocks and one for the others: the second keeps more, for backward begins there. All pairs and all n are
+tried, and each peak is that of `memory.py`: of such lists none is faster by the measured times. Two and not three,
+because each selection is a graph to compile, and a third one could gain no more than part of one block.
 """
 
 from collections.abc import Mapping
@@ -18,28 +16,28 @@ from titanlite.activation_checkpoint.operations import CLASS_OF, FUSED
 from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
-from titanlite.forecast.activation_bytes import Activation, Layout, activations
-from titanlite.forecast.block_price import BlockPrice, block_prices
+from titanlite.forecast.activation_cost import Activation, BlockCost, activations, block_costs
 from titanlite.forecast.memory import GIB, MemoryModel, usable
+from titanlite.forecast.traced_run import TracedRun
 
-_DEAR = ("attention", "matmul", "communication")
+_EXPENSIVE = ("attention", "matmul", "communication")
 
 
 @dataclass(frozen=True)
-class Times:
+class RecomputeTimes:
     """Seconds that it takes to compute parts of a block again.
 
     Attributes:
-        activations: those of `dear`.
+        activations: those of `expensive`.
         elementwise: all the rest of a block, which every block that is not whole computes again.
     """
 
     activations: Mapping[Activation, float]
     elementwise: float
 
-    def again(self, block: BlockPrice) -> float:
+    def seconds(self, block: BlockCost) -> float:
         """Seconds of what a block computes again."""
-        parts = sum(self.activations.get(a, 0.0) for a in block.again)
+        parts = sum(self.activations.get(a, 0.0) for a in block.recomputed)
         return parts + (0.0 if block.whole else self.elementwise)
 
 
@@ -65,7 +63,7 @@ class _Selection:
     """What blocks keep, and the seconds that each computes again."""
 
     rules: tuple[SaveRule, ...]
-    blocks: list[BlockPrice]
+    blocks: list[BlockCost]
     seconds: list[float]
 
     def is_beaten_by(self, other: "_Selection") -> bool:
@@ -74,26 +72,26 @@ class _Selection:
         return all(block.held >= less.held and seconds >= faster for block, seconds, less, faster in of_both)
 
 
-def dear(layout: Layout, window: int) -> dict[SaveRule, list[Activation]]:
-    """List what of a block may be worth keeping, by the rule that keeps it.
+def expensive(run: TracedRun) -> dict[SaveRule, list[Activation]]:
+    """List what of the blocks may be worth keeping, by the rule that keeps it.
 
     Statistics and casts are not: computing them again is part of the elementwise work, or of their matmul.
 
     Args:
-        layout: of a rank.
-        window: tokens that the block's attention sees; 0: all.
+        run: of a rank.
     """
     found: dict[SaveRule, list[Activation]] = {}
-    for activation in activations(layout, window):
+    kinds = {id(block): block for block in run.blocks}.values()
+    for activation in dict.fromkeys(each for block in kinds for each in activations(block)):
         # What is two in one is kept as a matmul: attention must have its q, k and v by a rule that says so.
         name = "matmul" if activation.op in FUSED else CLASS_OF[activation.op]
-        if name in _DEAR:
+        if name in _EXPENSIVE:
             rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
             found.setdefault(rule, []).append(activation)
     return found
 
 
-def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
+def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choice:
     """Find the fastest list within a budget.
 
     Args:
@@ -105,7 +103,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
         ValueError: no list fits, which `overrides.check_budget` finds before anything is timed.
     """
     n_layers = model.dims.n_layers
-    selections = _selections(model.layout, times)
+    selections = _selections(model.run, times)
     best: Choice | None = None
     for fewer, more in [(s, s) for s in selections] + list(combinations(selections, 2)):
         for n in range(1 if fewer is not more else n_layers, n_layers + (fewer is more)):
@@ -117,7 +115,7 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
                 best = Choice(_save_list(fewer, more, n, n_layers), peak, seconds)
     if best is None:
         raise ValueError(f"no save-list keeps to {budget_gib:g} GiB")
-    tokens, t = model.layout.tokens, model.layout.tensor_parallel
+    tokens, t = model.run.tokens, model.run.tensor_parallel
     help = (
         f"Chosen by auto for {budget_gib:g} GiB, of which it takes {best.peak / GIB:.1f}: {n_layers} layers of width "
         f"{model.dims.dim}, {tokens:,} tokens a micro-step, {model.shards} shards, tensor parallel {t}."
@@ -125,12 +123,12 @@ def choose(model: MemoryModel, times: Times, budget_gib: float) -> Choice:
     return replace(best, save_list=replace(best.save_list, help=help))
 
 
-def _selections(layout: Layout, times: Times) -> list[_Selection]:
+def _selections(run: TracedRun, times: RecomputeTimes) -> list[_Selection]:
     """Selections that keep less than any that is as fast, in the order of what they keep."""
-    rules = dear(layout, 0)
+    rules = expensive(run)
     subsets = chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1))
-    found = [selection for subset in subsets if (selection := _selection(subset, layout, times))]
-    if whole := _selection((SaveRule(BLOCK, "save"),), layout, times):
+    found = [selection for subset in subsets if (selection := _selection(subset, run, times))]
+    if whole := _selection((SaveRule(BLOCK, "save"),), run, times):
         found.append(whole)
     found.sort(key=lambda s: (sum(block.held for block in s.blocks), sum(s.seconds), len(s.rules)))
     front: list[_Selection] = []
@@ -140,13 +138,13 @@ def _selections(layout: Layout, times: Times) -> list[_Selection]:
     return front
 
 
-def _selection(rules: tuple[SaveRule, ...], layout: Layout, times: Times) -> _Selection | None:
+def _selection(rules: tuple[SaveRule, ...], run: TracedRun, times: RecomputeTimes) -> _Selection | None:
     """Price a selection; None if it cannot be: attention without its q, k and v."""
     try:
-        blocks = block_prices(layout, SaveList("", "recompute", rules))
+        blocks = block_costs(run, SaveList("", "recompute", rules))
     except RecipeError:
         return None
-    return _Selection(rules, blocks, [times.again(block) for block in blocks])
+    return _Selection(rules, blocks, [times.seconds(block) for block in blocks])
 
 
 def _save_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:

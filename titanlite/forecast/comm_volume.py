@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: the bytes of every collective, by shapes; no torch.
+"""What ranks send each other in a step: the bytes of every collective, by shapes.
 
 `titanlite plan` lists it, and `step_time.py` divides it by rates. Collectives of tokens between tensor-parallel layers
 are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
@@ -13,14 +13,13 @@ Not counted: what FSDP pads, where the rows of a weight are no multiple of its s
 embedding that is of the user's class, or hooked.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.forecast.activation_bytes import HEAD
-from titanlite.forecast.block_price import BlockPrice
+from titanlite.forecast.activation_cost import BlockCost
 from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.traced_run import HEAD, UnitSize
 from titanlite.sharding.sent_bytes import sent_bytes
 
 Pass = Literal["forward", "backward", "recomputation", "update"]
@@ -81,27 +80,18 @@ def units(memory: MemoryModel) -> list[Unit]:
     Args:
         memory: of the run.
     """
-    layout, dims, t = memory.layout, memory.dims, memory.layout.tensor_parallel
-    rows = {name: n for name, (n, _) in layout.block.weights(dims, t).items()} | {HEAD: dims.vocab_size // t}
-    by_row = layout.float8 is not None and layout.float8.weight.output == "row"
+    run, ends_stay = memory.run, not memory.ends_freed
 
-    def unit(
-        name: str, elements: int, gathered: int, layers: Sequence[str], stays: bool, reduced: int = memory.reduced
-    ) -> Unit:
-        in_float8 = gathered < layout.itemsize * elements
-        scales = 4 * sum(rows[layer] for layer in layers if layout.is_own(layer)) if by_row and in_float8 else 0
-        return Unit(name, elements, gathered + scales, 1 if stays else 2, reduced)
+    def unit(name: str, size: UnitSize, stays: bool, reduced: int = memory.reduced) -> Unit:
+        return Unit(name, size.elements, size.gathered + size.scales, 1 if stays else 2, reduced)
 
-    ends_stay, own = not memory.ends_freed, layout.block.layers
     blocks = [
-        unit(f"layers.{n}", memory.block, memory.gathered_block, own, memory.blocks_stay, memory.reduced_block)
-        for n in range(dims.n_layers)
+        unit(f"layers.{n}", size, memory.blocks_stay, memory.reduced_block) for n, size in enumerate(run.block_units)
     ]
-    e = layout.itemsize
-    if dims.tied_embeddings:
-        return [unit("tok_embeddings", memory.embedding, e * memory.embedding, (), ends_stay), *blocks]
-    embedding = unit("tok_embeddings", memory.embedding, e * memory.embedding, (), stays=True)  # or is not read again
-    return [embedding, *blocks, unit(HEAD, memory.head, memory.gathered_head, (HEAD,), ends_stay)]
+    if not run.output.elements:
+        return [unit("tok_embeddings", run.embedding, ends_stay), *blocks]
+    # An untied embedding is not read again in backward.
+    return [unit("tok_embeddings", run.embedding, True), *blocks, unit(HEAD, run.output, ends_stay)]
 
 
 def of_weights(memory: MemoryModel) -> list[Traffic]:
@@ -126,22 +116,12 @@ def of_weights(memory: MemoryModel) -> list[Traffic]:
             if ranks > 1 and (size := -(-u.elements // parts)):
                 what = "sum of gradients"
                 found.append(Traffic(kind, "backward", u.name, (size,), what, ranks, reduced * size, n))
-    float8 = memory.layout.float8
-    scaled = _scaled_as_a_whole(memory)
-    if float8 is not None and scaled:
-        over = [shards, memory.layout.tensor_parallel if float8.reduce_amax else 1]
+    run = memory.run
+    if run.float8 is not None and (scaled := sum(u.scaled_whole for u in (*run.block_units, run.output))):
+        over = [shards, run.tensor_parallel if run.float8.reduce_amax else 1]
         moves = "maxima of weights"
         found += [Traffic("all_reduce", "update", "", (scaled,), moves, r, 4 * scaled, 1) for r in over if r > 1]
     return found
-
-
-def _scaled_as_a_whole(memory: MemoryModel) -> int:
-    """Weights that FSDP gathers in float8 and that have one scale each."""
-    layout, dims = memory.layout, memory.dims
-    if layout.float8 is None or layout.float8.fsdp_all_gather != "float8" or layout.float8.weight.output == "row":
-        return 0
-    of_block = sum(layout.is_own(layer) for layer in layout.block.layers)
-    return dims.n_layers * of_block + (layout.is_own(HEAD) and not dims.tied_embeddings)
 
 
 def of_loss(tokens: int, ranks: int, micro_steps: int) -> Traffic:
@@ -175,7 +155,7 @@ def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic
     ]
 
 
-def again(block: BlockPrice) -> set[tuple[str, str]]:
+def again(block: BlockCost) -> set[tuple[str, str]]:
     """The collectives of tokens that backward of a block repeats: their kind and layer.
 
     Args:
@@ -183,4 +163,4 @@ def again(block: BlockPrice) -> set[tuple[str, str]]:
     """
     ops = (*CLASSES["communication"], *FUSED)
     kinds = {op: "all_gather" if "all_gather" in op else "reduce_scatter" for op in ops}
-    return {(kinds[a.op], a.layer) for a in block.again if a.op in kinds}
+    return {(kinds[a.op], a.layer) for a in block.recomputed if a.op in kinds}

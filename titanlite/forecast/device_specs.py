@@ -1,4 +1,4 @@
-"""What a GPU does in a second, as it was measured (`devices/*.toml`), and which runs that says nothing of; no torch."""
+"""What a GPU does in a second, as it was measured (`devices/*.toml`), and which runs that says nothing of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,20 +72,20 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     return Rates(**read)
 
 
-def unrated(memory: MemoryModel) -> Problem | None:
+def no_rates_reason(memory: MemoryModel) -> Problem | None:
     """Why the rates are not those of a run, or None.
 
     Args:
-        memory: of the run; its layout has a price.
+        memory: of the run.
     """
-    config, dims, layout = memory.config, memory.dims, memory.layout
-    if layout.float8 is not None and (layout.float8.has_blocks or layout.float8.status == "emulated"):
+    config, dims, run = memory.config, memory.dims, memory.run
+    if run.float8 is not None and (run.float8.has_blocks or run.float8.status == "emulated"):
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
-    if layout.float8 is not None and layout.float8.reduce_amax and layout.tensor_parallel > 1:
+    if run.float8 is not None and run.float8.reduce_amax and run.tensor_parallel > 1:
         want = "a recipe without reduce_amax: there are no rates of reductions of one number"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")
-    aligned = 8 * layout.tensor_parallel  # 16 bytes in bfloat16
+    aligned = 8 * run.tensor_parallel  # 16 bytes in bfloat16
     if dims.vocab_size % aligned:
         want = f"a multiple of {aligned}: there are no rates of products without an aligned kernel"
         return Problem("model.vocab_size", str(dims.vocab_size), want, "titanlite validate names one")

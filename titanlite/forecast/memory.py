@@ -21,13 +21,17 @@ Nothing here needs torch. Held against measured runs in `tests/unit/forecast/tes
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
-from titanlite.forecast.activation_bytes import HEAD, in_blocks, layout_of
-from titanlite.forecast.block_price import BlockPrice, block_prices, held_without_checkpointing
+from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
+from titanlite.forecast.traced_run import traced_run
+
+if TYPE_CHECKING:
+    from torch import nn
 
 GIB = 2**30
 HOLES = 0.2
@@ -107,13 +111,14 @@ class MemoryModel:
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         world: number of processes.
+        model: the trainer's, as `traced_run` takes it; None: it is made as the trainer would make it.
 
     Attributes:
-        config, dims, float8, world: as given; `layout` is the rank's.
+        config, dims, float8, world: as given; `run` is the rank's model, traced.
         shards: ranks that FSDP splits each parameter over; `replicas` hold the same.
         micro_steps: of a step.
-        block: elements of a block's weights on a rank, before FSDP splits them; `embedding` and `head` likewise,
-            positions with the one and the final norm with the other; `parameters` all of them.
+        block: elements of the largest block's weights on a rank, before FSDP splits them; `embedding` and `head`
+            likewise, positions with the one and the final norm with the other; `parameters` all of them.
         copy_engines: whether they gather and reduce blocks, as far as the config says.
         gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
         alone: whether there is nobody to reduce gradients with.
@@ -125,10 +130,11 @@ class MemoryModel:
         optimizer: bytes of the optimizer.
     """
 
-    def __init__(self, config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int) -> None:
+    def __init__(
+        self, config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int, model: "nn.Module | None" = None
+    ) -> None:
         self.config, self.dims, self.float8, self.world = config, dims, float8, world
-        self.layout = layout_of(config, dims, float8)
-        self._whole_block = held_without_checkpointing(self.layout)
+        self.run = traced_run(config, dims, float8, model)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree
@@ -142,29 +148,20 @@ class MemoryModel:
         reshard = mesh.fsdp_reshard_after_forward
         self.ends_freed = reshard == "always"
         self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
-
-        D, V, block = dims.dim, dims.vocab_size, self.layout.block
-        e, layers = self.layout.itemsize, {name: n * k for name, (n, k) in block.weights(dims, t).items()}
         self.copy_engines = uses_copy_engines(config, self.shards)
-        self.reduced_block = e if self.copy_engines else self.reduced
-        self.block = block.n_parameters(dims, t)
-        self.embedding, self.head = V * D // t + dims.max_seq_len * D, V * D // t + block.norm(dims)
-        if dims.tied_embeddings:  # one unit, gathered from the first layer to the end of backward
-            self.head = self.embedding = self.embedding + block.norm(dims)
-        # Layers that FSDP gathers in float8 have a byte an element.
-        in_float8 = float8 is not None and float8.fsdp_all_gather == "float8"
-        narrow = sum(n for name, n in layers.items() if in_float8 and self.layout.is_own(name))
-        self.gathered_block = e * (self.block - narrow) + narrow
-        # Nor is a head's weight cast where the embedding has it too.
-        narrow = V * D // t if in_float8 and self.layout.is_own(HEAD) and not dims.tied_embeddings else 0
-        self.gathered_head = e * (self.head - narrow) + narrow
-        units = [self.embedding] if dims.tied_embeddings else [self.embedding, self.head]
-        self.parameters = dims.n_layers * self.block + sum(units)
+        self.reduced_block = self.run.itemsize if self.copy_engines else self.reduced
+        of_blocks, first, last = self.run.block_units, self.run.embedding, self.run.output
+        self.block = max(unit.elements for unit in of_blocks)
+        self.gathered_block = max(unit.gathered for unit in of_blocks)
+        self.embedding = first.elements
+        # Tied weights are one unit, gathered from the first layer to the end of backward.
+        self.head, self.gathered_head = last.elements or first.elements, last.gathered or first.gathered
+        self.parameters = sum(unit.elements for unit in (*of_blocks, first, last))
 
     @property
     def symmetric_memory(self) -> int:
         """Bytes that copy engines push blocks into: two that are gathered, and the gradients of one."""
-        return 2 * self.gathered_block + self.layout.itemsize * self.block if self.copy_engines else 0
+        return 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
 
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak.
@@ -175,15 +172,15 @@ class MemoryModel:
         Raises:
             RecipeError: it has no price, or nothing is known of the model's blocks.
         """
-        return self.peak(block_prices(self.layout, save_list))
+        return self.peak(block_costs(self.run, save_list))
 
-    def peak(self, blocks: Sequence[BlockPrice]) -> Memory:
+    def peak(self, blocks: Sequence[BlockCost]) -> Memory:
         """Predict the peak.
 
         Args:
             blocks: what each block keeps and computes again, in the order in which they run.
         """
-        shard, e, n = self.parameters // self.shards, self.layout.itemsize, len(blocks)
+        shard, e, n = self.parameters // self.shards, self.run.itemsize, len(blocks)
         held, tied = sum(block.held for block in blocks), self.dims.tied_embeddings
         head, block = self.gathered_head, self.gathered_block
         stays = n * block if self.blocks_stay else 0
@@ -199,17 +196,18 @@ class MemoryModel:
         # The moments of backward that may be the worst, as (gathered weights, communication, gradients, holes,
         # activations, logits, the rest).
         moments = [(stays + embedding + head, 0, 0 if self.gradients_follow else 4 * shard, 0, held, *self._loss())]
-        rows, left = self._in_block(), held
+        left = held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
         before = 0 if tied else reduced * self.head  # of the unit before, it is there until that of the next is
-        for done, priced in enumerate(reversed(blocks)):
+        for done, cost in enumerate(reversed(blocks)):
+            traced = self.run.blocks[n - 1 - done]
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
-            again = max(0, self._whole_block - priced.held)
-            moments.append((weights, of_ends + before, *gradients(done), left, 0, again + rows))
-            left, before = left - priced.held, of_block
+            again = max(0, held_without_checkpointing(traced, self.run.compiled) - cost.held)
+            moments.append((weights, of_ends + before, *gradients(done), left, 0, again + self._in_block(n - 1 - done)))
+            left, before = left - cost.held, of_block
         if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced
-            own = e * self.head + e * self.layout.tokens * self.dims.dim
+            own = e * self.head + e * self.run.tokens * self.dims.dim
             moments.append((stays + embedding + head, reduced * self.head, *gradients(0), held, 0, own))
         last, as_it_came = reduced * self.embedding, e * self.embedding
         holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
@@ -231,7 +229,7 @@ class MemoryModel:
         """FSDP's flat buffers: of the unit on its way with this rank's shard of it, and of the one before."""
         if self.shards == 1:
             return 0
-        e, block = self.layout.itemsize, 0 if self.copy_engines else self.gathered_block  # or in symmetric memory
+        e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # or in symmetric memory
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.dims.tied_embeddings else [(block, head)]
@@ -252,39 +250,22 @@ class MemoryModel:
     @property
     def logits(self) -> int:
         """Bytes of a rank's logits, over which the loss writes their gradient; they are gone when blocks run."""
-        return self.layout.itemsize * self.layout.tokens * self.dims.vocab_size // self.layout.tensor_parallel
+        return self.run.itemsize * self.run.tokens * self.dims.vocab_size // self.run.tensor_parallel
 
     def _loss(self) -> tuple[int, int]:
-        """The head's forward and backward: logits, and what else there is with them of norm, loss and gradients."""
-        M, D, t, e = self.layout.tokens, self.dims.dim, self.layout.tensor_parallel, self.layout.itemsize
-        V, logits = self.dims.vocab_size, M * self.dims.vocab_size // t  # elements
-        # The head is not compiled: a LayerNorm is float32, two tensors, and so is a cast to float8, of what it casts.
-        norm = (8 if e == 2 else 4) if self.layout.block.layer_norms else e
-        kept = norm * M // t * D + (1 if self.layout.is_own(HEAD) else e) * M * D
-        gradients = e * self.head + e * M * D
-        casts_logits = casts_weight = 0
-        if (float8 := self.layout.float8) is not None and self.layout.is_by_blocks(HEAD):  # without a float32 tensor
-            of = float8.grad_output
-            gradients += in_blocks(M, V // t, of.grad_input) + in_blocks(V // t, M, of.grad_weight)
-            gradients += in_blocks(D, V // t, float8.weight.grad_input)
-            if float8.input.grad_weight != "none":
-                kept += in_blocks(D, M, float8.input.grad_weight) - e * M * D
-        elif self.layout.is_float8(HEAD):
-            casts_logits = 8 * logits
-            casts_weight = 8 * (V * D // t) if self.gathered_head == e * self.head else 0  # before there are logits
-            if self.layout.is_own(HEAD):
-                gradients += 2 * logits + M * D  # their bytes, and both factors turned
-        in_eager_loss = 0 if self.layout.compiled else 12 * min(M, EAGER_LOSS_TOKENS) * V // t  # three float32 tensors
-        beside_logits = max(gradients, casts_logits, in_eager_loss)
-        if casts_weight > self.logits + beside_logits:
-            return 0, kept + casts_weight
-        return self.logits, kept + beside_logits
+        """The head's forward and backward: logits, and what else there is with them of norm, loss and gradients.
 
-    def _in_block(self) -> int:
-        """Gradients inside a block at its widest, around the gate, and those of the feed-forward's weights."""
-        M, D, F = self.layout.tokens, self.dims.dim, self.dims.ffn_dim
-        t, e, block = self.layout.tensor_parallel, self.layout.itemsize, self.layout.block
-        inside = (block.gate_width + 1) * e * F
-        if self.layout.is_joined(block.layers[-1]):
-            inside = 2 * 2 * F  # the gradient of what w13 has made, in float8, and turned
-        return e * M // t * D + e * M * D + M * inside // t + e * (block.gate_width + 1) * F * D // t
+        The head is not compiled. Where a cast of its weight is the most of all, there are no logits yet.
+        """
+        assert self.run.head is not None  # noqa: S101
+        forward, backward = self.run.head.peaks
+        if forward > backward:
+            return 0, forward
+        rows = min(self.run.tokens, EAGER_LOSS_TOKENS)
+        in_loss = 0 if self.run.compiled else 12 * rows * self.logits // self.run.itemsize // self.run.tokens
+        return self.logits, max(backward - self.logits, self.run.head.saved + in_loss)
+
+    def _in_block(self, n: int) -> int:
+        """What backward of a block has made at its widest, with the gradient that it is given."""
+        block = self.run.blocks[n]
+        return block.widest_compiled if self.run.compiled else block.widest

@@ -1,9 +1,8 @@
-"""How long a step takes, by class of work, from shapes and measured rates (`device_specs.py`); no GPU and no torch.
+"""How long a step takes, by class of work, from the traced blocks and measured rates (`device_specs.py`).
 
-    matmul           the three products of each linear layer, forward and backward: 2·M·N·K each
-    attention        forward 2·M·H·E·S, the causal half of two products; to a window of W tokens W·(2·S − W) / S in the
-                     place of S; backward two and a half times that
-    elementwise      bytes of norms, RoPE, SwiGLU, the loss and casts to float8, each read and written once a pass
+    matmul           the three products of each linear layer, forward and backward
+    attention        forward, the causal half of two products; backward two and a half times that
+    elementwise      bytes of norms, RoPE, gates, the loss and casts to float8, each read and written once a pass
     recomputation    what the save-list does not keep, once more
     tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
                      both take beyond that matmul
@@ -19,17 +18,32 @@ Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as i
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.forecast.activation_bytes import HEAD, Activation, activations, token_bytes
-from titanlite.forecast.block_price import BlockPrice
-from titanlite.forecast.choose_save_list import Times, dear
+from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.forecast.activation_cost import Activation, BlockCost
+from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.trace import Operation, TracedBlock
 from titanlite.sharding.sent_bytes import sent_bytes
 
-_PRODUCTS = ("output", "grad_input", "grad_weight")
 _T, _G = 1e12, 1e9
+
+
+def token_bytes(tokens: int, width: int, itemsize: int, float8: Float8Recipe | None = None) -> int:
+    """Bytes of tokens [M, K] on their way.
+
+    Args:
+        tokens: M.
+        width: K.
+        itemsize: of an element in the compute dtype.
+        float8: the arithmetic, where they are gathered inside a float8 product: with a scale for each, or one for all.
+    """
+    if float8 is None:
+        return itemsize * tokens * width
+    return tokens * width + (0 if float8.reduce_amax else 4 * tokens)
 
 
 @dataclass(frozen=True)
@@ -55,76 +69,42 @@ class StepTime:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One rank's part of a linear layer, [M, K] @ [K, N]: `gathers` its input's tokens, or `scatters` its output's."""
-
-    name: str
-    K: int
-    N: int
-    gathers: bool
-    is_float8: bool
-    is_fused: bool
-
-
 class StepTimeModel:
     """Predicts the time of a step under any save-list.
 
     Args:
-        memory: of a run that `unrated` has nothing against.
+        memory: of a run that `no_rates_reason` has nothing against.
         rates: of the device.
     """
 
     def __init__(self, memory: MemoryModel, rates: Rates) -> None:
-        self.memory, self.rates, self.layout = memory, rates, memory.layout
-        dims, t, converted = memory.dims, self.layout.tensor_parallel, self.layout.converted
-        self._block = [
-            _Linear(name, K, N, n % 2 == 0, is_float8=name in converted, is_fused=self.layout.is_fused(name))
-            for n, (name, (N, K)) in enumerate(self.layout.block.weights(dims, t).items())
-        ]
-        V = dims.vocab_size // t
-        self._head = _Linear(HEAD, dims.dim, V, True, is_float8=HEAD in converted, is_fused=self.layout.is_fused(HEAD))
+        self.memory, self.rates, self.run = memory, rates, memory.run
 
-    def times(self) -> Times:
+    def times(self) -> RecomputeTimes:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
-        found: dict[Activation, float] = {}
-        for window in set(self.memory.dims.windows):
-            listed = [a for rule in dear(self.layout, window).values() for a in rule]
-            found |= {a: self._again(a, window) for a in listed}
-        return Times(found, self._elementwise()[0] / self.rates.memory / _G)
+        found = {a: self._seconds(a, forward=True) for listed in expensive(self.run).values() for a in listed}
+        return RecomputeTimes(found, self.run.blocks[0].elementwise[0] / self.rates.memory / _G)
 
-    def _again(self, activation: Activation, window: int) -> float:
-        """Seconds to compute a part of a block again."""
-        op = activation.op
-        if op in CLASSES["attention"]:
-            return activation.flops / self._attention_rates(window)[0] / _T
-        layer = next(layer for layer in self._block if layer.name == activation.layer)
-        product, wire = self._seconds(layer, "output"), self._wire(layer, backward=False)
-        if op in FUSED:
-            return self.rates.fused * max(product, wire)
-        return wire if op in CLASSES["communication"] else product
-
-    def step(self, blocks: Sequence[BlockPrice]) -> StepTime:
+    def step(self, blocks: Sequence[BlockCost]) -> StepTime:
         """Predict the time of a step.
 
         Args:
             blocks: what each keeps and computes again, in the order in which they run.
         """
-        n, layout, memory, rates = len(blocks), self.layout, self.memory, self.rates
+        n, run, memory, rates = len(blocks), self.run, self.memory, self.rates
+        assert run.head is not None  # noqa: S101
         times = self.times()
-        again = sum(times.again(block) for block in blocks)
-        matmul = self._matmul([self._head]) + n * self._matmul(self._block)
-        tokens = self._in_the_open([self._head]) + n * self._in_the_open(self._block)
-        of_embedding = token_bytes(layout.tokens, memory.dims.dim, layout.itemsize)
-        tokens += self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
-        forward, backward = self._elementwise()
-        loss = 3 * layout.itemsize * layout.tokens * memory.dims.vocab_size // layout.tensor_parallel
+        by_kind = {id(block): self._work(block) for block in (*run.blocks, run.head)}
+        work = [by_kind[id(block)] for block in (*run.blocks, run.head)]
+        of_embedding = token_bytes(run.tokens, memory.dims.dim, run.itemsize)
+        tokens = self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
+        elementwise = sum(sum(block.elementwise) for block in run.blocks) + 3 * memory.logits
         seconds = {
-            "matmul": matmul,
-            "attention": sum(self._attention(window) for window in memory.dims.windows),
-            "elementwise": (n * (forward + backward) + loss) / rates.memory / _G,
-            "recomputation": again,
-            "tokens": tokens,
+            "matmul": sum(matmul for matmul, _, _ in work),
+            "attention": sum(attention for _, attention, _ in work),
+            "elementwise": elementwise / rates.memory / _G,
+            "recomputation": sum(times.seconds(block) for block in blocks),
+            "tokens": tokens + sum(wire for _, _, wire in work),
             "weights": self._copied() / rates.memory / _G,
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
@@ -134,82 +114,52 @@ class StepTimeModel:
 
     def tokens_per_second(self, time: StepTime) -> float:
         """Tokens that a step of that time trains on in a second, by GPU."""
-        tokens = self.layout.tokens * self.memory.micro_steps / self.layout.tensor_parallel
+        tokens = self.run.tokens * self.memory.micro_steps / self.run.tensor_parallel
         return tokens / time.total * 1e3
 
-    def _attention(self, window: int) -> float:
-        """Seconds of attention's forward and backward in a block with that window."""
-        listed = activations(self.layout, window)
-        flops = sum(a.flops for a in listed if a.op in CLASSES["attention"])
-        forward, backward = self._attention_rates(window)
-        return flops / _T * (1 / forward + 2.5 / backward)
+    def _work(self, block: TracedBlock) -> tuple[float, float, float]:
+        """Seconds of matmuls, of attention, and of what collectives add to their matmuls."""
+        matmul = attention = tokens = 0.0
+        for operations, forward in ((block.forward, True), (block.backward, False)):
+            for each in operations:
+                if each.op in CLASSES["attention"]:
+                    rates = self._attention_rates(each)
+                    attention += each.flops / _T * (1 / rates[0] + 2.5 / rates[1])
+                elif each.op in CLASSES["communication"]:
+                    tokens += self._seconds(each, forward)
+                elif each.op in FUSED or each.op in CLASSES["matmul"]:
+                    alone = self._product(each, forward)
+                    matmul += alone
+                    tokens += self._seconds(each, forward) - alone if each.op in FUSED else 0.0
+        return matmul, attention, tokens
 
-    def _attention_rates(self, window: int) -> tuple[float, float]:
-        """TFLOP/s of forward and backward in a block with that window."""
-        if self.layout.is_windowed(window):
+    def _seconds(self, each: Operation | Activation, forward: bool) -> float:
+        """Seconds of an operation."""
+        if each.op in CLASSES["attention"]:
+            return each.flops / self._attention_rates(each)[0] / _T
+        wire = each.received / self.rates.tensor_parallel / _G
+        if each.op in FUSED:
+            return self.rates.fused * max(self._product(each, forward), wire)
+        return wire if each.op in CLASSES["communication"] else self._product(each, forward)
+
+    def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
+        """TFLOP/s of forward and backward."""
+        if each.op == ops.WINDOW_ATTENTION:
             return self.rates.attention_window
         return self.rates.attention_of(self.memory.dims.head_width)
 
-    def _seconds(self, layer: _Linear, product: str) -> float:
-        """Of one of the three products of a layer, alone."""
+    def _product(self, each: Operation | Activation, forward: bool) -> float:
+        """Seconds of a product, alone."""
         rates = self.rates
         rate = rates.matmul_alone if self.memory.shards == 1 else rates.matmul_beside_collectives
-        if layer.is_float8 and self.layout.float8 and "none" not in self.layout.float8.operands(product):
-            fast = getattr(self.layout.float8.accumulation, product) == "fast"
-            rate = rates.float8_fast if fast else rates.float8_split
-        return 2 * self.layout.tokens * layer.K * layer.N / rate / _T
-
-    def _matmul(self, layers: Sequence[_Linear]) -> float:
-        return sum(self._seconds(layer, product) for layer in layers for product in _PRODUCTS)
+        if each.in_float8 and self.run.float8:
+            of = self.run.float8.accumulation
+            rate = rates.float8_fast if (of.output if forward else of.grad_input) == "fast" else rates.float8_split
+        return each.flops / rate / _T
 
     def _on_the_wire(self, kind: str, whole: int) -> float:
         """Seconds of a collective of tokens, of so many bytes."""
-        return sent_bytes(kind, whole, self.layout.tensor_parallel) / self.rates.tensor_parallel / _G
-
-    def _wire(self, layer: _Linear, backward: bool) -> float:
-        """Seconds of the collective of a layer: one gathers and the other scatters, forward and backward."""
-        layout, is_gather = self.layout, layer.gathers != backward
-        float8 = layout.float8 if is_gather and layer.is_fused and layer.is_float8 else None
-        size = token_bytes(layout.tokens, layer.K if layer.gathers else layer.N, layout.itemsize, float8)
-        return self._on_the_wire("all_gather" if is_gather else "reduce_scatter", size)
-
-    def _in_the_open(self, layers: Sequence[_Linear]) -> float:
-        """Seconds that collectives add to their matmuls."""
-        if self.layout.tensor_parallel == 1:
-            return 0.0
-        found = 0.0
-        for layer in layers:
-            for product, backward in (("output", False), ("grad_input", True)):
-                wire, matmul = self._wire(layer, backward), self._seconds(layer, product)
-                found += self.rates.fused * max(wire, matmul) - matmul if layer.is_fused else wire
-        return found
-
-    def _elementwise(self) -> tuple[float, float]:
-        """Bytes that a block's forward and backward read and write outside of matmuls and attention."""
-        layout, dims, block = self.layout, self.memory.dims, self.layout.block
-        M, t, e, E, D = layout.tokens, layout.tensor_parallel, layout.itemsize, dims.head_width, dims.dim
-        # Stream and branch in, their sum and its norm out, for each sublayer; a branch in and its norm out behind it.
-        norms = (2 * 4 + (2 * 2 if block.post_norms else 0)) * e * M // t * D
-        rotated, gated = e * M * (dims.n_heads + dims.n_kv_heads) * E // t, e * M * dims.ffn_dim // t
-        rotary = 2 * rotated if block.is_rotary else 0  # norms of heads in the same pass, backward with their input
-        forward = norms + rotary + (block.gate_width + 1) * gated
-        backward = norms + rotary + (rotated if block.qk_norms else 0) + 2 * (block.gate_width + 1) * gated
-        if block.biases:  # added in passes that there are, but for that of attention; the gradient of each is a sum
-            forward += 2 * e * M * self._block[0].N
-            backward += sum(e * M * layer.N // (1 if layer.gathers else t) for layer in self._block)
-        for layer in self._block:
-            if layer.is_float8:
-                forward += self._casts(layer.K, layer.gathers and layer.is_fused)
-                backward += self._casts(layer.N, not layer.gathers and layer.is_fused)
-        return forward, backward
-
-    def _casts(self, width: int, is_gathered: bool) -> float:
-        """Bytes of bringing [M, width] to float8: cast, on its own rank if the bytes are gathered, and later turned.
-
-        The second is for the weight's gradient, which sums over tokens.
-        """
-        M, t, e = self.layout.tokens, self.layout.tensor_parallel, self.layout.itemsize
-        return (e + 1) * M * width // (t if is_gathered else 1) + 2 * M * width
+        return sent_bytes(kind, whole, self.run.tensor_parallel) / self.rates.tensor_parallel / _G
 
     def _copied(self) -> float:
         """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step."""
@@ -217,7 +167,7 @@ class StepTimeModel:
         gathered = sum(unit.gathers * unit.gathered_bytes for unit in fsdp_units)
         cast = (4 * sum(unit.gathers * unit.elements for unit in fsdp_units) + gathered) / memory.shards
         copied = 2 * gathered if memory.shards > 1 else 0
-        return cast + copied + (self.layout.itemsize + memory.reduced) * memory.parameters
+        return cast + copied + (self.run.itemsize + memory.reduced) * memory.parameters
 
     def _fsdp(self, n: int, compute: float) -> float:
         """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""

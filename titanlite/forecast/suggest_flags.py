@@ -1,6 +1,6 @@
 """Which change of a config would bring its peak under a limit: for who ran out of memory, or asks for too little.
 
-Each change is a flag of train.py, checked as a config would be, and priced by `memory.py`. Nothing here needs torch.
+Each change is a flag of train.py, checked as a config would be, and priced by `memory.py`.
 """
 
 import math
@@ -11,9 +11,10 @@ from typing import Any
 from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.config.check import check_config, sequences_per_step
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
-from titanlite.errors import ConfigError, Problem, RecipeError, describe
+from titanlite.errors import ConfigError, RecipeError
 from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
 
 LEAST = SaveList("", "recompute")
@@ -117,7 +118,9 @@ def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList)
         return None
 
 
-def check_budget(config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int) -> None:
+def check_budget(
+    config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int, origin: Origin | None = None
+) -> None:
     """Refuse a budget that no save-list keeps to.
 
     Args:
@@ -125,6 +128,7 @@ def check_budget(config: Config, dims: ModelDims, float8: Float8Recipe | None, w
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         world: number of processes.
+        origin: where each key was given.
 
     Raises:
         ConfigError: the run would hold more although it computed everything again.
@@ -144,7 +148,9 @@ def check_budget(config: Config, dims: ModelDims, float8: Float8Recipe | None, w
         f"{MARGIN:.1%} stay free as a margin for the prediction"
     )
     fix = f"{raised}, or" + "".join(f"\n          {flag}" for flag in flags) if flags else raised
-    raise ConfigError(describe("config", [Problem("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)]))
+    problems = Problems(origin or Origin("config"))
+    problems.add("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
+    problems.raise_all()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ What is kept and what is computed again under a save-list is in `activation_cost
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.activation_checkpoint import operations as ops
-from titanlite.activation_checkpoint.operations import CLASSES
+from titanlite.activation_checkpoint.operations import CLASS_OF, CLASSES, FUSED
+from titanlite.config.recipe_schema import twice_attended
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
 
 _FUSIBLE = {"_to_copy", "copy", "clone", "cat", "stack", "slice_backward", "select_backward", "split", "_softmax"}
 """What compilers fuse with its neighbours though torch does not tag it as elementwise."""
 
-_REDUCTIONS = {"mean", "sum", "amax", "max", "var_mean"}
+_IN_A_ROW = {"mean", "sum", "var_mean"}
+"""Reductions whose result is used while the row is at hand."""
+
+_REDUCTIONS = {*_IN_A_ROW, "amax", "max"}
 
 
 class Shape(NamedTuple):
@@ -56,8 +61,11 @@ class Operation:
         is_reduction: it gives fewer numbers than it reads.
         of_tokens: it depends on what the block is given, and not on weights alone.
         to_float8: its result is float8.
+        in_float8: it reads float8.
         flops: that it takes.
         moved: bytes that it reads, writes, and receives from other ranks.
+        received: of these, those from other ranks.
+        level: operations that are not fusible on the way to it: those of one level are joined, if they are fusible.
         call: the operation and its arguments, of which tensors are shapes.
     """
 
@@ -68,8 +76,11 @@ class Operation:
     is_reduction: bool
     of_tokens: bool
     to_float8: bool
+    in_float8: bool
     flops: int
     moved: int
+    received: int
+    level: int
     call: tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
 
@@ -83,12 +94,14 @@ class TracedBlock:
         backward: likewise.
         sizes: bytes of each value, by its number.
         given: numbers of the values that are there before: weights, and what the block is given.
+        given_to: shapes of the block's arguments, positional and by name.
         stream: numbers of what the block is given and has a gradient, which every checkpointed block keeps.
         returned: numbers of the values that the block returns.
         saved: bytes that autograd keeps if nothing is computed again, the input included.
         n_repeated: operations of forward until all is made that autograd keeps: eager mode repeats no others.
         windows: of its attentions, in tokens; 0: all.
-        widest: most bytes that backward has made and not yet freed at once, but for gradients of weights made before.
+        peaks: most bytes in eager mode that are there at once beside weights, in forward and in backward.
+        widest: of the latter those that backward has made, with the gradient that it begins with.
     """
 
     layers: tuple[str, ...]
@@ -96,11 +109,13 @@ class TracedBlock:
     backward: tuple[Operation, ...]
     sizes: Mapping[int, int]
     given: frozenset[int]
+    given_to: tuple[Any, Any]
     stream: frozenset[int]
     returned: frozenset[int]
     saved: int
     n_repeated: int
     windows: tuple[int, ...]
+    peaks: tuple[int, int]
     widest: int
 
     @cached_property
@@ -109,9 +124,88 @@ class TracedBlock:
         return {value: n for n, operation in enumerate(self.forward) for value in operation.makes}
 
     @cached_property
+    def used_in_forward(self) -> set[int]:
+        """Values that operations of forward read, or that the block returns."""
+        return {value for operation in self.forward for value in operation.reads}.union(self.returned)
+
+    @cached_property
     def wanted(self) -> list[int]:
         """Values that operations of backward read."""
         return list(dict.fromkeys(value for operation in self.backward for value in operation.reads))
+
+    @cached_property
+    def widest_compiled(self) -> int:
+        """Most bytes that backward has made and not yet freed at once, if what is elementwise is joined to its readers.
+
+        What an operation has read last is still there while the next two run, as both products of a linear layer's
+        gradients do: so it was measured.
+        """
+        readers: dict[int, list[int]] = {}
+        for n, operation in enumerate(self.backward):
+            for value in operation.reads:
+                readers.setdefault(value, []).append(n)
+        last: dict[int, int] = {}
+        changes = [0] * (len(self.backward) + 1)
+        for n, operation in reversed([*enumerate(self.backward)]):
+            for value in operation.makes:
+                by = readers.get(value, [])
+                joined = [r for r in by if self.backward[r].is_fusible]
+                ends = [r for r in by if r not in joined] + [
+                    max(last[v] for v in self.backward[r].makes) for r in joined
+                ]
+                last[value] = max(ends, default=len(self.backward))
+                if not operation.is_fusible or len(joined) < len(by) or not by:
+                    changes[n] += self.sizes[value]
+                    if last[value] + 3 < len(self.backward):
+                        changes[last[value] + 3] -= self.sizes[value]
+        return max(accumulate(changes))
+
+    @cached_property
+    def elementwise(self) -> tuple[int, int]:
+        """Bytes that passes over memory move in forward and in backward, besides matmuls, attention and collectives."""
+        return self._elementwise(self.forward), self._elementwise(self.backward)
+
+    def _elementwise(self, operations: Sequence[Operation]) -> int:
+        """What is fusible is one pass with all of its level: it reads what others make, and writes what they read."""
+        total, levels = 0, dict[int, list[Operation]]()
+        for each in operations:
+            is_timed = (
+                "attention" in each.op or each.op in FUSED or CLASS_OF.get(each.op) in ("matmul", "communication")
+            )
+            if not each.of_tokens or not each.reads or is_timed:
+                continue
+            if each.is_fusible or each.is_reduction:
+                levels.setdefault(each.level, []).append(each)
+            else:
+                total += self.bytes_of({*each.reads, *each.makes})
+        is_backward = operations is self.backward
+        kept = set[int]() if is_backward else {v for v in self.returned.union(self.wanted) if not self._is_remade(v)}
+        for level in levels.values():
+            made, inside = {v for each in level for v in each.makes}, {id(each) for each in level}
+            read = {
+                source for each in level for v in each.reads for source in (self._sources(v) if is_backward else {v})
+            } - made
+            outside = {v for each in operations if id(each) not in inside for v in each.reads}
+            written = made & (outside | kept)
+            total += self.bytes_of(read | written)
+        return total
+
+    def _sources(self, value: int) -> set[int]:
+        """Give the values that a value of forward is made of, for who reads it in backward; else the value alone."""
+        if not self._is_remade(value):
+            return {value}
+        if value not in self._made_of:
+            reads = self.forward[self.makers[value]].reads
+            self._made_of[value] = {source for each in reads for source in self._sources(each)}
+        return self._made_of[value]
+
+    @cached_property
+    def _made_of(self) -> dict[int, set[int]]:
+        return {}
+
+    def _is_remade(self, value: int) -> bool:
+        """Check whether a compiler makes a value of forward once more in backward."""
+        return value in self.makers and self.forward[self.makers[value]].is_fusible
 
     @cached_property
     def input_bytes(self) -> int:
@@ -123,23 +217,23 @@ class TracedBlock:
         return sum(self.sizes[value] for value in values)
 
 
-def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], seq_len: int) -> TracedBlock:
+def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> TracedBlock:
     """Run a block forward and backward on the meta device.
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
         args: what it is given; tensors that have a gradient require one.
         kwargs: likewise.
-        seq_len: S.
     """
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     stream = [t for t in given if t.requires_grad]
     itemsize = stream[0].itemsize if stream else 2
     windows = tuple(m.window for m in block.modules() if isinstance(m, CausalAttention))
-    recorder = _Recorder(seq_len, itemsize, windows)
+    recorder = _Recorder(itemsize, windows)
     weights = {*recorder.known(*block.parameters(), *block.buffers())}
     others = {*recorder.known(*given)}
     recorder.tokens |= {*recorder.known(*stream)}
+    recorder.begin_forward(weights | (others - recorder.tokens))
     with recorder, OneKernel():
         packed, kept = 0, set[int]()
 
@@ -154,11 +248,12 @@ def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
         n_forward = len(recorder.operations)
         outs = [t for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.requires_grad]
         of_outs = frozenset(recorder.known(*outs))
-        alive = recorder.alive() - weights - of_outs - (others - (kept & {*recorder.known(*stream)}))
-        recorder.begin_backward()
-        gradients = [torch.empty_like(t) for t in outs]
+        alive = recorder.alive() - weights - of_outs - (others - (kept & recorder.tokens))
+        end, peak_forward = _End.apply(*outs), recorder.peak
+        del outs, returned
         n_backward = len(recorder.operations)
-        torch.autograd.backward(outs, gradients)  # type: ignore[arg-type]
+        recorder.begin_backward()
+        end.backward()
     made = recorder.operations
     return TracedBlock(
         layers=tuple(name for name, module in block.named_modules() if isinstance(module, Linear)),
@@ -166,11 +261,13 @@ def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
         backward=tuple(made[n_backward:]),
         sizes=recorder.sizes,
         given=frozenset(weights | others),
+        given_to=pytree.tree_map_only(Tensor, Shape.of, (tuple(args), dict(kwargs))),
         stream=frozenset(recorder.known(*stream)),
         returned=of_outs,
         saved=sum(recorder.sizes[value] for value in alive),
         n_repeated=packed,
         windows=windows,
+        peaks=(peak_forward, recorder.peak),
         widest=recorder.widest,
     )
 
@@ -180,6 +277,19 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()  # type: ignore[attr-defined]
         yield from (getattr(tensor, name) for name in inner) if inner else (tensor,)
+
+
+class _End(torch.autograd.Function):
+    """What becomes of a result: its gradient is made when backward begins, in the place of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, *outs: Tensor) -> Tensor:
+        ctx.shapes = [(t.shape, t.dtype) for t in outs]
+        return torch.empty((), device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.shapes)
 
 
 class OneKernel(TorchFunctionMode):
@@ -208,15 +318,18 @@ def _attend(
 class _Recorder(TorchDispatchMode):
     """Lists operations by the storages that they read and make."""
 
-    def __init__(self, seq_len: int, itemsize: int, windows: Sequence[int]) -> None:
+    def __init__(self, itemsize: int, windows: Sequence[int]) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
         self.tokens: set[int] = set()  # values that depend on what the block is given
-        self.widest = 0
+        self.peak = self.widest = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps its key
-        self._before: set[int] | None = None
-        self._seq_len, self._itemsize, self._windows = seq_len, itemsize, windows
+        self._live: dict[int, StorageWeakRef] = {}  # what was made and not freed
+        self._apart: set[int] = set()
+        self._before: set[int] = set()
+        self._levels: dict[int, int] = {}
+        self._itemsize, self._windows = itemsize, windows
 
     def known(self, *tensors: Tensor) -> list[int]:
         """Give the numbers of tensors' storages, new ones to those that have none."""
@@ -234,8 +347,16 @@ class _Recorder(TorchDispatchMode):
         """Give the numbers of those storages that somebody holds."""
         return {number for ref, number in self._numbers.values() if not ref.expired()}
 
+    def begin_forward(self, apart: set[int]) -> None:
+        """Count what is made, beside values that are there before."""
+        self._apart = apart
+        self._live = {number: ref for ref, number in self._numbers.values() if number not in apart}
+
     def begin_backward(self) -> None:
+        """Count from now on what is made beside all that there is."""
+        self.peak = self.widest = 0
         self._before = {*self.sizes}
+        self._levels.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -248,69 +369,81 @@ class _Recorder(TorchDispatchMode):
             self._numbers[results[0].untyped_storage()._cdata] = StorageWeakRef(results[0].untyped_storage()), reads[0]
             return out
         makes = self.known(*results)
+        self._count_live(results)
         if not func._schema.is_mutable:
             makes = [value for value in makes if value not in reads]
         if not makes:
             return out
-        of_tokens = not self.tokens.isdisjoint(reads)
+        of_tokens = not reads or not self.tokens.isdisjoint(reads)
         if of_tokens:
             self.tokens.update(makes)
         fusible = torch.Tag.pointwise in func.tags or name in _FUSIBLE
-        flops, moved = _cost(op, args, given, results, self._seq_len, self._itemsize, self._windows)
+        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._windows)
+        is_reduction = func.namespace == "aten" and name in _REDUCTIONS
+        level = max((self._levels.get(value, 0) for value in reads), default=0)
+        after = level if fusible or name in _IN_A_ROW else level + 1  # what is scaled by a maximum is read once more
+        self._levels.update((value, after) for value in makes)
         self.operations.append(
             Operation(
                 op=op,
                 reads=tuple(reads),
                 makes=tuple(makes),
                 is_fusible=fusible,
-                is_reduction=func.namespace == "aten" and name in _REDUCTIONS,
+                is_reduction=is_reduction,
                 of_tokens=of_tokens,
                 to_float8=results[0].dtype in FLOAT8,
+                in_float8=any(t.dtype in FLOAT8 for t in _plain(given)),
                 flops=flops,
                 moved=moved,
+                received=received,
+                level=level,
                 call=(func, *pytree.tree_map_only(Tensor, Shape.of, (args, kwargs))),
             )
         )
         return out
 
+    def _count_live(self, results: Sequence[Tensor]) -> None:
+        """Take what is held at this moment for the most, if it is."""
+        self._live.update(
+            (number, ref) for ref, number in (self._numbers[t.untyped_storage()._cdata] for t in _plain(results))
+        )
+        self._live = {n: ref for n, ref in self._live.items() if n not in self._apart and not ref.expired()}
+        self.peak = max(self.peak, sum(self.sizes[number] for number in self._live))
+        self.widest = max(self.widest, sum(self.sizes[number] for number in self._live.keys() - self._before))
+
 
 def _cost(
-    op: str, args: Any, given: list[Tensor], results: list[Tensor], seq_len: int, itemsize: int, windows: Sequence[int]
-) -> tuple[int, int]:
-    """FLOPs of an operation, and the bytes that it reads, writes and receives.
+    op: str, args: Any, given: list[Tensor], results: list[Tensor], itemsize: int, windows: Sequence[int]
+) -> tuple[int, int, int]:
+    """Give the FLOPs of an operation, the bytes that it reads, writes and receives, and those that it receives.
 
     What is elementwise around statistics and casts is joined to them: they read their input as the block has it.
     """
     moved = sum(t.nbytes for t in given) + sum(t.nbytes for t in results)
-    numbers = given[0].numel() if given else 0
     if op in CLASSES["attention"]:
         B, H, S, E = given[0].shape
-        window = windows[0] if op == ops.WINDOW_ATTENTION and windows else 0
-        W = window if 0 < window < S else S
-        return 2 * B * H * S * E * (W * (2 * S - W) // S), moved
+        window = next(filter(None, windows), 0) if op == ops.WINDOW_ATTENTION else 0
+        return 2 * B * H * S * E * twice_attended(window, S), moved, 0
     if op == ops.GATHER_MATMUL:
-        gathered, *products = results
-        K = gathered.shape[-1]
-        n_products = len(args[1])
-        flops = sum(2 * y.numel() * K for y in products[:n_products])
-        return flops, moved
+        gathered, products = results[0], results[1 : 1 + len(args[1])]
+        received = gathered.nbytes - given[0].nbytes
+        return sum(2 * y.numel() * gathered.shape[-1] for y in products), moved, received
     if op == ops.MATMUL_SCATTER:
-        lefts, rights = args[0], args[1]
-        flops = sum(2 * left.numel() * right.shape[-1] for left, right in zip(lefts, rights, strict=True))
-        whole = lefts[0].shape[0] * rights[0].shape[-1] * results[0].itemsize
-        return flops, moved + whole - results[0].nbytes
+        pairs = list(zip(args[0], args[1], strict=True))
+        flops = sum(2 * left.numel() * right.shape[-1] for left, right in pairs)
+        received = args[0][0].shape[0] * args[1][0].shape[-1] * results[0].itemsize - results[0].nbytes
+        return flops, moved + received, received
     if op in CLASSES["matmul"]:
         K = (args[1] if op == "aten.addmm.default" else args[0]).shape[-1]
-        return 2 * results[0].numel() * K, moved
-    if op == ops.GATHER:
-        return 0, results[0].nbytes - given[0].nbytes
-    if op == ops.SCATTER:
-        return 0, given[0].nbytes - results[0].nbytes
+        return 2 * results[0].numel() * K, moved, 0
+    if op in CLASSES["communication"]:
+        received = abs(results[0].nbytes - given[0].nbytes)
+        return 0, received, received
     if op == ops.MAX_OF_RANKS:
-        return 0, results[0].nbytes
-    read = numbers * min(itemsize, given[0].itemsize) if given else 0
+        return 0, results[0].nbytes, results[0].nbytes
+    read = given[0].numel() * min(itemsize, given[0].itemsize) if given else 0
     if op in CLASSES["statistics"]:
-        return numbers * (2 if op == ops.MEAN else 1), read
+        return given[0].numel() * (2 if op == ops.MEAN else 1), read, 0
     if op in CLASSES["cast"]:
-        return results[0].numel(), read + sum(t.nbytes for t in results)
-    return 0, moved
+        return results[0].numel(), read + sum(t.nbytes for t in results), 0
+    return 0, moved, 0

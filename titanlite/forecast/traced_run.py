@@ -14,20 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils import _pytree as pytree
 
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Model
-from titanlite.errors import Problem
+from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.convert import apply_float8
-from titanlite.float8.weight import WeightShard, local_data
+from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, TracedBlock, trace
 from titanlite.kernels.collectives import Group
-from titanlite.models.block_kinds import kind_of
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
 from titanlite.parallel.tensor import LayerPlan, split_layers
+from titanlite.sharding.graph import kind_of
 from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.representative_blocks import PlannedLayers
 
@@ -117,7 +117,7 @@ def traced_run(
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split
-    if key not in _runs:
+    if model is not None or key not in _runs:
         _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8))
     return _runs[key]
 
@@ -177,7 +177,9 @@ def _part(ranks: int) -> Any:
 def _group(size: int) -> Group:
     """A group of ranks that exists by its name alone: on the meta device nothing is sent."""
     name = f"titanlite.forecast.{size}"
-    if size not in _groups:
+    try:
+        dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:  # torch forgets all groups when one is destroyed
         _groups[size] = dist.ProcessGroup(0, size)  # type: ignore[call-arg]
         torch._C._distributed_c10d._register_process_group(name, _groups[size])  # type: ignore[attr-defined]
     return Group(name, size, 0)
@@ -193,7 +195,17 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     others = [p for p in model.parameters() if p not in in_blocks and (is_tied or all(p is not q for q in of_head))]
     kinds = [kind_of(block) for block in blocks]
     units = {kind: _unit_size(list(block.parameters()), dtype) for kind, block in zip(kinds, blocks, strict=True)}
-    traces, why = _traces(model, kinds, tokens, training.seq_len, dtype), None
+    traces, why = dict[str, TracedBlock](), None
+    try:
+        traces = _traces(model, kinds, tokens, dtype)
+    except TitanliteError:
+        raise
+    except Exception as error:  # of a file of the user's own
+        if not config.model.file:
+            raise
+        want = "a model that runs on the meta device, of which predictions are made"
+        fix = "no branch on a tensor's values; without it there are no predictions"
+        why = Problem("model.file", f'"{config.model.file}" ({type(error).__name__}: {error})', want, fix)
     return TracedRun(
         dims=dims,
         tokens=tokens,
@@ -202,8 +214,8 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
         itemsize=dtype.itemsize,
         compiled=config.compile.enable,
         float8=float8,
-        blocks=tuple(traces[kind] for kind in kinds),
-        head=traces[HEAD],
+        blocks=tuple(traces[kind] for kind in kinds if traces),
+        head=traces.get(HEAD),
         block_units=tuple(units[kind] for kind in kinds),
         embedding=_unit_size(others, dtype),
         output=_unit_size([] if is_tied else of_head, dtype),
@@ -213,7 +225,7 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
 
 def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
     elements = gathered = scales = scaled_whole = 0
-    for weight in map(local_data, parameters):
+    for weight in map(_local, parameters):
         is_narrow = isinstance(weight, WeightShard)
         elements += weight.numel()
         gathered += weight.numel() * (1 if is_narrow else dtype.itemsize)
@@ -223,9 +235,22 @@ def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
     return UnitSize(elements, gathered, scales, scaled_whole)
 
 
-def _traces(
-    model: nn.Module, kinds: list[str], tokens: int, seq_len: int, dtype: torch.dtype
-) -> dict[str, TracedBlock]:
+def _local(parameter: Tensor) -> Tensor:
+    """Give this rank's part of a parameter, which may be one that FSDP casts before it gathers it."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make what FSDP makes of a parameter for compute."""
+    local = _local(parameter)
+    if not isinstance(local, WeightShard):
+        return torch.empty(local.shape, dtype=dtype, device="meta")
+    bits = torch.empty(local.shape, dtype=local.how.dtype, device="meta")
+    unit = torch.empty((len(local), 1) if local.how.by_row else (), device="meta")
+    return GatheredWeight(bits, unit, dtype)
+
+
+def _traces(model: nn.Module, kinds: list[str], tokens: int, dtype: torch.dtype) -> dict[str, TracedBlock]:
     """Trace the first block of each kind, by its kind, and the head."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
@@ -236,8 +261,7 @@ def _traces(
     for module in fewer.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                local = torch.empty(local_data(parameter).shape, dtype=dtype, device="meta")
-                plain[id(parameter)] = nn.Parameter(local, parameter.requires_grad)
+                plain[id(parameter)] = nn.Parameter(_gathered(parameter, dtype), parameter.requires_grad)
         if isinstance(module, Linear):
             plain[id(module.matmul)] = module.matmul
     fewer = copy.deepcopy(fewer, plain)
@@ -254,9 +278,9 @@ def _traces(
     found: dict[str, TracedBlock] = {}
     for kind, block in zip(kinds, fewer.layers, strict=True):  # type: ignore[arg-type]
         if kind not in found:
-            found[kind] = _trace(block, *calls[block][:2], seq_len)
+            found[kind] = _trace(block, *calls[block][:2])
     head = nn.Sequential(fewer.norm, fewer.output)  # type: ignore[arg-type]
-    found[HEAD] = _trace(head, *calls[fewer.norm][:2], seq_len)  # type: ignore[index]
+    found[HEAD] = _trace(head, *calls[fewer.norm][:2])  # type: ignore[index]
     return found
 
 
@@ -269,9 +293,9 @@ def _once(
     return calls[module][2]
 
 
-def _trace(module: nn.Module, args: Any, kwargs: Any, seq_len: int) -> TracedBlock:
+def _trace(module: nn.Module, args: Any, kwargs: Any) -> TracedBlock:
     def apart(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, apart, (args, kwargs))
-    return trace(module, args, kwargs, seq_len)
+    return trace(module, args, kwargs)

@@ -1,4 +1,4 @@
-"""The checks of a run that need torch: of a model file of the user's own, and of single operations in a save-list.
+"""The checks of a run that need torch: of a model file of the user's own, and of what follows from its traced blocks.
 
 `titanlite plan` and training make them before anything else that takes time; `titanlite validate` cannot.
 """
@@ -7,16 +7,21 @@ from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.config.weight_decay import without_decay
 from titanlite.float8.scope import require_matches
-from titanlite.forecast.activation_bytes import layout_of
+from titanlite.forecast.check_save_list import check_matches, check_names_of_list
 from titanlite.preflight.checked_run import CheckedRun
 
 
-def check_with_torch(checked: CheckedRun) -> None:
+def check_with_torch(checked: CheckedRun, world: int | None = None) -> None:
     """Refuse what `checked_run` lets pass because torch would have to be imported: only where something is left.
 
+    Args:
+        checked: the run.
+        world: number of processes, if it is known.
+
     Raises:
-        TitanliteError: of a model of the user's own, the blocks are others than the recipe's, or a pattern matches no
-            parameter or no layer; or a save-list names an operation that torch has not, or keeps an elementwise one.
+        TitanliteError: of a model of the user's own, a pattern matches no parameter or no layer; a save-list names an
+            operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no save-list
+            keeps to the budget.
     """
     config, save_list, model = checked.config, checked.save_list, None
     if config.model.file:
@@ -28,10 +33,18 @@ def check_with_torch(checked: CheckedRun) -> None:
         if checked.float8 is not None:
             layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
             require_matches(config.float8.filter_fqns, layers, checked.origin)
-    if save_list and any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
-        from titanlite.activation_checkpoint.apply import check_names, layers_of
+    if save_list is None and world is not None:
+        from titanlite.forecast.suggest_flags import check_budget
 
-        if model is None:
-            check_names(save_list, layout_of(config, checked.dims, checked.float8).block.layers)
-        else:
-            check_names(save_list, layers_of(model.layers))
+        check_budget(config, checked.dims, checked.float8, world, checked.origin)
+    if save_list is None or not save_list.rules:
+        return
+    from titanlite.activation_checkpoint.apply import check_names
+    from titanlite.forecast.traced_run import traced_run
+
+    run = traced_run(config, checked.dims, checked.float8)
+    if any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
+        check_names(save_list, run.layers)
+    if model is not None and run.no_trace_reason is None:
+        check_names_of_list(save_list, run.layers, len(run.blocks), config.job.strict)
+    check_matches(save_list, run, config.job.strict)

@@ -5,7 +5,6 @@ train.py and the commands that take a config begin here. It imports no torch; `c
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from titanlite import recipes
@@ -29,9 +28,7 @@ from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, TitanliteError
-from titanlite.forecast.activation_bytes import layout_of
-from titanlite.forecast.check_save_list import check_save_list
-from titanlite.forecast.suggest_flags import check_budget
+from titanlite.forecast.check_save_list import check_names_of_list
 from titanlite.preflight.float8_checks import check_filters, check_fused, check_gathers, check_layers, check_numerics
 from titanlite.preflight.hints import (
     cut_schedule,
@@ -195,20 +192,17 @@ def _check_shapes(
     block = block_of(config.model, dims)
     if not config.model.file:
         attempt(lambda: _check_decay(config, dims, origin), "optimizer.weight_decay_exclude", "model")
-    if config.activation_checkpoint.recipe == recipes.AUTO and world_size is not None:
-        needs = ("activation_checkpoint", "float8", "training", *shapes)
-        attempt(lambda: check_budget(config, dims, float8, world_size), *needs)
     if float8 and block is not None:
         attempt(lambda: check_filters(config, dims, block, origin), "float8", "model")
         attempt(lambda: check_layers(config, dims, float8, block, origin), "float8", *shapes)
         needs = ("parallelism.async_tensor_parallel", "float8", "job.strict", *shapes)
         attempt(lambda: check_fused(config, dims, float8, block, origin), *needs)
         if world_size is not None:
-            attempt(lambda: check_gathers(config, dims, float8, world_size), "float8", *shapes)
+            attempt(lambda: check_gathers(config, dims, float8, block, world_size), "float8", *shapes)
     if save_list and block is not None:
         needs = ("activation_checkpoint", "float8.recipe", *shapes)
-        layout, strict = partial(layout_of, config, dims, float8), config.job.strict
-        attempt(lambda: check_save_list(save_list, dims, layout(), strict), *needs)
+        layers, strict = block.layers, config.job.strict
+        attempt(lambda: check_names_of_list(save_list, layers, dims.n_layers, strict), *needs)
 
 
 def _resumes(config: Config) -> bool:

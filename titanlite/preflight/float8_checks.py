@@ -9,7 +9,6 @@ from titanlite.config.recipe_schema import Block, Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.errors import RecipeError
 from titanlite.float8.scope import left_alone, obstacle, odd_sizes, require_equal_shards, require_matches
-from titanlite.forecast.activation_bytes import HEAD, layout_of
 
 
 def check_filters(config: Config, dims: ModelDims, block: Block, origin: Origin) -> None:
@@ -69,13 +68,14 @@ def check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> None
         problems.raise_all()
 
 
-def check_gathers(config: Config, dims: ModelDims, float8: Float8Recipe, world: int) -> None:
+def check_gathers(config: Config, dims: ModelDims, float8: Float8Recipe, block: Block, world: int) -> None:
     """Refuse shards that FSDP cannot gather in float8."""
-    layout = layout_of(config, dims, float8)
-    if float8.fsdp_all_gather != "float8":
+    if float8.fsdp_all_gather != "float8" or obstacle(float8):
         return
-    t = layout.tensor_parallel
-    rows = {name: shape[0] for name, shape in layout.block.weights(dims, t).items() if layout.is_own(name)}
-    if layout.is_own(HEAD) and not dims.tied_embeddings:
-        rows[HEAD] = dims.vocab_size // t
+    t, whys = config.parallelism.tensor_parallel_degree, _left_alone(config, dims, float8, block)
+    shapes = linear_layers(block, dims, t)
+    converted = {name: n for name, (n, _) in shapes.items() if not whys[name]}
+    rows = {re.sub(r"^layers\.\d+\.", "", name): n for name, n in converted.items()}  # blocks are alike
+    if dims.tied_embeddings:
+        rows.pop("output", None)
     require_equal_shards(rows, world // t // config.parallelism.data_parallel_replicate_degree)

@@ -31,10 +31,11 @@ from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
 from titanlite.float8.receipt import emulation_cost, float8_entry
+from titanlite.forecast.activation_cost import RuleCost, rule_costs
 from titanlite.forecast.choose_save_list import Choice, choose
 from titanlite.forecast.memory import Memory, MemoryModel
-from titanlite.forecast.rule_prices import RulePrice, rule_prices
 from titanlite.forecast.time_activations import time_block
+from titanlite.forecast.traced_run import sharding_plan
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile
@@ -43,10 +44,8 @@ from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
-from titanlite.parallel.parity import require_parity
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
-from titanlite.sharding.layers import plan_layers
 from titanlite.training.optimizers.sharded import ShardedOptimizer, build_optimizer
 
 
@@ -59,7 +58,7 @@ class Run:
         no_copy_engines: why they do not move blocks, although that was asked for or is the default; else None.
         chosen: the save-list, if it was chosen here to keep to a budget.
         predicted: the peak; None if the save-list has no price.
-        rule_prices: of the save-list, or None.
+        rule_costs: of the save-list, or None.
     """
 
     config: Config
@@ -69,7 +68,7 @@ class Run:
     save_list: SaveList
     chosen: Choice | None
     predicted: Memory | None
-    rule_prices: list[RulePrice] | None
+    rule_costs: list[RuleCost] | None
     mesh: Mesh
     model: nn.Module
     parameters: list[nn.Parameter]
@@ -120,10 +119,8 @@ def build(
 
     model = build_model(config.model, dims, config.training.seq_len)
     if mesh.tp_group is not None:
-        dtype = getattr(torch, config.training.mixed_precision_param)
-        plan = plan_layers(model, tokens, mesh.tp_size, dtype, dims.widths).layers
-        if config.model.file:
-            receipt.add(require_parity(model, plan, mesh, config))
+        S, dtype = config.training.seq_len, config.training.mixed_precision_param
+        plan = sharding_plan(config.model, dims, S, tokens, mesh.tp_size, dtype).layers
         is_asynchronous = config.parallelism.async_tensor_parallel
         split = apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, is_asynchronous)
         receipt.add_later(lambda: split)
@@ -133,7 +130,8 @@ def build(
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
-    memory, chosen = MemoryModel(replace(config, parallelism=parallelism), dims, float8, dist.get_world_size()), None
+    as_it_is = replace(config, parallelism=parallelism)
+    memory, chosen = MemoryModel(as_it_is, dims, float8, dist.get_world_size(), model), None
     if save_list is None:
         chosen = _choose(model, config, memory, device)
         save_list = chosen.save_list
@@ -163,7 +161,7 @@ def build(
         save_list=save_list,
         chosen=chosen,
         predicted=predicted,
-        rule_prices=rule_prices(memory.layout, save_list) if predicted else None,
+        rule_costs=rule_costs(memory.run, save_list) if predicted else None,
         mesh=mesh,
         model=model,
         parameters=parameters,
@@ -192,7 +190,7 @@ def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch
     budget = config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it
     began = time.monotonic()
-    times = time_block(model.layers[0], memory.layout, device)  # type: ignore[arg-type]
+    times = time_block(model.layers[0], memory.run, device)  # type: ignore[arg-type]
     chosen = on_rank_0(lambda: choose(memory, times, budget))
     return replace(chosen, prepared_s=time.monotonic() - began)
 

@@ -7,7 +7,7 @@ prediction (`forecast/memory.py`) can say: the allocator knows sizes and no name
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,11 +91,11 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
 
 
 @contextmanager
-def explained(model: MemoryModel, save_list: SaveList, device: torch.device) -> Iterator[None]:
+def explained(model: Callable[[], MemoryModel], save_list: SaveList, device: torch.device) -> Iterator[None]:
     """Turn torch's error into one that explains itself.
 
     Args:
-        model: of the run.
+        model: makes that of the run.
         save_list: what blocks keep.
         device: this rank's.
 
@@ -108,7 +108,7 @@ def explained(model: MemoryModel, save_list: SaveList, device: torch.device) -> 
         if not isinstance(error, torch.OutOfMemoryError) and not _OF_THE_DRIVER.match(str(error)):
             raise
         said = ". ".join(str(error).partition("\n")[0].split(". ")[:2]).rstrip(".")
-        message = explanation(model, save_list, measure(device))
+        message = explanation(model(), save_list, measure(device))
         raise OutOfMemoryError(f"rank {dist.get_rank()}: {said}\n{message}") from error
 
 
@@ -130,7 +130,7 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     except RecipeError:
         reason = "because the save-list keeps results that it does not name"
         fix = "a save-list that names what it keeps"
-        if unpriced := model.layout.unpriced:
+        if unpriced := model.run.no_trace_reason:
             reason = f"with {unpriced.where} = {unpriced.saw}"
             fix = "--training.local_batch_size 1, or a save-list that keeps less"
         lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]

@@ -63,7 +63,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
 
 
 def _save_list(run: Run) -> Entry:
-    chosen, prices = run.chosen, run.rule_prices
+    chosen, prices = run.chosen, run.rule_costs
     said: dict[str, object] = {}
     if chosen is not None:
         again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)

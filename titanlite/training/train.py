@@ -143,7 +143,7 @@ def _train(session: Session, cleanup: ExitStack) -> None:
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     session.stop.begin_steps()
     cleanup.callback(session.stop.close)  # before what else is closed, which has nothing to save either
-    with explained(run.memory, run.save_list, device):
+    with explained(lambda: run.memory, run.save_list, device):
         if validates_first:
             loop.validate(start)
         last = loop.train(start)
@@ -152,7 +152,10 @@ def _train(session: Session, cleanup: ExitStack) -> None:
 
 def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
     """Build the run, and warn of what is seen before its first step."""
-    memory = MemoryModel(asked.config, asked.dims, asked.float8, dist.get_world_size())
+
+    def memory() -> MemoryModel:
+        return MemoryModel(asked.config, asked.dims, asked.float8, dist.get_world_size())
+
     with explained(memory, asked.save_list or LEAST, device):
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
     if text := foreseen(run.memory, asked.save_list, measure(device)):

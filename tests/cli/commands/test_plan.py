@@ -4,8 +4,6 @@ import importlib.util
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from titanlite.commands.planned_run import plan_run
 from titanlite.commands.sharding_table import weight_rows, why
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import TitanliteError
+from titanlite.forecast import traced_run
 from titanlite.models import llama3
 from titanlite.preflight.checked_run import checked_run
 from titanlite.sharding import layers
@@ -113,8 +112,10 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(
 
     run = checked_run(["--config", DEBUG, *TWO, *flags])
     few = sharding_plan(run)
+    traced_run.sharding_plan.cache_clear()
     monkeypatch.setattr(layers, "stand_ins", lambda model: (model, [[n] for n in range(len(model.layers))]))
     all_of_them = sharding_plan(run)
+    traced_run.sharding_plan.cache_clear()
     assert len(few.stand_for) < len(all_of_them.stand_for) == run.dims.n_layers
     assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dims.n_layers))
 
@@ -213,14 +214,17 @@ def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, capsys: pytest.Cap
     assert "no time: float8.recipe" in out
 
 
-def test_blocks_that_do_not_compute_alike_have_no_prediction(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["plan", LARGE, "--world", "4", "--float8.recipe", "rowwise", "--float8.filter_fqns"]
-    assert main([*flags, "output"]) == 0
-    assert "no memory" not in capsys.readouterr().out
-    for filtered in ("layers.0.", "layers.31.attention"):
-        assert main([*flags, filtered]) == 0
-        assert f'no memory and no time: float8.filter_fqns = ["{filtered}"]' in capsys.readouterr().out
-    assert main([*flags, "layers.0.", "--device-gib", "100"]) == 2
+def test_blocks_that_do_not_compute_alike_are_predicted_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer that float8 leaves alone keeps more, in those blocks that have it."""
+    flags = ["plan", LARGE, "--world", "4", "--activation_checkpoint.recipe", "none", "--float8.recipe", "rowwise"]
+    held: list[float] = []
+    for filtered in ("output", "layers.0.", "layers."):
+        assert main([*flags, "--job.strict=false", "--float8.filter_fqns", filtered]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        held += [float(row[1]) for row in rows if row[:1] == ["activations"]]
+    alike, but_one, none = held
+    assert but_one - alike == pytest.approx((none - alike) / 32, abs=0.1)
+    assert none > alike + 5
 
 
 def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,15 +303,7 @@ def test_memory_of_a_small_model_is_in_mib(capsys: pytest.CaptureFixture[str]) -
     assert main(["plan", DEBUG, "--world", "2"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["parameters", "3.3", "MiB"] in rows  # 1,705,216 in float32, on two ranks
-    assert ["fits", "NVIDIA", "H200:", "462.0", "MiB", "of", "139.8", "GiB"] in rows
-
-
-def test_memory_and_time_need_no_torch() -> None:
-    code = (
-        "import sys; from titanlite.commands import main; "
-        f"main(['plan', {LARGE!r}, '--world', '4']); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert ["fits", "NVIDIA", "H200:", "460.5", "MiB", "of", "139.8", "GiB"] in rows
 
 
 def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,14 +365,13 @@ def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     assert main(["plan", DEBUG, "--world", "2", *mine]) == 0
     out = capsys.readouterr().out
-    why = f'model.file = "{file}"; want [block] in its recipe, which says what its blocks are made of (docs/models.md)'
-    assert out.strip().splitlines()[-1] == f"no memory and no time: {why}"
-    assert f"the collectives of FSDP are not listed: {why}" in out
+    assert out.strip().splitlines()[-1].startswith("no time: training.mixed_precision_param = float32")
+    assert "memory of a rank" in out  # of a model file there is nothing to be said
     assert main(["plan", DEBUG, *mine, *TWO[:2]]) == 0
     out = capsys.readouterr().out
-    assert f"collectives that backward repeats are not listed: {why}" in out
+    assert "collectives that backward repeats are not listed" not in out
     assert "--world N adds the collectives of data-parallel ranks" in out
-    assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 2
+    assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 0
     capsys.readouterr()
     assert main(["plan", DEBUG, "--world", "2", *mine, "--optimizer.weight_decay_exclude", "*norms.weight"]) == 2
     assert 'did you mean "*norm.weight"?' in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Recomputing changes nothing: the same loss and gradients as if everything were kept, bit by bit where torch allows.
 
 Eager mode runs the same kernels twice, so that all is bitwise equal, and so do the graphs that the compiler makes (see
-test_activation_bytes.py for one rank's). Its code fuses what it recomputes anew and may round elsewhere, but what
+test_activation_cost.py for one rank's). Its code fuses what it recomputes anew and may round elsewhere, but what
 attention's backward sees must be bitwise what its saved statistics are of.
 """
 

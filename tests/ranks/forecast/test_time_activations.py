@@ -1,45 +1,49 @@
 """Timing a block: every part once, on every layout, and nothing left behind."""
 
 import gc
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.ranks import run_ranks
 from titanlite import recipes
-from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Model
+from titanlite.config.schema import Compile, Config, Model, Training
 from titanlite.float8.convert import apply_float8
-from titanlite.forecast.activation_bytes import Layout
-from titanlite.forecast.choose_save_list import Times, dear
+from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.time_activations import time_block
+from titanlite.forecast.traced_run import TracedRun, traced_run
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import model_class
-from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
 
 CPU = torch.device("cpu")
-LAYERS = Block().layers
-SIZES = ModelDims("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+DIMS = ModelDims("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
 
-def layout(**options: object) -> Layout:
-    common = {"dims": SIZES, "tokens": 128, "seq_len": 64, "itemsize": 4, "compiled": False}
-    return Layout(**{**common, **options})  # type: ignore[arg-type]
+def traced(
+    model: nn.Module, dims: ModelDims = DIMS, float8: str | None = None, itemsize: int = 4, name: str = "llama3"
+) -> TracedRun:
+    dtype = "bfloat16" if itemsize == 2 else "float32"
+    training = Training(seq_len=64, local_batch_size=2, mixed_precision_param=dtype)
+    own = Model(name=name)  # type: ignore[arg-type]
+    config = Config(model=own, training=training, compile=Compile(False))
+    return traced_run(config, dims, recipes.load("float8", float8) if float8 else None, model)
 
 
-def meta_model(dims: ModelDims = SIZES) -> Llama3:
+def meta_model(dims: ModelDims = DIMS, name: str = "llama3") -> Any:
     with torch.device("meta"):
-        return Llama3(dims, 64)
+        return model_class(Model(name=name))(dims, 64)  # type: ignore[arg-type]
 
 
-def check(times: Times, of: Layout) -> None:
-    listed = [dear(of, window) for window in of.dims.windows]
-    assert set(times.activations) == {a for rules in listed for rule in rules.values() for a in rule}
+def check(times: RecomputeTimes, of: TracedRun) -> None:
+    assert set(times.activations) == {a for rule in expensive(of).values() for a in rule}
     assert all(seconds > 0 for seconds in (*times.activations.values(), times.elementwise))
 
 
@@ -50,14 +54,13 @@ def parameters_on_cpus() -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("float8", [None, "rowwise", "tensorwise"])
 def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int) -> None:
-    of, model = layout(itemsize=itemsize), meta_model()
+    model = meta_model()
     if float8:
-        recipe = recipes.load("float8", float8)
-        apply_float8(model, recipe, ("output",), CPU, of.tokens, shards=1)
-        of = layout(itemsize=itemsize, float8=recipe, converted=LAYERS)
+        apply_float8(model, recipes.load("float8", float8), ("output",), CPU, 128, shards=1)
+    of = traced(model, float8=float8, itemsize=itemsize)
     before = dict(model.layers[0].named_parameters())
     others = parameters_on_cpus()  # that earlier tests have left; held, so that their ids stay theirs
-    check(time_block(model.layers[0], of, CPU), of)  # type: ignore[arg-type]
+    check(time_block(model.layers[0], of, CPU), of)
     assert dict(model.layers[0].named_parameters()) == before
     gc.collect()
     assert {id(p) for p in parameters_on_cpus()} <= {id(p) for p in others}
@@ -66,42 +69,31 @@ def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "gemma3"])
 def test_other_architectures(name: str) -> None:
     dims = recipes.load("model", f"{name}-debug")
-    with torch.device("meta"):
-        model = model_class(Model(name=name))(dims, 64)  # type: ignore[arg-type]
-    of = layout(dims=dims, block=ARCHITECTURES[name].block)
+    model = meta_model(dims, name)
+    of = traced(model, dims, name=name)
     check(time_block(model.layers[0], of, CPU), of)
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_a_block_of_ones_own_may_call_its_norms_otherwise(name: str) -> None:
-    dims = recipes.load("model", f"{name}-debug")
-    with torch.device("meta"):
-        block = model_class(Model(name=name))(dims, 64).layers[0]  # type: ignore[arg-type,index]
-    block.norm1 = block.attention_norm
-    del block.attention_norm
-    of = layout(dims=dims, block=ARCHITECTURES[name].block)
-    check(time_block(block, of, CPU), of)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
     def body() -> None:
-        model, of = meta_model(), layout(tensor_parallel=2, fused=fused)
+        model = meta_model()
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, 2, dist.get_rank())
         apply_tensor_parallel(model, plan_layers(model, 128, 2).layers, mesh, group, asynchronous=fused)
-        check(time_block(model.layers[0], of, CPU), of)  # type: ignore[arg-type]
+        of = traced(model)
+        check(time_block(model.layers[0], of, CPU), of)
 
     run_ranks(body, tmp_path)
 
 
 def test_a_wider_matmul_takes_longer() -> None:
     """64 times the work: on a busy machine, too, the median of five is longer."""
-    wide = ModelDims("", 1, 128, 4, 2, 64 * 256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 
     def of_w13(dims: ModelDims) -> float:
-        times = time_block(meta_model(dims).layers[0], layout(dims=dims), CPU).activations
-        return next(seconds for a, seconds in times.items() if (a.op, a.layer) == ("aten.mm.default", LAYERS[2]))
+        model = meta_model(dims)
+        times = time_block(model.layers[0], traced(model, dims), CPU).activations
+        return next(s for a, s in times.items() if (a.op, a.layer) == ("aten.mm.default", "feed_forward.w13"))
 
-    narrow_s, wide_s = of_w13(SIZES), of_w13(wide)
+    narrow_s, wide_s = of_w13(DIMS), of_w13(replace(DIMS, ffn_dim=64 * 256))
     assert wide_s > 4 * narrow_s

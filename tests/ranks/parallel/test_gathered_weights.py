@@ -13,19 +13,17 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
-from titanlite.config.architectures import Block
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Float8, Training
 from titanlite.float8.convert import apply_float8, precompute_scales
-from titanlite.forecast.activation_bytes import Layout
-from titanlite.forecast.block_price import held_without_checkpointing
+from titanlite.forecast.activation_cost import held_without_checkpointing
+from titanlite.forecast.traced_run import traced_run
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
 D, H, K, F, S = 64, 4, 2, 512, 48
-LAYERS = Block().layers
 SIZES = ModelDims("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 CPU = torch.device("cpu")
 
@@ -62,11 +60,14 @@ def trained(name: str, float8: Float8Recipe) -> tuple[list[Tensor], list[Tensor]
 @pytest.mark.parametrize("name", ["rowwise", *slow("tensorwise")])
 def test_blocks_keep_activations_alone_and_lists_change_no_gradient(name: str, tmp_path) -> None:
     float8 = recipes.load("float8", name)
-    layout = Layout(SIZES, S, S, float8=float8, converted=LAYERS)
+    config = Config(training=Training(seq_len=S, local_batch_size=1), float8=Float8(filter_fqns=("output",)))
+    (block,) = traced_run(config, SIZES, float8).blocks
 
     def body() -> None:
         held, gradients = trained("none", float8)
-        assert sum(v.untyped_storage().nbytes() for v in held) == held_without_checkpointing(layout) - 2 * S * D
+        predicted = held_without_checkpointing(block, compiled=True) - 2 * S * D
+        # But for vectors: a maximum or two of each token.
+        assert abs(sum(v.untyped_storage().nbytes() for v in held) - predicted) <= 2 * 4 * S
         for listed in ("balanced", "full"):
             held, again = trained(listed, float8)
             assert not [v for v in held if v.dtype == torch.float8_e4m3fn], listed

@@ -15,8 +15,8 @@ from tests.support.launched import Desk
 from titanlite import recipes
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import OutOfMemoryError
-from titanlite.forecast.block_price import block_prices
-from titanlite.forecast.choose_save_list import Times
+from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.choose_save_list import RecomputeTimes
 from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.preflight.checked_run import checked_run
@@ -61,11 +61,11 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
     def plant() -> None:
         choose, time_block = build.choose, build.time_block
 
-        def time_differently(block, layout, device):
-            times = time_block(block, layout, device)
+        def time_differently(block, run, device):
+            times = time_block(block, run, device)
             rank = torch.distributed.get_rank()
             slow = {part: 1.0 if "w13" in part.layer and rank else 1e-9 for part in times.activations}
-            return Times(slow, 1e-9)
+            return RecomputeTimes(slow, 1e-9)
 
         build.time_block = time_differently
         build.choose = lambda memory, times, _: choose(memory, times, least(memory))
@@ -86,8 +86,8 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
 
 def least(memory) -> float:
     """A little more than what the run holds if it keeps nothing, so that only a part can be kept."""
-    some = memory.peak(block_prices(memory.layout, LEAST)).total
-    whole = memory.peak(block_prices(memory.layout, recipes.load("activation_checkpoint", "none"))).total
+    some = memory.peak(block_costs(memory.run, LEAST)).total
+    whole = memory.peak(block_costs(memory.run, recipes.load("activation_checkpoint", "none"))).total
     return (some + (whole - some) * 0.5) / usable(1)
 
 
@@ -216,7 +216,7 @@ def test_memory_that_is_not_of_the_allocator_is_explained_too(
     assert run.save_list is not None
     with (
         pytest.raises(OutOfMemoryError if is_of_this_device else RuntimeError) as caught,
-        out_of_memory.explained(model, run.save_list, torch.device("cpu")),
+        out_of_memory.explained(lambda: model, run.save_list, torch.device("cpu")),
     ):
         raise RuntimeError(text)
     if is_of_this_device:

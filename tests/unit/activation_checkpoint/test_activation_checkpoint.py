@@ -19,9 +19,9 @@ from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Config, Model
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
-from titanlite.forecast.activation_bytes import layout_of
-from titanlite.forecast.check_save_list import check_save_list
-from titanlite.forecast.rule_prices import rule_prices
+from titanlite.forecast.activation_cost import rule_costs
+from titanlite.forecast.check_save_list import check_matches, check_names_of_list
+from titanlite.forecast.traced_run import traced_run
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
@@ -174,13 +174,15 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     shipped = recipes.load("activation_checkpoint", name)
     config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
     dims = replace(recipes.model_dims(config), n_layers=6)
-    layout = layout_of(config, dims, None)
-    check_save_list(shipped, dims, layout, strict=True)
+    run = traced_run(config, dims, None)
+    check_names_of_list(shipped, run.layers, 6, strict=True)
+    check_matches(shipped, run, strict=True)
     with torch.device("meta"):
         use = apply_activation_checkpoint(model_class(config.model)(dims, S), shipped)
     assert use.blocks == (0 if name == "none" else 6)
-    of_llama = layout_of(replace(config, model=Model()), dims, None)
-    kept = [[p.matches for p in rule_prices(of, shipped) if p.rule.op == "matmul"] for of in (layout, of_llama)]
+    llama = recipes.model_dims(Config(model=Model(flavor="debug")))
+    of_llama = traced_run(replace(config, model=Model()), replace(llama, n_layers=6), None)
+    kept = [[p.matches for p in rule_costs(of, shipped) if p.rule.op == "matmul"] for of in (run, of_llama)]
     assert kept[0] == kept[1]
 
 

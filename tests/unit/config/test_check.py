@@ -168,15 +168,6 @@ def test_numbers_out_of_range(key: str) -> None:
         ),
         ({"parallelism__async_tensor_parallel": True}, None, ["no collectives to fuse", "= false"]),
         ({"activation_checkpoint__recipe": "auto"}, None, ["budget_gib as well", "budget_gib = 60.0"]),
-        (
-            {
-                "activation_checkpoint__recipe": "auto",
-                "activation_checkpoint__budget_gib": 60.0,
-                "model__file": __file__,
-            },
-            None,
-            ["model.file = ", "what its blocks are made of", "[block] in its recipe", 'recipe = "attention"'],
-        ),
         ({"activation_checkpoint__budget_gib": 60.0}, None, ["budget_gib = 60", 'recipe = "none"', 'recipe = "auto"']),
         ({"checkpoint__enable": False, "checkpoint__resume": 5}, None, ["checkpoint.resume = 5", "enable = true"]),
         ({"metrics__wandb": "offline", "metrics__wandb_project": ""}, None, ['wandb_project = "titanlite"']),

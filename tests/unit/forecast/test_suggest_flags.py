@@ -8,6 +8,7 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.suggest_flags import LEAST, overrides_that_fit, processes_that_fit
+from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
@@ -119,9 +120,9 @@ def test_a_chosen_list_is_given_less() -> None:
     assert all("recipe" not in override.flag for override in found)
 
 
-def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
+def test_a_budget_that_no_list_keeps_to_is_an_error_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match="1 problem") as error:
-        checked(*AUTO, "37.3")
+        check_with_torch(checked(*AUTO, "37.3"), 4)
     said = str(error.value)
     least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
     assert "activation_checkpoint.budget_gib = 37.3\n" in said
@@ -130,7 +131,7 @@ def test_a_budget_that_no_list_keeps_to_is_an_error_before_torch() -> None:
     flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
     assert len(flags) == 1  # a smaller batch does not: the peak is the end of backward, which has no activations
     for flag in [["--activation_checkpoint.budget_gib", "37.5"], *flags]:
-        checked(*AUTO, "37.3", *flag)
+        check_with_torch(checked(*AUTO, "37.3", *flag), 4)
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:

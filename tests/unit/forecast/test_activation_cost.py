@@ -1,5 +1,5 @@
-"""The price list against what a block really holds between forward and backward, and what backward does again; and that
-it computes the same.
+"""What the trace of a block says against what a block really holds between forward and backward, and what backward does
+again; and that it computes the same.
 
 Compiled blocks go through inductor's partitioner, which decides what is kept, but not through its code generation.
 """
@@ -18,17 +18,16 @@ from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.commands.one_rank import ranks_that_move_nothing
-from titanlite.config.architectures import ARCHITECTURES, Block
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
-from titanlite.config.schema import Model
-from titanlite.forecast.activation_bytes import Layout
-from titanlite.forecast.block_price import held_without_checkpointing, price
+from titanlite.config.schema import Compile, Config, Float8, Model, Parallelism, Training
+from titanlite.forecast.activation_cost import costs, held_without_checkpointing
+from titanlite.forecast.traced_run import TracedRun, traced_run
 from titanlite.models.find import model_class
 
-# Every width differs from every other, so that no formula is right by accident; M = 96.
+# Every width differs from every other, so that nothing is right by accident; M = 96.
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
 SIZES = ModelDims("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
-LAYERS = Block().layers
+LAYERS = "attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2"
 OF_BLOCKS: dict = {"dims": replace(SIZES, dim=128, ffn_dim=640), "batch": 8}
 LISTS = recipes.names("activation_checkpoint")
 FLOAT8 = [None, "tensorwise", "rowwise"]
@@ -38,15 +37,15 @@ MODES = ["eager", "compiled"]
 FEW = ["none", "every_second_matmul"]
 
 
-def predicted(save_list: SaveList, layout: Layout) -> Held:
-    """Bytes and matmuls of the first block by the price list; 8 matmuls are backward's own."""
-    (window,) = layout.dims.windows
+def predicted(save_list: SaveList, run: TracedRun) -> Held:
+    """Bytes and matmuls of the first block by its trace; 8 matmuls are backward's own."""
+    block = run.blocks[0]
     if save_list.default == "save":
-        return Held(held_without_checkpointing(layout), 8)
+        return Held(held_without_checkpointing(block, run.compiled), 8)
     active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(1))
-    priced = price(layout, save_list, active, window)
-    again = sum(p.again and p.activation.op in (*CLASSES["matmul"], *FUSED) for p in priced)
-    return Held(layout.block_input + sum(p.held for p in priced), 8 + again)
+    found = costs(block, save_list, active, run.compiled)
+    again = sum(cost.recomputed and cost.activation.op in (*CLASSES["matmul"], *FUSED) for cost in found)
+    return Held(block.input_bytes + sum(cost.held for cost in found), 8 + again)
 
 
 def measured(
@@ -59,25 +58,22 @@ def measured(
     batch: int = B,
     architecture: str = "llama3",
 ) -> tuple[Held, Held]:
-    """The first block's bytes and matmuls, and what the price list says."""
+    """The first block's bytes and matmuls, and what its trace says."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    tokens = batch * S
-    block = ARCHITECTURES[architecture].block
-    model = build(dims, S, save_list, float8, dtype, tokens, fused, model_class(Model(name=architecture)))  # type: ignore[arg-type]
+    tokens, name = batch * S, Model(name=architecture)  # type: ignore[arg-type]
+    model = build(dims, S, save_list, float8, dtype, tokens, fused, model_class(name))
     found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, dims.dim, dtype))
-    layout = Layout(
-        dims=dims,
-        tokens=tokens,
-        seq_len=S,
-        tensor_parallel=world,
-        itemsize=dtype.itemsize,
-        compiled=mode == "compiled",
-        fused=fused,
-        float8=recipes.load("float8", float8) if float8 else None,
-        converted=block.layers if float8 else (),
-        block=block,
+    config = Config(
+        model=name,
+        compile=Compile(mode == "compiled"),
+        float8=Float8(filter_fqns=("output",)),
+        parallelism=Parallelism(tensor_parallel_degree=world, async_tensor_parallel=fused),
+        training=Training(
+            seq_len=S, local_batch_size=batch, mixed_precision_param="float32" if dtype.itemsize == 4 else "bfloat16"
+        ),
     )
-    return found, predicted(save_list, layout)
+    recipe = recipes.load("float8", float8) if float8 else None
+    return found, predicted(save_list, traced_run(config, dims, recipe))
 
 
 def check(what: object, found: Held, expected: Held) -> None:
@@ -290,7 +286,7 @@ def test_a_recipe_that_is_torchaos(mode, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_magnitude_too_many_is_seen(mode, monkeypatch):
-    """The formula and the guard each catch it alone: here the guard is off."""
+    """The trace and the guard each catch it alone: here the guard is off."""
     bad = recipes.load("activation_checkpoint", "attention")
     bad = replace(bad, rules=(SaveRule("aten.abs.default", "save"), *bad.rules))
     monkeypatch.setattr(apply, "check_names", lambda *_: None)
