@@ -61,7 +61,7 @@ def _multiply(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right.t())
 
 
-@torch._dynamo.allow_in_graph  # what it is told beside tensors is no business of Dynamo's
+@torch._dynamo.allow_in_graph  # what it is given beside tensors is no business of Dynamo's
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:

@@ -122,7 +122,7 @@ class EmulatedFloat8:
         return _Matmul.apply(x, weight, self.recipe, self.over)  # type: ignore[no-any-return]
 
 
-@torch._dynamo.allow_in_graph  # what it is told beside tensors is no business of Dynamo's
+@torch._dynamo.allow_in_graph  # what it is given beside tensors is no business of Dynamo's
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:

@@ -1,9 +1,9 @@
 """Share memory among the ranks of a group, whatever other groups they have shared memory in before.
 
 Torch numbers the exchanges of a rendezvous by process instead of by group, so ranks that have been in different groups
-wait for each other under different keys, for ever (pytorch/pytorch#196082; in 2.11 to 2.14). Torch is told of a group
-of our own of the same ranks, with a store that counts the group's own exchanges. Torch takes the store from the group
-or from what it has been told of the group's name, by version: both lead to that store.
+wait for each other under different keys, for ever (pytorch/pytorch#196082; in 2.11 to 2.14). A group of our own of the
+same ranks is registered, with a store that counts the group's own exchanges. Torch takes the store from the group or
+from what is registered under its name, by version: both lead to that store.
 """
 
 from itertools import count

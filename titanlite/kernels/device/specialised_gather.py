@@ -218,21 +218,21 @@ def _copies(
         to = (row // segment * RANKS + source) * segment + row % segment
         tma.async_copy_shared_to_global(w_desc, [to, column], ring.index(i % 4))
         # The copy before must have been read, so that its buffer may be filled again; the older one, if it is the last
-        # of a run, written, so that others may be told.
-        told = (older >= 0) & (older % PER_CLAIM == PER_CLAIM - 1)
+        # of a run, written, so that it may be counted.
+        run_ends = (older >= 0) & (older % PER_CLAIM == PER_CLAIM - 1)
         if OWN:
             for r in gl.static_range(RANKS):
                 if rank == r:
                     tma.async_copy_shared_to_global(slots[r], [slot_row + row, column], ring.index(i % 4))
             execute("cp.async.bulk.wait_group.read 2; mov.u32 $0, 0;")
-            if told:
+            if run_ends:
                 execute("cp.async.bulk.wait_group 4; mov.u32 $0, 0;")
         else:
             execute("cp.async.bulk.wait_group.read 1; mov.u32 $0, 0;")
-            if told:
+            if run_ends:
                 execute("cp.async.bulk.wait_group 2; mov.u32 $0, 0;")
         barrier()
-        if told:
+        if run_ends:
             _stored(
                 older, rank, counters, peer_flags, copies, col_blocks, chunk_blocks, rows // BM, epoch,
                 OWN, RANKS, PER_CLAIM, BM, CM,
