@@ -34,22 +34,15 @@ class BlockScaledFloat8:
 
 
 def _cast(
-    x: Tensor,
-    of: Granularity,
-    of_transposed: Granularity,
-    dtype: str,
-    recipe: Float8Recipe,
-    after: Tensor | None = None,
+    x: Tensor, of: Granularity, of_transpose: Granularity, dtype: str, recipe: Float8Recipe, after: Tensor | None = None
 ) -> tuple[Either, Either]:
     """Cast a matrix [R, C] as the left operand of a product over columns, and its transpose as that over rows."""
-    rows, rows_transposed = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_transposed))
+    rows, rows_transposed = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_transpose))
     if not rows and not rows_transposed:
         return x, x.t()
     pow2 = recipe.scale_rounding == "pow2_floor"
-    qdata, scale_inv, transposed, scale_inv_transposed = cast_blocks(
-        x, rows, rows_transposed, DTYPES[dtype], pow2, after
-    )
-    return Cast(qdata, scale_inv) if rows else x, Cast(transposed, scale_inv_transposed) if rows_transposed else x.t()
+    both = cast_blocks(x, rows, rows_transposed, DTYPES[dtype], pow2, after)
+    return Cast(*both[:2]) if rows else x, Cast(*both[2:]) if rows_transposed else x.t()
 
 
 def _multiply(left: Either, right: Either, dtype: torch.dtype) -> Tensor:

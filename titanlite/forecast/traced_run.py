@@ -24,10 +24,10 @@ from titanlite.float8.convert import apply_float8
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, TracedBlock, trace
 from titanlite.kernels.collectives import Group
+from titanlite.models.block_kinds import kind_of
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
 from titanlite.parallel.tensor import LayerPlan, split_layers
-from titanlite.sharding.graph import kind_of
 from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.representative_blocks import PlannedLayers
 

@@ -12,7 +12,7 @@ from titanlite.errors import ConfigError, Problem, TitanliteError, describe, nea
 
 # Below the user's last line: what they did there is not the user's mistake, though a call of theirs led to it.
 _NOT_THEIRS = ("/torch/distributed/", "/torch/_inductor/", "/titanlite/parallel/")
-_OF_THE_MACHINE = (dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError))
+OF_THE_MACHINE = (dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError))
 
 
 def mistake(error: BaseException, file: str, want: str, fix: str, called: Callable[..., Any] | None = None) -> Problem:
@@ -65,7 +65,7 @@ def blamed(error: BaseException, file: str, log: object) -> ConfigError | None:
     Returns:
         The error to end with; None if it is one already, or is of the machine, the other ranks or titanlite's own.
     """
-    if not isinstance(error, Exception) or isinstance(error, (TitanliteError, *_OF_THE_MACHINE)):
+    if not isinstance(error, Exception) or isinstance(error, (TitanliteError, *OF_THE_MACHINE)):
         return None
     want = "a model that runs: tokens [M] to logits [M, V], and [M, D] between its modules"
     found = mistake(error, file, want, f"change that line; the whole traceback is in {log}")

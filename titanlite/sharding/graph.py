@@ -22,7 +22,6 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from titanlite.errors import Problem, ShardingError, TitanliteError, describe
 from titanlite.models.mistakes import mistake
@@ -44,7 +43,6 @@ class Graph:
         names: of its tensors; parameters and buffers have their names in the model.
         parameters: nodes of parameters.
         inputs: nodes of the model's inputs, in order.
-        constants: tensors that the model's code makes of numbers, with what they hold.
         operators: nodes that compute tensors, in order.
         outputs: nodes that the model returns.
         trained: nodes that a gradient reaches.
@@ -57,7 +55,6 @@ class Graph:
     names: dict[Node, str]
     parameters: set[Node]
     inputs: list[Node]
-    constants: dict[Node, Tensor]
     operators: list[Node]
     outputs: list[Node]
     trained: set[Node]
@@ -88,7 +85,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
         ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
     """
     said = io.StringIO()  # of an exception torch prints the whole graph so far
-    with _torch_config(stack_traces), Constants(), contextlib.redirect_stderr(said):
+    with _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said):
         try:
             program = torch.export.export(model, tuple(inputs), strict=False)
         except TitanliteError:
@@ -108,12 +105,9 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     parameters: set[Node] = set()
     aliases: dict[str, Node] = {}
     given: list[Node] = []
-    holds: dict[Node, Tensor] = {}
     trained: set[Node] = set()
     for node in list(graph.find_nodes(op="placeholder")):
         name = held.get(node.name)
-        if node.name in constants:
-            holds[node] = tensors[constants[node.name]]
         if name is None:
             example = inputs[len(given)]
             given.append(node)
@@ -153,7 +147,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
         for module in modules_of(node):
             calls[module] = node
     return Graph(
-        graph, names, parameters, given, holds, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
+        graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
     )
 
 
@@ -222,7 +216,7 @@ def _torch_config(stack_traces: bool) -> Iterator[None]:
         logging.disable(disabled)
 
 
-class Constants(TorchFunctionMode):
+class _Constants(TorchFunctionMode):
     """Makes tensors of numbers on the CPU and moves them: on the meta device they would hold nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -255,11 +249,6 @@ def tensor_inputs(node: Node) -> list[Node]:
     return found
 
 
-def tensors_of(value: object) -> list[Tensor]:
-    """Return the tensors among a call's arguments, or results, as it runs."""
-    return [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
-
-
 def modules_of(node: Node) -> list[str]:
     """Names of the module calls that a node is in, outermost first, without the model itself."""
     return [name for name, _ in (node.meta.get("nn_module_stack") or {}).values() if name]
@@ -280,16 +269,3 @@ def _split_biases(graph: fx.Graph) -> None:
         node.replace_all_uses_with(total)
         node.args, total.args = (x, weight), (node, bias[0])
         total.meta = dict(node.meta)
-
-
-_OF_EVERY_MODULE = {k for k in vars(nn.Module()) if k.startswith("_")}
-
-
-def kind_of(block: nn.Module) -> str:
-    """Give all that decides a block's graph: classes, shapes of parameters, and plain attributes of its modules."""
-    seen: list[Any] = []
-    for name, module in block.named_modules():
-        shapes = [(n, None if p is None else tuple(p.shape)) for n, p in module._parameters.items()]
-        plain = {k: repr(v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
-        seen.append((name, type(module).__qualname__, shapes, plain))
-    return repr(seen)

@@ -30,36 +30,13 @@ from titanlite.sharding.check import check
 from titanlite.sharding.collectives import Selection
 from titanlite.sharding.derive import derive
 from titanlite.sharding.graph import Graph, export, tensor_inputs
-from titanlite.sharding.homogeneous import only_repeats
-from titanlite.sharding.local_backwards import backward_in_one_process, check_local_backwards
-from titanlite.sharding.local_sizes import check_local_sizes, on_a_rank
 from titanlite.sharding.plan import REPLICATE, Plan, show
-from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers, for_all, stand_ins
+from titanlite.sharding.representative_blocks import PlannedLayers, for_all, stand_ins
 from titanlite.sharding.rules import is_weight_of
 from titanlite.sharding.suggest_annotation import cure
 
 aten = torch.ops.aten
 _TOKENS = Shard(0)
-
-
-def _every_block(
-    model: nn.Module, tokens: int, ranks: int, sizes: Mapping[str, int]
-) -> tuple[Plan, dict[str, LayerPlan]]:
-    """The plan of a model and what its modules do, refused if its code computes something else on a rank."""
-    annotations, inputs = annotations_of(model), [torch.empty(tokens, dtype=torch.long, device="meta")]
-    graph = export(copy.deepcopy(model), inputs)  # which may keep what it reads off a tensor: to itself
-    backward = backward_in_one_process(model, tokens) if _is_own(model) else None
-    try:
-        plan, layers = planned_layers(graph, annotations, ranks, sizes)
-    except ShardingError as error:
-        fewer, _ = stand_ins(model)
-        graphs = [graph] if fewer is model else [export(fewer, inputs), graph]
-        cures = cure(graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {}))
-        raise ShardingError(f"{error}{cures}") from error
-    if backward is not None:
-        check_local_sizes(model, tokens, graph, plan, layers, _whole(graph))
-        check_local_backwards(backward, model, tokens, layers, ranks)
-    return plan, layers
 
 
 def _is_own(model: nn.Module) -> bool:
@@ -107,37 +84,42 @@ def plan_layers(
         sizes: the model's dimensions by name, for messages.
 
     Raises:
-        ShardingError: there is no plan, or none that layers can carry out, or the model's code computes something else
-            on a rank; all problems of the first such kind are in the message.
+        ShardingError: there is no plan, or none that layers can carry out; all problems of the first such kind are in
+            the message.
     """
-    if dtype is not None:  # a copy, for the masters stay as they are, and so does the rotary table
-        model = copy.deepcopy(model)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
     fewer, stand_for = stand_ins(model)
-    is_own = _is_own(model)
-    if fewer is not model and not (is_own and not only_repeats(*copy.deepcopy((model, fewer)), tokens)):
-        plan, layers = _every_block(fewer, tokens, ranks, sizes or {})
-        planned = for_all(fewer, plan, layers, stand_for)
-        if planned and not (is_own and not _repeats_on_a_rank(model, fewer, tokens, planned, layers)):
+    if fewer is not model:
+        try:
+            planned = for_all(fewer, *_planned(fewer, tokens, ranks, dtype, sizes or {}), stand_for)
+        except ShardingError:
+            if not _is_own(model):
+                raise
+            planned = None  # its code may name blocks by their numbers
+        if planned:
             return planned
-    plan, layers = _every_block(model, tokens, ranks, sizes or {})
+    plan, layers = _planned(model, tokens, ranks, dtype, sizes or {})
     return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
 
 
-def _repeats_on_a_rank(
-    model: nn.Module, fewer: nn.Module, tokens: int, planned: PlannedLayers, layers: Mapping[str, LayerPlan]
-) -> bool:
-    """Whether blocks hand their tokens on as they get them, and a model only repeats them on a rank, too."""
-    plan = planned.plan
-    (ranks,) = plan.axes.values()
-    computed = [t for t in plan.tensors.values() if t.name in plan.steps]  # the last of a block is what it gives
-    results = {block[0]: t.placements for t in computed if (block := BLOCK_NAME.match(t.module))}
-    if len(set(results.values())) > 1:
-        return False
-    model, fewer = copy.deepcopy((model, fewer))
-    of_each = {model: planned.layers, fewer: layers}
-    return only_repeats(model, fewer, tokens, lambda each: on_a_rank(each, of_each[each], ranks, every_block=True))
+def _planned(
+    model: nn.Module, tokens: int, ranks: int, dtype: torch.dtype | None, sizes: Mapping[str, int]
+) -> tuple[Plan, dict[str, LayerPlan]]:
+    """Plan all blocks of a model; where there is no plan, say which annotation would make one."""
+    annotations, graph = annotations_of(model), _exported(model, tokens, dtype)
+    try:
+        return planned_layers(graph, annotations, ranks, sizes)
+    except ShardingError as error:
+        fewer, _ = stand_ins(model)
+        graphs = [graph] if fewer is model else [_exported(fewer, tokens, dtype), graph]
+        cures = cure(graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {}))
+        raise ShardingError(f"{error}{cures}") from error
+
+
+def _exported(model: nn.Module, tokens: int, dtype: torch.dtype | None) -> Graph:
+    copied = copy.deepcopy(model)  # the masters stay as they are, and the model's code may keep what it computes
+    for parameter in copied.parameters() if dtype is not None else ():
+        parameter.data = parameter.data.to(dtype)
+    return export(copied, [torch.empty(tokens, dtype=torch.long, device="meta")])
 
 
 def _whole(graph: Graph) -> set[Node]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from titanlite.models.block_kinds import kind_of
 from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.annotations import annotations_of
-from titanlite.sharding.graph import kind_of
 from titanlite.sharding.plan import Plan
 
 BLOCK_NAME = re.compile(r"layers\.(\d+)\b")

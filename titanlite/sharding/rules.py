@@ -27,13 +27,12 @@ from titanlite.sharding.plan import REPLICATE
 aten = torch.ops.aten
 
 
-def rules_of(node: Node, size: int, may_write: bool = False) -> list[Rule]:
+def rules_of(node: Node, size: int) -> list[Rule]:
     """Give the rules of one operator.
 
     Args:
         node: in a graph.
         size: ranks along the axis.
-        may_write: of one that writes into a tensor that it is given, too.
 
     Returns:
         The rules, the one with everything whole first. Every sharded dim divides by `size`.
@@ -46,7 +45,7 @@ def rules_of(node: Node, size: int, may_write: bool = False) -> list[Rule]:
         return _checked(_same(of), [of], [of], size)
     target = node.target
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
-    if writes and target is not aten.detach_.default and not may_write:
+    if writes and target is not aten.detach_.default:
         raise _refusal(node, "operators that make new tensors: one tensor has one placement", "x = x + y for x += y")
     key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))), size)
     known = _known.get(key)

@@ -44,6 +44,7 @@ from titanlite.parallel.fsdp import apply_fsdp, settle
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
+from titanlite.parallel.parity import require_parity
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
 from titanlite.training.optimizers.sharded import ShardedOptimizer, build_optimizer
@@ -121,6 +122,8 @@ def build(
     if mesh.tp_group is not None:
         S, dtype = config.training.seq_len, config.training.mixed_precision_param
         plan = sharding_plan(config.model, dims, S, tokens, mesh.tp_size, dtype).layers
+        if config.model.file:
+            receipt.add(require_parity(model, plan, mesh, config))
         is_asynchronous = config.parallelism.async_tensor_parallel
         split = apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, is_asynchronous)
         receipt.add_later(lambda: split)

@@ -143,6 +143,21 @@ def test_a_forward_of_one_object_is_refused_under_tensor_parallelism(tmp_path: P
         plan([DEBUG, *mine(tmp_path, in_model(code)), *TP_2])
 
 
+MLP = "return self.w2(swiglu(self.w13(x)))"
+
+
+def test_what_would_differ_when_split_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    flags = [*mine(tmp_path, (MLP, "h = swiglu(self.w13(x)); return self.w2(h / h.shape[-1])")), *TP_2]
+    with pytest.raises(AssertionError, match=r"what layers\.0 returns = differs by .* on tensor-parallel ranks 0, 1"):
+        train(tmp_path, 2, flags, steps=1)
+
+
+def test_a_scale_may_be_read_within_its_block(tmp_path: Path) -> None:
+    read = "return h + self.feed_forward(normed)", "return h + self.feed_forward(normed * self.ffn_norm.weight)"
+    flags = [*mine(tmp_path, read), BATCH, "4"]
+    assert_same(train(tmp_path, 2, [*flags, *TP_2], steps=2), train(tmp_path, 1, flags, steps=2), 1e-5)
+
+
 def derived(kind: str, weight: str) -> Change:
     """A layer of ours with one weight more, of its first one's shape."""
     init = f"super().__init__(*args, **kwargs); self.{weight} = nn.Parameter(torch.empty_like(self.weight))"

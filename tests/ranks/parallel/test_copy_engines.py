@@ -1,6 +1,6 @@
 """FSDP by copy engines, over gloo: files that the ranks map stand for symmetric memory, a barrier for a meeting.
 
-Where copies go, in which dtype and when; that they arrive in time is `tests/gpu/collective_gpu.py`'s to show.
+Where copies go, in which dtype and when; that they arrive in time is `tests/gpu/collective_checks.py`'s to show.
 """
 
 from collections.abc import Iterator

@@ -74,24 +74,6 @@ def test_blocks_of_other_kinds_are_planned_for_themselves(monkeypatch) -> None:
     assert [n for n in range(6) if f"layers.{n}.ffn_norm" in layers] == [0, 2, 3, 5]
 
 
-class MeanOfTheThird(Llama3):
-    """Subtracts the mean over tokens before its third block: what stands for it, would not."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tok_embeddings(tokens)
-        for n, block in enumerate(self.layers):
-            x = block(x - x.mean(0) if n == 2 else x, self.cos, self.sin)
-        return self.output(self.norm(x))
-
-
-def test_a_model_of_ones_own_is_planned_whole() -> None:
-    with torch.device("meta"):
-        model = MeanOfTheThird(SIZES, TOKENS)
-    with pytest.raises(ShardingError, match="mean") as caught:
-        plan_layers(model, TOKENS, 2)
-    assert "one of these changes" not in str(caught.value)  # of blocks that stand for others all annotations are right
-
-
 def test_blocks_that_annotations_number_are_planned_as_they_are() -> None:
     numbered = {"layers.0.feed_forward.w13.weight": "tp:0", "layers.[1-3].feed_forward.w13.weight": "tp:0"}
     model = on_meta(SIZES)

@@ -1,0 +1,26 @@
+"""Which blocks of a model are alike, so that one can be looked at for all."""
+
+from typing import Any
+
+from torch import nn
+
+_OF_EVERY_MODULE = {k for k in vars(nn.Module()) if k.startswith("_")}
+
+
+def kind_of(block: nn.Module) -> str:
+    """Return all that decides what a block computes but for values: its code, its parameters' shapes, its attributes.
+
+    Args:
+        block: may be on the meta device.
+
+    Returns:
+        A text, equal for blocks that are alike within one process.
+    """
+    seen: list[Any] = []
+    for name, module in block.named_modules():
+        shapes = [(n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in module._parameters.items()]
+        buffers = [(n, None if b is None else (tuple(b.shape), b.dtype)) for n, b in module._buffers.items()]
+        hooks = [list(h.values()) for k, h in vars(module).items() if k.endswith("_hooks") and h]
+        plain = {k: repr(v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+        seen.append((name, id(type(module)), shapes, buffers, hooks, plain))
+    return repr(seen)
