@@ -10,7 +10,7 @@ from collections.abc import Collection
 from operator import attrgetter
 
 from titanlite.config.build import show
-from titanlite.config.check_mesh import check_batch, check_mesh, check_model, data_ranks
+from titanlite.config.check_mesh import check_batch, check_dims, check_mesh, data_ranks
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
@@ -57,7 +57,7 @@ def check_config(
     _check_names(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
-        check_model(model, config.model, problems)
+        check_dims(model, config.model, problems)
         longest, seq_len = model.max_seq_len, config.training.seq_len
         if 0 < longest < seq_len and are_read("training"):
             want = f"at most {longest}, the number of position embeddings of the model"

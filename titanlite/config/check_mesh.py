@@ -8,7 +8,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Model
 
 
-def check_model(dims: ModelDims, model: Model, problems: Problems) -> None:
+def check_dims(dims: ModelDims, model: Model, problems: Problems) -> None:
     """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
     dim, heads, kv_heads = dims.dim, dims.n_heads, dims.n_kv_heads
     if min(dim, heads, kv_heads) < 1:

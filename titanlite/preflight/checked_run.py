@@ -29,7 +29,13 @@ from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, TitanliteError
 from titanlite.forecast.check_save_list import check_names_of_list
-from titanlite.preflight.float8_checks import check_filters, check_fused, check_gathers, check_layers, check_numerics
+from titanlite.preflight.float8_checks import (
+    check_collectives,
+    check_filters,
+    check_gathers,
+    check_layers,
+    check_numerics,
+)
 from titanlite.preflight.hints import (
     cut_schedule,
     not_chosen,
@@ -123,7 +129,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         needs = ("checkpoint", "model")
         attempt(lambda: _resumes(config) or check_initial_load_path(config, dims, origin), *needs)
     save_list, float8 = _recipes(config, checks)
-    config, hints = _under_current_name(config) if float8 else (config, ())
+    config, hint = _under_current_name(config) if float8 else (config, None)
     attempt(lambda: check_config(config, dims, world_size, origin, unread))
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
@@ -142,16 +148,15 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if problems or dims is None or inputs is None:
         of_port = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
-    cut = cut_schedule(config)
+    cut, few = cut_schedule(config), other_vocabulary(config, inputs, dims.vocab_size)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
-    hints += unread_environment(config) + (cut if is_look else ())
-    few = other_vocabulary(config, inputs, dims.vocab_size)
-    warnings = not_chosen(config, not few, origin) + few + trained_on(config, inputs.sources)
-    warnings += unaligned_vocabulary(config, dims) + (() if is_look else cut)
-    hints += (inputs.unused,) if inputs.unused else ()
+    warnings = [not_chosen(config, not few, origin), few, trained_on(config, inputs.sources)]
+    warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
     if given and not _resumes(config):
-        warnings += other_tokenizer(config, inputs.sources) + other_training(config)
-    return CheckedRun(config, dims, save_list, float8, origin, inputs, port, hints, warnings, saved)
+        warnings += [other_tokenizer(config, inputs.sources), *other_training(config)]
+    found = (hint, *unread_environment(config), cut if is_look else None, inputs.unused)
+    hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
+    return CheckedRun(config, dims, save_list, float8, origin, inputs, port, hints, warned, saved)
 
 
 def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None]:
@@ -169,14 +174,14 @@ def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Re
     return save_list, float8
 
 
-def _under_current_name(config: Config) -> tuple[Config, tuple[str, ...]]:
+def _under_current_name(config: Config) -> tuple[Config, str | None]:
     """Return the config with its float8 recipe under the name that it has now, and a hint if that is another."""
     given = config.float8.recipe
     name = recipes.current_name("float8", given, config.job.recipe_dirs)
     if name == given:
-        return config, ()
+        return config, None
     hint = f'float8.recipe = "{given}" is the old name of "{name}"; it still works, but write the new one'
-    return replace(config, float8=replace(config.float8, recipe=name)), (hint,)
+    return replace(config, float8=replace(config.float8, recipe=name)), hint
 
 
 def _check_shapes(
@@ -196,7 +201,7 @@ def _check_shapes(
         attempt(lambda: check_filters(config, dims, block, origin), "float8", "model")
         attempt(lambda: check_layers(config, dims, float8, block, origin), "float8", *shapes)
         needs = ("parallelism.async_tensor_parallel", "float8", "job.strict", *shapes)
-        attempt(lambda: check_fused(config, dims, float8, block, origin), *needs)
+        attempt(lambda: check_collectives(config, dims, float8, block, origin), *needs)
         if world_size is not None:
             attempt(lambda: check_gathers(config, dims, float8, block, world_size), "float8", *shapes)
     if save_list and block is not None:

@@ -46,7 +46,7 @@ def check_layers(config: Config, dims: ModelDims, float8: Float8Recipe, block: B
         problems.raise_all(RecipeError)
 
 
-def check_fused(config: Config, dims: ModelDims, float8: Float8Recipe, block: Block, origin: Origin) -> None:
+def check_collectives(config: Config, dims: ModelDims, float8: Float8Recipe, block: Block, origin: Origin) -> None:
     """Refuse to fuse collectives with products that take none, where a recipe leaves no others."""
     is_asked, why = config.job.strict and config.parallelism.async_tensor_parallel, obstacle(float8)
     if is_asked and why and not any(_left_alone(config, dims, float8, block).values()):

@@ -19,19 +19,18 @@ from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
 from titanlite.json_file import parse_json, read_json
 
 
-def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> tuple[str, ...]:
+def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> str | None:
     """Say so if many ids of the model can never occur in its text; of token files, known once they were read."""
     if inputs.tokenizer is None or inputs.sources["data.source"].kind == "tokens":
-        return ()
+        return None
     n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
     fix = "name the model's tokenizer.json in data.tokenizer"
     if not config.checkpoint.initial_load_path:  # whose weights have so many rows
         fix += f", or set model.vocab_size = {rows_for(n_ids)}"
-    warning = few_ids(n_ids, whose, vocab_size, fix)
-    return (warning,) if warning else ()
+    return few_ids(n_ids, whose, vocab_size, fix)
 
 
-def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> tuple[str, ...]:
+def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str | None:
     """Name what makes a run the one that is meant, and was left to a default: model, source, tokenizer."""
     chooses = {"model.flavor": config.model.flavor, "data.source": config.data.source}
     if not is_own_vocabulary:
@@ -39,14 +38,14 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> tuple
     if config.validation.enable and config.data.source != Config().data.source:  # that which is held out of it
         chooses["validation.source"] = config.validation.source
     left = [f"{key} = {show(value)}" for key, value in chooses.items() if key not in origin.places]
-    return (f"{', '.join(left)}: not chosen, but the default; give what you mean to train",) if left else ()
+    return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
 
 
-def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
+def trained_on(config: Config, sources: Mapping[str, Source]) -> str | None:
     """Say so if the text that a run is validated on is trained on, where that can be seen."""
     trained, held_out = sources["data.source"], sources.get("validation.source")
     if held_out is None:
-        return ()
+        return None
     if trained.dataset and held_out.dataset:
         what = "the same dataset, config and split" if trained.dataset == held_out.dataset else ""
     else:
@@ -54,14 +53,14 @@ def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]
         what = f"{n_shared} of its {len(held_out.files)} files" if n_shared else ""
     unless = ", unless data.max_tokens leaves it out" if config.data.max_tokens else ""
     why = f"is part of data.source ({what}): it is trained on{unless}, and its loss is not that of held-out text"
-    return (f'validation.source = "{held_out.name}" {why}',) if what else ()
+    return f'validation.source = "{held_out.name}" {why}' if what else None
 
 
-def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str, ...]:
+def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> str | None:
     """Say so if the text is to be encoded by other ids than those that the weights know, where that can be seen."""
     theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
     if not os.path.isfile(theirs) or sources["data.source"].kind == "tokens":
-        return ()
+        return None
     try:
         content = theirs.read_bytes()
         if config.data.tokenizer == "bytes":
@@ -72,7 +71,7 @@ def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> tuple[str,
     except (OSError, ValueError, LookupError, TypeError):  # it is none that this run could read, nor needs to
         is_same = False
     why = f"is not {theirs}, the tokenizer that the weights of checkpoint.initial_load_path were trained with"
-    return () if is_same else (f'data.tokenizer = "{config.data.tokenizer}" {why}',)
+    return None if is_same else f'data.tokenizer = "{config.data.tokenizer}" {why}'
 
 
 def _of_text(tokenizer: bytes) -> dict[str, Any]:
@@ -82,53 +81,53 @@ def _of_text(tokenizer: bytes) -> dict[str, Any]:
     return {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
 
 
-def other_training(config: Config) -> tuple[str, ...]:
+def other_training(config: Config) -> tuple[str | None, ...]:
     """Say what a run does otherwise with weights than they were made for."""
     config_json = read_json(Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "config.json")
-    return _longer_than_trained(config, config_json) + _without_dropout(config, config_json)
+    return _longer_than_trained(config, config_json), _without_dropout(config, config_json)
 
 
-def _longer_than_trained(config: Config, config_json: Mapping[str, Any]) -> tuple[str, ...]:
+def _longer_than_trained(config: Config, config_json: Mapping[str, Any]) -> str | None:
     """Say so if sequences are longer than those that the weights were made for, where positions have no table."""
     longest, seq_len = config_json.get("max_position_embeddings"), config.training.seq_len
     if not isinstance(longest, int) or seq_len <= longest:
-        return ()
+        return None
     what = f"{longest}, the max_position_embeddings of the weights of checkpoint.initial_load_path"
-    return (f"training.seq_len = {seq_len} is more than {what}: they have yet to learn what is that far apart",)
+    return f"training.seq_len = {seq_len} is more than {what}: they have yet to learn what is that far apart"
 
 
-def _without_dropout(config: Config, config_json: Mapping[str, Any]) -> tuple[str, ...]:
+def _without_dropout(config: Config, config_json: Mapping[str, Any]) -> str | None:
     """Say so if the weights were made to be trained with dropout, of which titanlite has none."""
     rates = {key: config_json.get(key, rate) for key, rate in DROPOUT[config.model.name].items()}
     asked = ", ".join(f"{key} = {rate}" for key, rate in rates.items() if rate)
     why = "is left out: titanlite trains without dropout"
-    return (f"{asked} in the config.json of checkpoint.initial_load_path {why}",) if asked else ()
+    return f"{asked} in the config.json of checkpoint.initial_load_path {why}" if asked else None
 
 
-def unaligned_vocabulary(config: Config, dims: ModelDims) -> tuple[str, ...]:
+def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
     """Say so if the rows of the head's bf16 logits do not start, on each rank, at multiples of 16 bytes."""
     ranks, size = config.parallelism.tensor_parallel_degree, dims.vocab_size
     if config.training.mixed_precision_param != "bfloat16" or size % (8 * ranks) == 0:
-        return ()
+        return None
     larger = -(-size // (64 * ranks)) * 64 * ranks
     each = f" on each of {ranks} ranks" if ranks > 1 else ""
     why = f"is not a multiple of {8 * ranks} (16 bytes in bfloat16{each})"
     slow = "on a GPU the head's three matmuls find no aligned kernel and run several times slower"
     is_given = bool(config.checkpoint.initial_load_path)  # with the weights, whose rows are so many
     fix = "" if is_given else f"; --model.vocab_size {larger} costs less than that"
-    return (f"model.vocab_size = {size} {why}: {slow}{fix}",)
+    return f"model.vocab_size = {size} {why}: {slow}{fix}"
 
 
-def cut_schedule(config: Config) -> tuple[str, ...]:
+def cut_schedule(config: Config) -> str | None:
     """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is."""
     steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
     decay = steps - warmup if ratio is None else round(ratio * steps)
     if warmup > steps:
         reached = f"the learning rate rises to {steps / warmup:.2g} of optimizer.lr, and no further"
-        return (f"training.steps = {steps} is less than lr_scheduler.warmup_steps = {warmup}: {reached}",)
+        return f"training.steps = {steps} is less than lr_scheduler.warmup_steps = {warmup}: {reached}"
     if warmup + decay > steps:
         less = f"decay takes the {steps - warmup} of {steps} steps that warm-up leaves"
-        return (f"lr_scheduler.decay_ratio = {ratio:g} is cut: {less}",)
+        return f"lr_scheduler.decay_ratio = {ratio:g} is cut: {less}"
     if ratio is not None and decay == 0:
-        return (f"lr_scheduler.decay_ratio = {ratio:g} of {steps} steps is none: the learning rate does not decay",)
-    return ()
+        return f"lr_scheduler.decay_ratio = {ratio:g} of {steps} steps is none: the learning rate does not decay"
+    return None
