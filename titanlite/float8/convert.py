@@ -32,17 +32,11 @@ from titanlite.models.llama3 import FeedForward
 
 
 class Maximum(NamedTuple):
-    """A maximum that is reduced over the tensor-parallel ranks: an all-reduce of one number.
+    """A maximum that is reduced over the tensor-parallel ranks: an all-reduce of one number."""
 
-    Attributes:
-        operand: "input", "weight" or "grad_output".
-        direction: "forward" or "backward", the pass that casts it.
-        layer: whose product it is for.
-    """
-
-    operand: str
-    direction: str
-    layer: str
+    operand: str  # "input", "weight" or "grad_output"
+    direction: str  # "forward" or "backward", the pass that casts it
+    layer: str  # whose product it is for
 
 
 @dataclass(frozen=True)
@@ -58,15 +52,10 @@ class Conversion:
 
 
 class Float8FeedForward(FeedForward):
-    """A `FeedForward` whose inside exists in float8 alone.
+    """A `FeedForward` whose inside exists in float8 alone."""
 
-    Attributes:
-        group: the tensor-parallel ranks, or None.
-        recipe: the arithmetic.
-    """
-
-    group: Group | None
-    recipe: Float8Recipe
+    group: Group | None  # the tensor-parallel ranks, or None
+    recipe: Float8Recipe  # the arithmetic
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [M/tp, D] to [M/tp, D]."""

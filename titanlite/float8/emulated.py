@@ -29,29 +29,18 @@ _E8M0 = 127  # exponents of E8M0 reach from -127 to 127
 
 
 class Cast(NamedTuple):
-    """A matrix in float8: the numbers are `qdata · scale_inv`.
+    """A matrix in float8: the numbers are `qdata · scale_inv`."""
 
-    Attributes:
-        qdata: [R, C] float8.
-        scale_inv: float32: [] of the whole matrix, [R, 1] of rows, [R/r, C/c] of blocks.
-    """
-
-    qdata: Tensor
-    scale_inv: Tensor
+    qdata: Tensor  # [R, C] float8
+    scale_inv: Tensor  # float32: [] of the whole matrix, [R, 1] of rows, [R/r, C/c] of blocks
 
 
 class AmaxGroups(NamedTuple):
-    """The ranks over which each operand's maximum is reduced, for one scale of the whole; None: what is here is all.
+    """The ranks over which each operand's maximum is reduced, for one scale of the whole; None: what is here is all."""
 
-    Attributes:
-        input: of a layer's products.
-        weight: see `input`.
-        grad_output: see `input`.
-    """
-
-    input: Group | None = None
-    weight: Group | None = None
-    grad_output: Group | None = None
+    input: Group | None = None  # of a layer's products
+    weight: Group | None = None  # see `input`
+    grad_output: Group | None = None  # see `input`
 
 
 ALL_HERE = AmaxGroups()

@@ -119,25 +119,15 @@ def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2:
 
 
 class _Product(NamedTuple):
-    """One of the two products that move tokens: of a tensor with the weight, or with its transpose.
+    """One of the two products that move tokens: of a tensor with the weight, or with its transpose."""
 
-    Attributes:
-        of: what of the tensor has a scale of its own.
-        over: the ranks that hold the rest of what has one scale.
-        dtype: that the tensor is cast to.
-        weight_of: what of the weight has a scale of its own.
-        weight_over: as `over`.
-        transposed: whether the weight is.
-        fast: whether sums are left to the tensor cores.
-    """
-
-    of: Granularity
-    over: Group | None
-    dtype: str
-    weight_of: Granularity
-    weight_over: Group | None
-    transposed: bool
-    fast: bool
+    of: Granularity  # what of the tensor has a scale of its own
+    over: Group | None  # the ranks that hold the rest of what has one scale
+    dtype: str  # that the tensor is cast to
+    weight_of: Granularity  # what of the weight has a scale of its own
+    weight_over: Group | None  # as `over`
+    transposed: bool  # whether the weight is
+    fast: bool  # whether sums are left to the tensor cores
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
         """Cast the tensor; its bytes are contiguous."""

@@ -40,15 +40,10 @@ _THE_SAME_WEIGHT = {_aten.alias.default, _aten.as_strided.default, _aten.detach.
 
 
 class GatheredWeight(Tensor):
-    """A weight [N, K] that FSDP has gathered in float8; it shows the dtype of the numbers that it stands for.
+    """A weight [N, K] that FSDP has gathered in float8; it shows the dtype of the numbers that it stands for."""
 
-    Attributes:
-        qdata: [N, K] float8.
-        scale_inv: [N, 1] or [] float32.
-    """
-
-    qdata: Tensor
-    scale_inv: Tensor
+    qdata: Tensor  # [N, K] float8
+    scale_inv: Tensor  # [N, 1] or [] float32
 
     @staticmethod
     def __new__(cls, qdata: Tensor, scale_inv: Tensor, dtype: torch.dtype):  # noqa: D102
@@ -80,19 +75,12 @@ class GatheredWeight(Tensor):
 
 
 class Casting(NamedTuple):
-    """The cast of a weight.
+    """The cast of a weight."""
 
-    Attributes:
-        dtype: float8.
-        by_row: whether each row has a scale of its own; one for the whole weight otherwise.
-        pow2: whether scales are powers of two; those of rows always are.
-        over: the tensor-parallel ranks, if the scale of the whole is for the parts of all of them.
-    """
-
-    dtype: torch.dtype
-    by_row: bool
-    pow2: bool
-    over: Group | None = None
+    dtype: torch.dtype  # float8
+    by_row: bool  # whether each row has a scale of its own; one for the whole weight otherwise
+    pow2: bool  # whether scales are powers of two; those of rows always are
+    over: Group | None = None  # the tensor-parallel ranks, if the scale of the whole is for the parts of all of them
 
 
 class WeightShard(Tensor):

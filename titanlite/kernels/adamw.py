@@ -16,27 +16,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AdamWState:
-    """The state that an update changes besides its gradients; the lists are parallel.
+    """The state that an update changes besides its gradients; the lists are parallel."""
 
-    Attributes:
-        parameters: float32, contiguous, none of them empty.
-        exp_avg: running mean of the gradients, float32 or bfloat16, all alike.
-        exp_avg_sq: running mean of their squares, the same.
-        weight_decays: of each parameter.
-        updates: [] float32, how many there have been; counted by the caller.
-        beta1: decay of `exp_avg`.
-        beta2: decay of `exp_avg_sq`.
-        eps: added to the root of `exp_avg_sq`.
-    """
-
-    parameters: list[Tensor]
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
-    weight_decays: list[float]
-    updates: Tensor
-    beta1: float
-    beta2: float
-    eps: float
+    parameters: list[Tensor]  # float32, contiguous, none of them empty
+    exp_avg: list[Tensor]  # running mean of the gradients, float32 or bfloat16, all alike
+    exp_avg_sq: list[Tensor]  # running mean of their squares, the same
+    weight_decays: list[float]  # of each parameter
+    updates: Tensor  # [] float32, how many there have been; counted by the caller
+    beta1: float  # decay of `exp_avg`
+    beta2: float  # decay of `exp_avg_sq`
+    eps: float  # added to the root of `exp_avg_sq`
 
 
 def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], None]:

@@ -21,19 +21,12 @@ from titanlite.kernels.products import EXPECTED, NOTHING
 
 
 class Lowered(NamedTuple):
-    """The way that one operator ran.
+    """The way that one operator ran."""
 
-    Attributes:
-        op: "all_gather_matmul" or "matmul_reduce_scatter".
-        shapes: of its operands.
-        reason: why it was not fused, or None.
-        expected: that is as it should be: there was nothing to fuse, or fusing is slower.
-    """
-
-    op: str
-    shapes: str
-    reason: str | None = None
-    expected: bool = False
+    op: str  # "all_gather_matmul" or "matmul_reduce_scatter"
+    shapes: str  # of its operands
+    reason: str | None = None  # why it was not fused, or None
+    expected: bool = False  # that is as it should be: there was nothing to fuse, or fusing is slower
 
 
 lowered: Counter[Lowered] = Counter()

@@ -13,19 +13,12 @@ from torch import Size, Tensor
 
 
 class DimSplit(NamedTuple):
-    """A tensor whose dim is split over ranks.
+    """A tensor whose dim is split over ranks."""
 
-    Attributes:
-        outer: product of the dims before.
-        size: the whole dim.
-        inner: product of the dims after.
-        ranks: how many chunks.
-    """
-
-    outer: int
-    size: int
-    inner: int
-    ranks: int
+    outer: int  # product of the dims before
+    size: int  # the whole dim
+    inner: int  # product of the dims after
+    ranks: int  # how many chunks
 
     @property
     def chunk(self) -> int:

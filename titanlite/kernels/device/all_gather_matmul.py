@@ -33,12 +33,7 @@ COPY_BYTES = 128
 
 
 class _Memory(NamedTuple):
-    """The tensors of one call, all allocated before the first launch; kernels read biases and scales one by one.
-
-    Attributes:
-        whole_scale: of G; `scale` itself where it does not travel.
-        slot_rows: rows of a shard from slot to slot, so that one TMA descriptor reaches both.
-    """
+    """The tensors of one call, all allocated before the first launch; kernels read biases and scales one by one."""
 
     shard: Tensor
     gathered: Tensor
@@ -46,9 +41,9 @@ class _Memory(NamedTuple):
     out: Tensor
     bias: Tensor | None
     scale: Tensor | None
-    whole_scale: Tensor | None
+    whole_scale: Tensor | None  # of G; `scale` itself where it does not travel
     other_scale: Tensor | None
-    slot_rows: int
+    slot_rows: int  # rows of a shard from slot to slot, so that one TMA descriptor reaches both
 
 
 def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]:

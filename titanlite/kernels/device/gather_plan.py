@@ -31,25 +31,15 @@ PUBLISHERS = 264
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The places of everything, for one call.
+    """The places of everything, for one call."""
 
-    Attributes:
-        wait: ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS.
-        whole: the gathered dim in G.
-        rows: of a full shard seen as [rows, columns].
-        columns: of a shard.
-        segment: rows of a shard that lie together in G.
-        X: kept dim of G.
-        K: contracted dim.
-    """
-
-    wait: int
-    whole: DimSplit
-    rows: int
-    columns: int
-    segment: int
-    X: int
-    K: int
+    wait: int  # ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS
+    whole: DimSplit  # the gathered dim in G
+    rows: int  # of a full shard seen as [rows, columns]
+    columns: int  # of a shard
+    segment: int  # rows of a shard that lie together in G
+    X: int  # kept dim of G
+    K: int  # contracted dim
 
 
 def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> GatherLayout:
@@ -111,53 +101,29 @@ def _product(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
 class GatherPlan:
-    """All that depends on a call's shapes, dtypes and strides, and on the rank.
+    """All that depends on a call's shapes, dtypes and strides, and on the rank."""
 
-    Attributes:
-        at: where everything lies.
-        other: how the other operand is read.
-        pick: tiles.
-        specialised: whether the kernel of that name takes the call.
-        full: shape of G.
-        gathered: the same, or [outer, padded dim, inner] where chunks are not all full.
-        matrix: the same as [rows, columns].
-        out: shape of the product.
-        out_dtype: its dtype.
-        tma_store: whether all tiles lie within one rank's part and TMA may write them.
-        moves_scale: whether scales travel.
-        scale_bytes: where they lie in a slot.
-        scales: how many this rank has.
-        slot_bytes: needed.
-        length: words of this rank's shard per outer index.
-        slot_stride: words of a full shard per outer index.
-        own_segment: rows of this rank's shard that lie together in G.
-        size: rows of the whole G per outer index.
-        block: words that a thread block of the first kernel copies at once.
-        publishers: thread blocks of the first kernel.
-        lanes: ranks, rounded up to a power of two.
-    """
-
-    at: GatherLayout
-    other: Rows
-    pick: Tiles
-    specialised: bool
-    full: list[int]
-    gathered: tuple[int, ...]
-    matrix: tuple[int, int]
-    out: list[int]
-    out_dtype: torch.dtype
-    tma_store: bool
-    moves_scale: bool
-    scale_bytes: int
-    scales: int
-    slot_bytes: int
-    length: int
-    slot_stride: int
-    own_segment: int
-    size: int
-    block: int
-    publishers: int
-    lanes: int
+    at: GatherLayout  # where everything lies
+    other: Rows  # how the other operand is read
+    pick: Tiles  # tiles
+    specialised: bool  # whether the kernel of that name takes the call
+    full: list[int]  # shape of G
+    gathered: tuple[int, ...]  # the same, or [outer, padded dim, inner] where chunks are not all full
+    matrix: tuple[int, int]  # the same as [rows, columns]
+    out: list[int]  # shape of the product
+    out_dtype: torch.dtype  # its dtype
+    tma_store: bool  # whether all tiles lie within one rank's part and TMA may write them
+    moves_scale: bool  # whether scales travel
+    scale_bytes: int  # where they lie in a slot
+    scales: int  # how many this rank has
+    slot_bytes: int  # needed
+    length: int  # words of this rank's shard per outer index
+    slot_stride: int  # words of a full shard per outer index
+    own_segment: int  # rows of this rank's shard that lie together in G
+    size: int  # rows of the whole G per outer index
+    block: int  # words that a thread block of the first kernel copies at once
+    publishers: int  # thread blocks of the first kernel
+    lanes: int  # ranks, rounded up to a power of two
 
 
 def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> GatherPlan:

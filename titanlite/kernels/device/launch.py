@@ -33,21 +33,13 @@ def cdiv(n: int, size: int) -> int:
 
 
 class Blocks(NamedTuple):
-    """A row-major matrix that TMA reads or writes block by block.
+    """A row-major matrix that TMA reads or writes block by block."""
 
-    Attributes:
-        memory: begins where the matrix does.
-        shape: of the matrix, in elements.
-        stride: from row to row.
-        box: shape of a block.
-        layout: of a block in shared memory, for Gluon; None for Triton.
-    """
-
-    memory: Tensor
-    shape: tuple[int, int]
-    stride: int
-    box: tuple[int, int]
-    layout: Any = None
+    memory: Tensor  # begins where the matrix does
+    shape: tuple[int, int]  # of the matrix, in elements
+    stride: int  # from row to row
+    box: tuple[int, int]  # shape of a block
+    layout: Any = None  # of a block in shared memory, for Gluon; None for Triton
 
     def descriptor(self) -> TensorDescriptor | GluonDescriptor:
         """Make the descriptor that Triton, or with a layout Gluon, takes."""

@@ -75,20 +75,15 @@ def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
 
 
 class _Memory(NamedTuple):
-    """The tensors of one call, all allocated before the first launch.
-
-    Attributes:
-        scale_kinds: of lefts and of rights: 0 none, 1 one number, 2 one for each row or column.
-        slot_rows, slot_bytes: from slot to slot.
-    """
+    """The tensors of one call, all allocated before the first launch."""
 
     lefts: list[Tensor]
     rights: list[Tensor]
     left_scales: list[Tensor]
     right_scales: list[Tensor]
-    scale_kinds: tuple[int, int]
+    scale_kinds: tuple[int, int]  # of lefts and of rights: 0 none, 1 one number, 2 one for each row or column
     out: Tensor
-    slot_rows: int
+    slot_rows: int  # slot_rows, slot_bytes: from slot to slot
     slot_bytes: int
 
 
@@ -184,48 +179,28 @@ def _general(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _Memor
 
 @dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
 class ScatterPlan:
-    """All that depends on a call's shapes, dtypes and strides, and on the rank.
-
-    Attributes:
-        pick: tiles.
-        whole: the scattered dim.
-        specialised: whether the kernel of that name takes the call.
-        by_cols: whether the last dim is scattered.
-        M, N: of the product.
-        out: shape of this rank's part.
-        out_dtype: its dtype.
-        n: its elements.
-        tma_store: whether all tiles lie within one owner's part and TMA may write them.
-        segment: rows (columns if `by_cols`) that one owner has together.
-        size: of the scattered dim, in rows or columns.
-        staged_rows, staged_cols: what one rank pushes to one owner.
-        staged: its elements.
-        slot_bytes: needed.
-        own_segment, padded_segment: elements that this rank has together, and how far apart they are staged.
-        lanes: ranks, rounded up to a power of two.
-        lefts, rights: how the operands are read.
-    """
+    """All that depends on a call's shapes, dtypes and strides, and on the rank."""
 
     pick: Tiles
-    whole: DimSplit
-    specialised: bool
-    by_cols: bool
-    M: int
-    N: int
-    out: list[int]
-    out_dtype: torch.dtype
-    n: int
-    tma_store: bool
-    segment: int
-    size: int
-    staged_rows: int
+    whole: DimSplit  # the scattered dim
+    specialised: bool  # whether the kernel of that name takes the call
+    by_cols: bool  # whether the last dim is scattered
+    M: int  # rows of the product
+    N: int  # columns
+    out: list[int]  # shape of this rank's part
+    out_dtype: torch.dtype  # its dtype
+    n: int  # its elements
+    tma_store: bool  # whether all tiles lie within one owner's part and TMA may write them
+    segment: int  # rows (columns if `by_cols`) that one owner has together
+    size: int  # of the scattered dim, in rows or columns
+    staged_rows: int  # of what one rank pushes to one owner
     staged_cols: int
-    staged: int
-    slot_bytes: int
-    own_segment: int
-    padded_segment: int
-    lanes: int
-    lefts: list[Rows]
+    staged: int  # its elements
+    slot_bytes: int  # needed
+    own_segment: int  # elements that this rank has together,
+    padded_segment: int  # and how far apart they are staged
+    lanes: int  # ranks, rounded up to a power of two
+    lefts: list[Rows]  # how the operands are read
     rights: list[Rows]
 
 

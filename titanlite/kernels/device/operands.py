@@ -27,19 +27,12 @@ def aligned(matrix: Tensor) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """An operand [N, K] of a product as kernels read it: a row-major matrix.
+    """An operand [N, K] of a product as kernels read it: a row-major matrix."""
 
-    Attributes:
-        shape: of that matrix: [N, K], or [K, N].
-        stride: from row to row.
-        k_major: whether it is [N, K].
-        copied: whether it has to be copied to lie so.
-    """
-
-    shape: tuple[int, int]
-    stride: int
-    k_major: bool
-    copied: bool
+    shape: tuple[int, int]  # of that matrix: [N, K], or [K, N]
+    stride: int  # from row to row
+    k_major: bool  # whether it is [N, K]
+    copied: bool  # whether it has to be copied to lie so
 
     def placed(self, operand: Tensor, transposed: bool = False) -> Tensor:
         """Return what to read in an operand's place, most often itself; `transposed` if it comes as [K, N]."""
