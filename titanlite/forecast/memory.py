@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 HOLES = 0.2
 """Of the gradients of blocks, what they leave unused where they follow activations: holes too small for the next.
-Measured: 0.15 to 0.21 (docs/performance.md, "Gradients of a rank alone")."""
+Measured: 0.15 to 0.21 (runs of `2f2e563` in benchmarks/results/runs.jsonl)."""
 
 
 HOLES_OF_SHARDS = 0.08
@@ -45,7 +45,7 @@ HOLES_OF_SHARDS = 0.08
 
 HOLES_AT_THE_END = 0.95
 """Of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones. Both
-fitted to 16 runs of `full`, where holes were 1.2 to 3.3 GiB: luck (docs/performance.md, "Gradients of many ranks")."""
+fitted to 16 runs of `full`, where holes were 1.2 to 3.3 GiB: luck (rows `memory_full` of runs.jsonl)."""
 
 
 SLACK = 2 * GIB // 5
@@ -54,7 +54,7 @@ SLACK = 2 * GIB // 5
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in docs/performance.md two are 1.4 % short, the next 1.2 %."""
+"""Share of a budget that stays free: of the runs in benchmarks/results/runs.jsonl two are 1.4 % short, the next 1.2 %."""
 
 
 EAGER_LOSS_TOKENS = 256
