@@ -54,7 +54,7 @@ SLACK = 2 * GIB // 5
 
 
 MARGIN = 0.015
-"""Share of a budget that stays free: of the runs in benchmarks/results/runs.jsonl two are 1.4 % short, the next 1.2 %."""
+"""Share of a budget that stays free: of the runs in runs.jsonl two are 1.4 % short, the next 1.2 %."""
 
 
 EAGER_LOSS_TOKENS = 256
