@@ -8,12 +8,12 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
@@ -27,12 +27,53 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
 
 
+@dataclass(frozen=True)
+class FSDPUnit:
+    """Modules whose weights FSDP gathers together.
+
+    Attributes:
+        modules: these; of the model itself, what no other unit has.
+        mesh: the ranks that its weights are split over; the last axis shards, one before it replicates.
+        reshards: whether gathered weights are freed after forward.
+        is_read_backward: whether backward needs them, gathered again if they were freed.
+        is_block: whether it is one of `layers`, which copy engines may gather.
+    """
+
+    modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh
+    reshards: bool
+    is_read_backward: bool = True
+    is_block: bool = False
+
+
+def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
+    """Each block, the embedding and the head are a unit; of tied ones, all but the blocks is.
+
+    An embedding is gathered for forward alone, unless it is tied to the head, of the user's class, or hooked.
+
+    Args:
+        model: has `tok_embeddings`, `layers`, `norm` and `output`; not sharded yet.
+        config: `parallelism.fsdp_reshard_after_forward`.
+        mesh: the mesh.
+
+    Returns:
+        The units in the order in which FSDP wants them: the model is the last.
+    """
+    reshard, on = config.parallelism.fsdp_reshard_after_forward, mesh.fsdp
+    # Parameters that are not sharded need not be freed: gathering them is a copy.
+    frees_blocks, frees_ends = reshard == "always" or (reshard == "default" and on.size(-1) > 1), reshard == "always"
+    units = [FSDPUnit((block,), on, frees_blocks, is_block=True) for block in model.layers]  # type: ignore[union-attr]
+    embedding, head = model.tok_embeddings, (model.norm, model.output)
+    if model.output.weight is not embedding.weight:  # type: ignore[union-attr]
+        reads = not _looks_up(embedding)  # type: ignore[arg-type]
+        units += [FSDPUnit((embedding,), on, frees_blocks, is_read_backward=reads), FSDPUnit(head, on, frees_ends)]  # type: ignore[arg-type]
+    return [*units, FSDPUnit((model,), on, frees_ends)]
+
+
 def apply_fsdp(
     model: nn.Module, config: Config, mesh: Mesh, follow: bool = False, by_copy_engines: bool = False
 ) -> None:
-    """Shard each block, the embedding and the head as one unit each, in place.
-
-    An embedding is gathered for forward alone, unless it is tied to the head, of the user's class, or hooked.
+    """Shard each unit of `fsdp_units`, in place.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`.
@@ -47,22 +88,15 @@ def apply_fsdp(
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         cast_forward_inputs=False,  # the rotary table stays float32; activations have the dtype of the embedding
     )
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    # Parameters that are not sharded need not be freed: gathering them is a copy.
-    blocks = reshard == "always" or (reshard == "default" and mesh.fsdp.size(-1) > 1)
-    options: dict[str, Any] = {"mesh": mesh.fsdp, "mp_policy": policy}
-    of_blocks = dict(options)
-    if by_copy_engines:  # gradients travel as they are; the sum is in float32 all the same
-        of_blocks["mp_policy"] = replace(policy, reduce_dtype=policy.param_dtype)
-    for block in model.layers:  # type: ignore[union-attr]
-        fully_shard(block, reshard_after_forward=blocks, **of_blocks)
-    if model.output.weight is not model.tok_embeddings.weight:  # type: ignore[union-attr]
-        looks_up = _looks_up(model.tok_embeddings)  # type: ignore[arg-type]  # before FSDP's hooks
-        fully_shard(model.tok_embeddings, reshard_after_forward=blocks, **options)  # type: ignore[arg-type]
-        if looks_up:  # backward reads no row of the table
-            model.tok_embeddings.set_unshard_in_backward(False)  # type: ignore[union-attr,operator]
-        fully_shard([model.norm, model.output], reshard_after_forward=reshard == "always", **options)  # type: ignore[list-item]
-    fully_shard(model, reshard_after_forward=reshard == "always", **options)
+    # By copy engines gradients travel as they are; the sum is in float32 all the same.
+    pushed = replace(policy, reduce_dtype=policy.param_dtype) if by_copy_engines else policy
+    units = fsdp_units(model, config, mesh)  # all, before FSDP's hooks
+    for unit in units:
+        how, modules = pushed if unit.is_block else policy, list(unit.modules)
+        together = modules if len(modules) > 1 else modules[0]
+        fully_shard(together, mesh=unit.mesh, reshard_after_forward=unit.reshards, mp_policy=how)
+        if not unit.is_read_backward:
+            unit.modules[0].set_unshard_in_backward(False)  # type: ignore[operator]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # gloo cannot divide while it reduces, hence the plain sum.
@@ -83,7 +117,7 @@ def apply_fsdp(
 
 
 def _looks_up(embedding: nn.Module) -> bool:
-    """Whether backward reads no row of an embedding's table. A user's own may multiply by its weight."""
+    """Check that backward reads no row of an embedding's table. A user's own may multiply by its weight."""
     ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
     return ours and "forward" not in vars(embedding) and not embedding._forward_hooks
 

@@ -23,7 +23,7 @@ from titanlite.float8.weight import local_data
 from titanlite.models.layers import Embedding
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
-from titanlite.parallel.fsdp import apply_fsdp, settle
+from titanlite.parallel.fsdp import apply_fsdp, fsdp_units, settle
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
@@ -357,3 +357,24 @@ def test_a_sum_takes_what_the_compute_stream_has_freed_and_nothing_else_is_writt
         torch.use_deterministic_algorithms(before)
     assert (made.data_ptr(), made.shape, made.dtype) == (freed, size, torch.float32)
     assert bool((made == 1).all())
+
+
+@pytest.mark.parametrize(("tied", "names"), [(False, ["tok_embeddings", "norm output"]), (True, [])])
+def test_units_hold_each_parameter_once_and_the_model_comes_last(tied: bool, names: list[str], tmp_path) -> None:
+    def body() -> None:
+        with torch.device("meta"):
+            model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
+        mesh = build_mesh(Parallelism(), torch.device("cpu"))
+        *units, whole = fsdp_units(model, Config(), mesh)
+        of_module = {module: name for name, module in model.named_modules()}
+        blocks = [f"layers.{n}" for n in range(len(model.layers))]
+        assert [" ".join(of_module[m] for m in unit.modules) for unit in units] == [*blocks, *names]
+        assert whole.modules == (model,)
+        assert [unit.is_block for unit in units] == [True] * len(blocks) + [False] * len(names)
+        assert [unit.reshards for unit in (*units, whole)] == [True] * (len(blocks) + (not tied)) + [False] * (2 - tied)
+        assert [unit.is_read_backward for unit in units].count(False) == (not tied)
+        assert all(unit.mesh is mesh.fsdp for unit in (*units, whole))
+        parameters = [p for unit in units for m in unit.modules for p in m.parameters()]
+        assert len(parameters) == len(set(parameters))
+
+    run_ranks(body, tmp_path, 2)
