@@ -15,7 +15,7 @@ from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, Decision, a
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.forecast.trace import Operation, TracedBlock
+from titanlite.forecast.traced_block import Operation, TracedBlock
 from titanlite.forecast.traced_run import TracedRun
 
 

@@ -26,7 +26,7 @@ from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.trace import Operation, TracedBlock
+from titanlite.forecast.traced_block import Operation, TracedBlock
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _T, _G = 1e12, 1e9

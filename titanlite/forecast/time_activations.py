@@ -20,7 +20,7 @@ from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_cost import Activation, activations
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
-from titanlite.forecast.trace import Shape
+from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Linear

@@ -22,7 +22,8 @@ from titanlite.config.schema import Config, Model
 from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.weight import GatheredWeight, WeightShard
-from titanlite.forecast.trace import OneKernel, TracedBlock, trace
+from titanlite.forecast.trace import OneKernel, trace
+from titanlite.forecast.traced_block import TracedBlock
 from titanlite.kernels.collectives import Group
 from titanlite.models.block_kinds import kind_of
 from titanlite.models.find import build_model

@@ -1,0 +1,197 @@
+"""A traced block: its operations, the values that they read and make, and what follows from these.
+
+Operations of forward and of backward are lists in the order in which they ran (`trace.py`). A value is a storage, by
+its number: views are the value that they view.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlite.activation_checkpoint.operations import CLASS_OF, FUSED
+
+
+class Shape(NamedTuple):
+    """All of a tensor but its numbers."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Shape":
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that makes something new.
+
+    Attributes:
+        op: as torch spells it, "aten.mm.default".
+        reads: numbers of the values that it reads.
+        makes: numbers of the values that it makes, or changes.
+        is_fusible: a compiler joins it to its neighbours.
+        is_reduction: it gives fewer numbers than it reads.
+        of_tokens: it depends on what the block is given, and not on weights alone.
+        to_float8: its result is float8.
+        in_float8: it reads float8.
+        flops: that it takes.
+        moved: bytes that it reads, writes, and receives from other ranks.
+        received: of these, those from other ranks.
+        level: operations that are not fusible on the way to it: those of one level are joined, if they are fusible.
+        call: the operation and its arguments, of which tensors are shapes.
+    """
+
+    op: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    is_fusible: bool
+    is_reduction: bool
+    of_tokens: bool
+    to_float8: bool
+    in_float8: bool
+    flops: int
+    moved: int
+    received: int
+    level: int
+    call: tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TracedBlock:
+    """One block, forward and backward.
+
+    Attributes:
+        layers: names of its linear layers, as save-lists know them.
+        forward: operations in the order in which they run.
+        backward: likewise.
+        sizes: bytes of each value, by its number.
+        given: numbers of the values that are there before: weights, and what the block is given.
+        given_to: shapes of the block's arguments, positional and by name.
+        stream: numbers of what the block is given and has a gradient, which every checkpointed block keeps.
+        returned: numbers of the values that the block returns.
+        saved: bytes that autograd keeps if nothing is computed again, the input included.
+        n_repeated: operations of forward until all is made that autograd keeps: eager mode repeats no others.
+        windows: of its attentions, in tokens; 0: all.
+        peaks: most bytes in eager mode that are there at once beside weights, in forward and in backward.
+        widest: of the latter those that backward has made, with the gradient that it begins with.
+    """
+
+    layers: tuple[str, ...]
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    sizes: Mapping[int, int]
+    given: frozenset[int]
+    given_to: tuple[Any, Any]
+    stream: frozenset[int]
+    returned: frozenset[int]
+    saved: int
+    n_repeated: int
+    windows: tuple[int, ...]
+    peaks: tuple[int, int]
+    widest: int
+
+    @cached_property
+    def makers(self) -> dict[int, int]:
+        """The number of the operation of forward that makes each value."""
+        return {value: n for n, operation in enumerate(self.forward) for value in operation.makes}
+
+    @cached_property
+    def used_in_forward(self) -> set[int]:
+        """Values that operations of forward read, or that the block returns."""
+        return {value for operation in self.forward for value in operation.reads}.union(self.returned)
+
+    @cached_property
+    def wanted(self) -> list[int]:
+        """Values that operations of backward read."""
+        return list(dict.fromkeys(value for operation in self.backward for value in operation.reads))
+
+    @cached_property
+    def widest_compiled(self) -> int:
+        """Most bytes that backward has made and not yet freed at once, if what is elementwise is joined to its readers.
+
+        What an operation has read last is still there while the next two run, as both products of a linear layer's
+        gradients do: so it was measured.
+        """
+        readers: dict[int, list[int]] = {}
+        for n, operation in enumerate(self.backward):
+            for value in operation.reads:
+                readers.setdefault(value, []).append(n)
+        last: dict[int, int] = {}
+        changes = [0] * (len(self.backward) + 1)
+        for n, operation in reversed([*enumerate(self.backward)]):
+            for value in operation.makes:
+                by = readers.get(value, [])
+                joined = [r for r in by if self.backward[r].is_fusible]
+                ends = [r for r in by if r not in joined] + [
+                    max(last[v] for v in self.backward[r].makes) for r in joined
+                ]
+                last[value] = max(ends, default=len(self.backward))
+                if not operation.is_fusible or len(joined) < len(by) or not by:
+                    changes[n] += self.sizes[value]
+                    if last[value] + 3 < len(self.backward):
+                        changes[last[value] + 3] -= self.sizes[value]
+        return max(accumulate(changes))
+
+    @cached_property
+    def elementwise(self) -> tuple[int, int]:
+        """Bytes that passes over memory move in forward and in backward, besides matmuls, attention and collectives."""
+        return self._elementwise(self.forward), self._elementwise(self.backward)
+
+    def _elementwise(self, operations: Sequence[Operation]) -> int:
+        """What is fusible is one pass with all of its level: it reads what others make, and writes what they read."""
+        total, levels = 0, dict[int, list[Operation]]()
+        for each in operations:
+            is_timed = (
+                "attention" in each.op or each.op in FUSED or CLASS_OF.get(each.op) in ("matmul", "communication")
+            )
+            if not each.of_tokens or not each.reads or is_timed:
+                continue
+            if each.is_fusible or each.is_reduction:
+                levels.setdefault(each.level, []).append(each)
+            else:
+                total += self.bytes_of({*each.reads, *each.makes})
+        is_backward = operations is self.backward
+        kept = set[int]() if is_backward else {v for v in self.returned.union(self.wanted) if not self._is_remade(v)}
+        for level in levels.values():
+            made, inside = {v for each in level for v in each.makes}, {id(each) for each in level}
+            read = {
+                source for each in level for v in each.reads for source in (self._sources(v) if is_backward else {v})
+            } - made
+            outside = {v for each in operations if id(each) not in inside for v in each.reads}
+            written = made & (outside | kept)
+            total += self.bytes_of(read | written)
+        return total
+
+    def _sources(self, value: int) -> set[int]:
+        """Give the values that a value of forward is made of, for who reads it in backward; else the value alone."""
+        if not self._is_remade(value):
+            return {value}
+        if value not in self._made_of:
+            reads = self.forward[self.makers[value]].reads
+            self._made_of[value] = {source for each in reads for source in self._sources(each)}
+        return self._made_of[value]
+
+    @cached_property
+    def _made_of(self) -> dict[int, set[int]]:
+        return {}
+
+    def _is_remade(self, value: int) -> bool:
+        """Check whether a compiler makes a value of forward once more in backward."""
+        return value in self.makers and self.forward[self.makers[value]].is_fusible
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of what every checkpointed block keeps."""
+        return self.bytes_of(self.stream)
+
+    def bytes_of(self, values: Iterable[int]) -> int:
+        """The bytes of some values."""
+        return sum(self.sizes[value] for value in values)
