@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 class Fused(NamedTuple):
-    """What was done.
+    """The matmuls that were fused.
 
     Attributes:
         matmuls: names of those that were fused.
@@ -195,7 +195,7 @@ def _is_row_major(value: torch.Tensor) -> bool:
 
 
 def _no_matmul(uses: list[tuple[Node, Node]]) -> MissedError:
-    """Why no matmul reads the gathered tensor. That is as it should be unless one is near."""
+    """Return why no matmul reads the gathered tensor. That is as it should be unless one is near."""
     users = [user for _, user in uses]
     for node, user in uses:
         if user in _elements_to(node) and (near := first_matmul(user, could_be_passed, _elements_to)):

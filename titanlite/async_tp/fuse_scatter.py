@@ -37,7 +37,7 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 class Sum(NamedTuple):
-    """What is reduced.
+    """The tensor that is reduced.
 
     Attributes:
         matmuls: the products.
@@ -108,7 +108,7 @@ def _add(source: Node, movements: Movements, total: Sum) -> None:
 
 
 def _no_matmul(source: Node) -> MissedError:
-    """Why what is reduced is no product. That is as it should be unless one is near."""
+    """Return why what is reduced is no product. That is as it should be unless one is near."""
     reads = source.args[0] if source.args else None
     if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
         return UnpairedError("its matmul is fused with an all-gather")

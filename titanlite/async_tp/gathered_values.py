@@ -1,4 +1,4 @@
-"""What a matmul reads of a gathered tensor, in the words of `all_gather_matmul`: form, dim, scales.
+"""Describe what a matmul reads of a gathered tensor, in the words of `all_gather_matmul`: form, dim, scales.
 
 A matmul's operand is `[rows, columns]` of the gathered tensor, and somewhere in its atoms stand the ranks. Where they
 stand says it all: in a dim that is kept or in the contracted one, in the left or the right operand. Atoms before them
@@ -64,7 +64,7 @@ class Product(NamedTuple):
 def product_of(
     collective: Collective, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
 ) -> Product:
-    """What one matmul needs of the gathered tensor.
+    """The gathered tensor as one matmul needs it.
 
     Args:
         collective: the all-gather.
@@ -161,7 +161,7 @@ def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> t
 
 
 def _lies_turned(dims: list[Atoms], rank: Atom, collective: Collective) -> bool:
-    """Whether the shard is a matrix as it lies only after a transpose."""
+    """Return whether the shard is a matrix as it lies only after a transpose."""
     own = [tuple(atom for atom in atoms if atom != rank) for atoms in dims]
     size = shard_size(collective)
     straight, turned = steps(own, size), steps(own[::-1], size)

@@ -59,7 +59,7 @@ class Matmul(NamedTuple):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether its operands are float8."""
+        """Return whether its operands are float8."""
         return self.left_scale is not None
 
 
@@ -73,14 +73,14 @@ class Collective(NamedTuple):
 
 
 def is_matmul(node: Node) -> bool:
-    """Whether a node multiplies matrices; a batch of one matrix, which torch makes of `x [1, S, D] @ w`, is one too."""
+    """Return whether a node multiplies matrices, or a batch of one matrix, which torch makes of `x [1, S, D] @ w`."""
     if node.target == aten.bmm.default:
         return is_static(node) and node.meta["val"].shape[0] == 1
     return node.target in MATMULS
 
 
 def could_be_passed(node: Node) -> bool:
-    """Whether a pair with this between its two would be one with it before or behind: a cast, a part, a factor."""
+    """Return whether a pair could be fused if this stood before or behind it: a cast, a part, a factor."""
     if node.target in _FACTORS:
         return not isinstance(node.args[1], Node)
     return node.target in _NO_ARITHMETIC or node.target in SPLITS or bool(sources(node))
@@ -247,7 +247,7 @@ class Rewriting:
         self.erase(self._new)
 
     def is_erased(self, node: Node) -> bool:
-        """Whether the node is gone."""
+        """Return whether the node is gone."""
         return node in self._erased
 
 

@@ -1,4 +1,4 @@
-"""Where the elements of a moved tensor lie in the flat tensor that they come from: layouts, and their arithmetic.
+"""Layouts, and their arithmetic: where the elements of a moved tensor lie in the flat tensor that they come from.
 
 The source is taken as flat, in row-major order. Each dim of a moved tensor is an ordered product of atoms
 `(size, stride)`, strides counted in the flat source, the last atom running fastest (the layouts of CuTe). A gathered
@@ -19,7 +19,7 @@ Atoms = tuple[Atom, ...]
 
 
 class Layout(NamedTuple):
-    """Where the elements of a moved tensor come from.
+    """The places that the elements of a moved tensor come from.
 
     Attributes:
         dims: atoms of each dim; of a dim of length 1, none.
@@ -49,7 +49,7 @@ def merged(atoms: Sequence[Atom]) -> Atoms:
 
 
 def length(atoms: Sequence[Atom]) -> int:
-    """How many elements."""
+    """Return the number of elements."""
     return math.prod(size for size, _ in atoms)
 
 
@@ -140,7 +140,7 @@ def relocated(atoms: Atoms, places: Sequence[tuple[int, int, int]]) -> Atoms | N
 
 
 class Steps(NamedTuple):
-    """How to build a layout from its source: reshape, permute, reshape."""
+    """The steps from a source to a layout: reshape, permute, reshape."""
 
     sizes: list[int]
     order: list[int]
@@ -148,7 +148,7 @@ class Steps(NamedTuple):
 
 
 def steps(dims: Sequence[Atoms], total: int) -> Steps | None:
-    """How to build a tensor of these dims from all elements of the flat source, or None if they are not all there.
+    """Return how to build a tensor of these dims from all of the flat source; None if some of it is missing.
 
     Args:
         dims: atoms of each dim.

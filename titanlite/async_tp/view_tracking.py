@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie after views, transposes, splits and concatenations: an exact, static account.
+"""Track where the elements of a tensor lie after views, transposes, splits and concatenations, exactly and statically.
 
 Compilers spell one gather in many ways: a collective along dim 0, then split and cat, or slices, or views alone where a
 dim is 1, then a reshape to a matrix and perhaps a transpose. None of these computes anything. This file follows them,
@@ -51,7 +51,7 @@ class Moved(NamedTuple):
 
 
 def is_static(node: object) -> bool:
-    """Whether a node is one tensor of known shape, with elements."""
+    """Return whether a node is one tensor of known shape, with elements."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return isinstance(value, torch.Tensor) and all(type(n) is int and n > 0 for n in value.shape)
 

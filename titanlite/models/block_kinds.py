@@ -1,4 +1,4 @@
-"""Which blocks of a model are alike, so that one can be looked at for all."""
+"""Tell which blocks of a model are alike, so that one can be looked at for all."""
 
 from typing import Any
 

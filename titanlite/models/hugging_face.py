@@ -78,5 +78,5 @@ def _turned(layout: HubLayout, theirs: str, weight: Tensor) -> Tensor:
 
 
 def _offset(layout: HubLayout, weight: Tensor) -> float:
-    """What a norm adds to its weight there; 0 for embeddings."""
+    """Return what a norm adds to its weight there; 0 for embeddings."""
     return layout.norm_offset if weight.ndim == 1 else 0.0

@@ -89,7 +89,7 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
     def kernel(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Which kernel attends to operands like these: "cudnn_attention", "flash_attention", …, "math"."""
+        """Return which kernel attends to operands like these: "cudnn_attention", "flash_attention", …, "math"."""
         if self._is_windowed(q):
             return kernel_of_window(q)
         choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])

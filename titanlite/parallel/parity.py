@@ -75,7 +75,7 @@ def require_parity(model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh
 
 @dataclass
 class Compared:
-    """What was compared, and what differs.
+    """The tensors that were compared, and those that differ.
 
     Attributes:
         count: tensors and gradients that were compared.
@@ -229,7 +229,7 @@ class _Seen:
 
 @dataclass
 class _Trace:
-    """What the whole model computed.
+    """The tensors that the whole model computed.
 
     Attributes:
         seen: tensors at the boundaries of blocks, in order, the logits last.
@@ -260,7 +260,7 @@ class _Trace:
 
 @dataclass
 class _Whole:
-    """What the whole model computed, and what of: its parameters have gradients, and `eps` is its coarsest rounding."""
+    """The whole model once it is computed: its parameters have gradients, and `eps` is its coarsest rounding."""
 
     parameters: dict[str, nn.Parameter]
     of_logits: Tensor

@@ -1,4 +1,4 @@
-"""What a person says of a model's sharding: which dim of which tensor is split on which mesh axis.
+"""Read what a person says of a model's sharding: which dim of which tensor is split on which mesh axis.
 
     "layers.*.attention.wqkv.weight": "tp:0"     a parameter or buffer, by name
     "@tok_embeddings": "tp:0"                    what a module returns
@@ -127,7 +127,7 @@ def _largest_divisor(size: int, at_most: int) -> int:
 
 
 def annotations_of(model: nn.Module) -> Mapping[str, str]:
-    """What a model's file says of its sharding.
+    """Return what a model's file says of its sharding.
 
     Args:
         model: may have `sharding`.

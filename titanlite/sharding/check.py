@@ -1,4 +1,4 @@
-"""What is refused: a plan that does what no annotation asks for.
+"""Refuse a plan that does what no annotation asks for.
 
 Three things make a plan slow or large in silence, and each is an error here: a collective that is no reduction of a
 partial sum and no gather in front of a sharded matmul; a matmul weight that every rank holds whole although nobody said
@@ -18,7 +18,7 @@ from titanlite.sharding.collectives import Selection
 from titanlite.sharding.graph import Graph, tensor_inputs, value
 from titanlite.sharding.op_rules import RESHAPES
 from titanlite.sharding.plan import Collective, Plan, show
-from titanlite.sharding.reshape import moved_shards, obstacle
+from titanlite.sharding.reshape import moved_shards, unsupported_reason
 from titanlite.sharding.rules import is_weight_of
 
 
@@ -64,7 +64,7 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
         if source.dim in moved_shards(before, after, size):
             want = f"{plan.tensors[user.name].module or user.name} to keep {show(source)}, which the reshape allows"
         else:
-            why = obstacle(before, after, source.dim, size)
+            why = unsupported_reason(before, after, source.dim, size)
             want = f"a shard that lives through the reshape to [{', '.join(map(str, after))}], which {why}"
             fixes.append(_divisible(before, after, source.dim, axis, size, sizes))
     else:

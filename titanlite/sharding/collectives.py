@@ -1,4 +1,4 @@
-"""Which rule each operator runs by, and the collectives that follow.
+"""Select the rule that each operator runs by, and the collectives that follow.
 
 The placements are known. An operator takes the rule that moves the fewest bytes from where its inputs are and to where
 its output is wanted; a sharded parameter is never moved. What has to be moved becomes a `Move`, one for all consumers
@@ -27,7 +27,7 @@ from titanlite.sharding.rules import is_weight_of
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _LATENCY = 2_000_000
-"""What a collective costs before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would
+"""The cost of a collective before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would
 be preferred to one."""
 
 
@@ -85,7 +85,7 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
 
 
 def _gradient(placement: Placement, is_partial: bool) -> Placement:
-    """Where the gradient of a tensor is: split as the tensor is, whole for one that is whole or a partial sum."""
+    """Place the gradient of a tensor: split as the tensor is, whole for one that is whole or a partial sum."""
     if isinstance(placement, Shard):
         return placement
     return PARTIAL if is_partial else REPLICATE
@@ -128,7 +128,7 @@ class Selection:
         self._place()
 
     def placements(self, node: Node) -> Placements:
-        """Where a tensor is."""
+        """Return where a tensor is."""
         return tuple(self._known.placement(node, axis) for axis in self._axes)
 
     def _choose(self, node: Node) -> tuple[Rule, ...]:
@@ -260,7 +260,7 @@ class Selection:
                 )
 
     def _statistics(self, node: Node) -> Iterator[Collective]:
-        """What the ranks exchange inside an operator."""
+        """Yield what the ranks exchange inside an operator."""
         for axis, rule in zip(self._axes, self.rules[node], strict=True):
             if rule.statistics:
                 size = self._known.axes[axis]
@@ -278,7 +278,7 @@ class Selection:
         return (common or [""])[-1]
 
     def _is_asked(self, node: Node, hop: Hop, consumers: list[tuple[Node, int]]) -> bool:
-        """Whether an annotation asks for it; a tensor's own move ends at a partial sum or at an annotation."""
+        """Return whether an annotation asks for it; a tensor's own move ends at a partial sum or at an annotation."""
         if hop.forward is None or isinstance(hop.source, Partial):
             return True
         if not consumers:
@@ -290,7 +290,7 @@ class Selection:
 
 
 def _makes_partial_gradients(rule: Rule) -> bool:
-    """Whether an input that is whole gets a partial gradient: something else in the operator is a part."""
+    """Return whether an input that is whole gets a partial gradient: something else in the operator is a part."""
     return any(not p.is_replicate() for p in (*rule.inputs, rule.output))
 
 

@@ -1,9 +1,10 @@
-"""DTensor's own sharding rules, asked for one operator and mesh axis: the only file that uses torch's private parts.
+"""DTensor's own sharding rules, asked for one operator and mesh axis.
 
 Every combination of whole and sharded inputs is put to DTensor's sharding propagator, without any process group; those
 that it would run as they are, without moving an input first, are rules. Partial inputs are never asked for: in a plan
 partial sums are resolved where they arise.
 
+No other file asks DTensor's sharding propagator, which is private.
 What is relied on, and compared with known answers by `self_test`:
 
     DTensor._op_dispatcher.sharding_propagator      .propagate_op_sharding_non_cached(OpSchema) → OutputSharding
@@ -73,7 +74,7 @@ def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def knows(op: torch._ops.OpOverload) -> bool:
-    """Whether DTensor has rules for an operator at all."""
+    """Return whether DTensor has rules for an operator at all."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = (propagator.op_strategy_funcs, getattr(propagator, "op_single_dim_strategy_funcs", {}))
     return any(op in table for table in tables)

@@ -1,4 +1,4 @@
-"""What each layer of a model does under its sharding plan: how its parameters lie, and its collectives.
+"""Derive what each layer of a model does under its sharding plan: how its parameters lie, and its collectives.
 
 The trainer runs a model's own code on local tensors, so a collective can only stand at the boundary of a layer that
 holds a parameter (`parallel/tensor.py` has those layers). Each move of the plan is given to the layer that makes it;
@@ -31,16 +31,16 @@ from titanlite.sharding.collectives import Selection
 from titanlite.sharding.derive import derive
 from titanlite.sharding.graph import Graph, export, tensor_inputs
 from titanlite.sharding.plan import REPLICATE, Plan, show
-from titanlite.sharding.representative_blocks import PlannedLayers, for_all, stand_ins
+from titanlite.sharding.representative_blocks import PlannedLayers, for_all, representative_blocks
 from titanlite.sharding.rules import is_weight_of
-from titanlite.sharding.suggest_annotation import cure
+from titanlite.sharding.suggest_annotation import suggest_annotation
 
 aten = torch.ops.aten
 _TOKENS = Shard(0)
 
 
 def _is_own(model: nn.Module) -> bool:
-    """Whether a model is of a user's own file; of those that are shipped tests say what is otherwise seen."""
+    """Return whether a model is of a user's own file."""
     return not type(model).__module__.startswith("titanlite.models.")
 
 
@@ -87,7 +87,7 @@ def plan_layers(
         ShardingError: there is no plan, or none that layers can carry out; all problems of the first such kind are in
             the message.
     """
-    fewer, stand_for = stand_ins(model)
+    fewer, stand_for = representative_blocks(model)
     if fewer is not model:
         try:
             planned = for_all(fewer, *_planned(fewer, tokens, ranks, dtype, sizes or {}), stand_for)
@@ -109,10 +109,12 @@ def _planned(
     try:
         return planned_layers(graph, annotations, ranks, sizes)
     except ShardingError as error:
-        fewer, _ = stand_ins(model)
+        fewer, _ = representative_blocks(model)
         graphs = [graph] if fewer is model else [_exported(fewer, tokens, dtype), graph]
-        cures = cure(graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {}))
-        raise ShardingError(f"{error}{cures}") from error
+        fixes = suggest_annotation(
+            graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {})
+        )
+        raise ShardingError(f"{error}{fixes}") from error
 
 
 def _exported(model: nn.Module, tokens: int, dtype: torch.dtype | None) -> Graph:
@@ -163,7 +165,7 @@ class _Layers:
         return self.layers
 
     def _enter(self, node: Node) -> None:
-        """What an operator's inputs need."""
+        """Give the moves that an operator's inputs need to layers."""
         step = self.plan.steps[self.graph.names[node]]
         for i, (source, move) in enumerate(zip(tensor_inputs(node), step.inputs, strict=True)):
             at = REPLICATE if source in self.whole else move.source[0]
@@ -188,7 +190,7 @@ class _Layers:
                 self._refuse(self._name(source), seen, _MOVES, "annotate another dim, or tensor_parallel_degree = 1")
 
     def _leave(self, node: Node) -> None:
-        """What becomes of what an operator computes."""
+        """Give the move of what an operator computes to a layer."""
         name = self.graph.names[node]
         step = self.plan.steps[name]
         computed, final = step.computed[0], step.output.target[0]

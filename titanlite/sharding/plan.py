@@ -1,4 +1,4 @@
-"""What a sharding plan says: the placement of every tensor, where it came from, and every collective.
+"""A sharding plan: the placement of every tensor, where it came from, and every collective.
 
 Placements are those of `torch.distributed.tensor`, one per mesh axis:
 
@@ -29,7 +29,7 @@ def show(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Why a tensor has its placement on one axis.
+    """The reason why a tensor has its placement on one axis.
 
     Attributes:
         reason: in words: "annotation", "forward", "backward", "inferred" (a weight that follows an activation), or
@@ -113,7 +113,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Move:
-    """How a tensor gets from where it is to where it is needed, one axis after the other.
+    """The way of a tensor from where it is to where it is needed, one axis after the other.
 
     Attributes:
         tensor: name of the tensor.
@@ -130,7 +130,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Step:
-    """How one operator of the graph runs.
+    """The placements with which one operator of the graph runs.
 
     Attributes:
         inputs: one per tensor among its arguments, in order; moves of the same tensor that are equal are one.

@@ -1,7 +1,6 @@
 """Blocks that are alike need not all be planned: two of each kind are, and stand for the others.
 
-Of the shipped models tests say that this is their plan; of a user's own it is seen to do nothing but repeat its blocks
-(`homogeneous.py`).
+Of the shipped models tests say that this is their plan; what it misses of a user's own, `parallel/parity.py` finds.
 """
 
 import copy
@@ -17,7 +16,7 @@ from titanlite.sharding.annotations import annotations_of
 from titanlite.sharding.plan import Plan
 
 BLOCK_NAME = re.compile(r"layers\.(\d+)\b")
-"""Where the name of something in a block begins."""
+"""Matches where the name of something in a block begins."""
 
 _NUMBERS = re.compile(r"(^|\.)[\d*\[\]?-]*[\d\[?][\d*\[\]?-]*(\.|$)")
 """A part of a pattern that chooses among blocks by their numbers, which are others in a model of fewer blocks."""
@@ -43,7 +42,7 @@ class PlannedLayers:
         return [f"layers.{n}{name[place.end() :]}" for n in self.stand_for[int(place[1])]] if place else [name]
 
 
-def stand_ins(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
+def representative_blocks(model: nn.Module) -> tuple[nn.Module, list[list[int]]]:
     """The same model with two blocks of each kind, which stand for the others.
 
     Args:
@@ -80,10 +79,10 @@ def for_all(
     """Say what each layer does where blocks stand for others.
 
     Args:
-        fewer: the model of `stand_ins`.
+        fewer: the model of `representative_blocks`.
         plan: of it.
         layers: what its modules do, by name.
-        stand_for: as `stand_ins` gives them.
+        stand_for: as `representative_blocks` gives them.
 
     Returns:
         None, if where a block stands decides what it does.

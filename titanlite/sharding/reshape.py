@@ -1,4 +1,4 @@
-"""Where a shard goes when a tensor is reshaped.
+"""Follow a shard through a reshape of its tensor.
 
 A reshape is cut into the smallest groups of dims that hold the same elements: [2, 3, 64] → [6, 16, 4] is 2·3 → 6 and
 64 → 16·4. Within a group equal contiguous parts stay equal contiguous parts only along the outermost dim, so a shard
@@ -41,7 +41,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
 
 
 def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict[int, int]:
-    """Which dims can be sharded before a reshape, and where the shards are after it.
+    """Return which dims can be sharded before a reshape, and where the shards are after it.
 
     Args:
         before: the shape that goes in.
@@ -57,7 +57,7 @@ def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict
     return {i: o for i, o in pairs.items() if before[i] % size == 0 and after[o] % size == 0}
 
 
-def obstacle(before: Sequence[int], after: Sequence[int], dim: int, size: int) -> str:
+def unsupported_reason(before: Sequence[int], after: Sequence[int], dim: int, size: int) -> str:
     """Say why a shard of one dim does not survive a reshape.
 
     Args:

@@ -86,7 +86,7 @@ def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor],
 
 def _asked(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
     """Ask DTensor for its rules, for operators whose outputs are all placed alike."""
-    _require_oracle()
+    _require_known_rules()
     found = []
     for inputs, outputs in dtensor_rules.rules(op, *map_arg((node.args, node.kwargs), value), size):
         first = outputs[0]
@@ -105,7 +105,7 @@ def _refusal(node: Node, want: str, fix: str) -> ShardingError:
 
 
 @functools.lru_cache
-def _require_oracle() -> None:
+def _require_known_rules() -> None:
     wrong = dtensor_rules.self_test()
     if wrong:
         raise ShardingError(

@@ -4,7 +4,7 @@ import math
 
 
 def sent_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
-    """What each rank sends in the fewest steps that a ring takes.
+    """Return how many bytes each rank sends in the fewest steps that a ring takes.
 
     Args:
         kind: of collective.

@@ -1,4 +1,4 @@
-"""Which annotation is at fault where there is no plan: change each one alone, and see whether a plan follows.
+"""Find the annotation at fault where there is no plan: change each one alone, and see whether a plan follows.
 
 A placement that cannot be shows itself far from the annotation that is wrong, often in a layer that is right. So what
 would help is not guessed from there: each annotation is left out, or says another thing, each matrix without one is
@@ -14,7 +14,7 @@ from titanlite.sharding.graph import Graph, value
 _CHOICES = ("tp:0", "tp:1", "replicate", None)
 
 
-def cure(
+def suggest_annotation(
     graphs: Sequence[Graph], annotations: Mapping[str, str], plan: Callable[[Graph, Mapping[str, str]], object]
 ) -> str:
     """Say which changes of one annotation make a plan.

@@ -113,7 +113,7 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     run = checked_run(["--config", DEBUG, *TWO, *flags])
     few = sharding_plan(run)
     traced_run.sharding_plan.cache_clear()
-    monkeypatch.setattr(layers, "stand_ins", lambda model: (model, [[n] for n in range(len(model.layers))]))
+    monkeypatch.setattr(layers, "representative_blocks", lambda model: (model, [[n] for n in range(len(model.layers))]))
     all_of_them = sharding_plan(run)
     traced_run.sharding_plan.cache_clear()
     assert len(few.stand_for) < len(all_of_them.stand_for) == run.dims.n_layers

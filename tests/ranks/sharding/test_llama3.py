@@ -92,7 +92,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     model, _ = on_meta(recipes.load("model", f"llama3-{size}"))
     if every_block:
         each = [[n] for n in range(model.dims.n_layers)]
-        monkeypatch.setattr("titanlite.sharding.layers.stand_ins", lambda model: (model, each))
+        monkeypatch.setattr("titanlite.sharding.layers.representative_blocks", lambda model: (model, each))
     flags = {"model.flavor": size, "parallelism.tensor_parallel_degree": tp}
     flags |= {"training.seq_len": TOKENS // 2, "training.local_batch_size": 2}
     (config := tmp_path / "empty.toml").touch()

@@ -164,14 +164,14 @@ def test_constants_of_a_model_are_whole() -> None:
 def test_a_torch_with_other_rules(monkeypatch) -> None:
     """DTensor's private parts may change: then nothing is planned with them."""
     assert dtensor_rules.self_test() == []
-    rules._require_oracle.cache_clear()
+    rules._require_known_rules.cache_clear()
     monkeypatch.setattr(dtensor_rules, "rules", lambda *_: [])
     try:
         message = refused_function(lambda x: x.cumprod(0), (4, 4), inputs_0="tp:1")
         assert "DTensor's sharding rules are not those that titanlite was tested with" in message
         assert "aten.cat.default: rules []" in message
     finally:
-        rules._require_oracle.cache_clear()
+        rules._require_known_rules.cache_clear()
 
 
 def test_a_chain_leads_to_the_annotation() -> None:

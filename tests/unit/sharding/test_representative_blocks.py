@@ -12,7 +12,7 @@ from titanlite.models.llama3 import Block, Llama3
 from titanlite.sharding import layers
 from titanlite.sharding.graph import export
 from titanlite.sharding.layers import plan_layers
-from titanlite.sharding.representative_blocks import stand_ins
+from titanlite.sharding.representative_blocks import representative_blocks
 
 TOKENS = 16
 DIMS = ModelDims("", 4, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -79,7 +79,7 @@ def test_which_blocks_are_planned(through: Through, blocks: list[int], monkeypat
     held, few = dict(model.named_parameters()), plan_layers(model, TOKENS, 2).layers
     assert all(held[name] is parameter for name, parameter in model.named_parameters())
     assert planned == blocks
-    monkeypatch.setattr(layers, "stand_ins", lambda model: (model, [[n] for n in range(len(model.layers))]))
+    monkeypatch.setattr(layers, "representative_blocks", lambda model: (model, [[n] for n in range(len(model.layers))]))
     assert plan_layers(model, TOKENS, 2).layers == few
 
 
@@ -87,7 +87,7 @@ def test_a_block_that_holds_its_number_is_of_a_kind_of_its_own() -> None:
     model = on_meta(one_by_one)
     for n, block in enumerate(model.layers):
         block._number = n  # type: ignore[assignment]
-    assert stand_ins(model)[0] is model
+    assert representative_blocks(model)[0] is model
 
 
 def _own_class(block: nn.Module) -> None:
