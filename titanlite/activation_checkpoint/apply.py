@@ -37,7 +37,7 @@ _MOVES = ("aten._to_copy.default", "aten.copy.default")
 
 @dataclass
 class KindUse:
-    """What a save-list did in blocks of one class, with the same layers, the same rules and the same attention.
+    """The use of a save-list in blocks of one class, with the same layers, the same rules and the same attention.
 
     Attributes:
         rules: numbers of those that are for them.
@@ -58,7 +58,7 @@ class KindUse:
 
 @dataclass
 class SaveListUse:
-    """What a save-list did, by what has been seen of blocks so far: in every pass, or as they were compiled.
+    """The use of a save-list, by what has been seen of blocks so far: in every pass, or as they were compiled.
 
     Attributes:
         rules: of the list.
@@ -149,7 +149,7 @@ def _checkpointed(block: type[nn.Module], options: dict[str, Any]) -> type[nn.Mo
 
 
 def _given(*arguments: object) -> list[tuple[int, int | None]]:
-    """What tells whether a block's arguments have changed: a list of them is longer, or a tensor was written."""
+    """Return what tells whether a block's arguments have changed: a list of them is longer, or a tensor was written."""
     return [(id(x), x._version if isinstance(x, Tensor) else None) for x in pytree.tree_leaves(arguments)]
 
 
@@ -267,7 +267,7 @@ def _matmul_of(layer: Linear) -> str:
 
 
 def _is_pointwise(op: str) -> bool:
-    """Whether an operation, like "aten.abs.default", computes each element for itself."""
+    """Check whether an operation, like "aten.abs.default", computes each element for itself."""
     if op in _MOVES:
         return True
     return torch.Tag.pointwise in reduce(getattr, op.split("."), torch.ops).tags  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the receipt says of a save-list: how often each rule matched, and what it keeps."""
+"""Say in the receipt what a save-list did: how often each rule matched, and what it keeps."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which rule of a save-list decides about an operation: the first that matches.
+"""Find the rule of a save-list that decides about an operation: the first that matches.
 
 The rules are applied twice: to the operations that run (`apply.py`), and to those of a traced block, which gives the
 cost of each rule (`forecast/activation_cost.py`). Nothing here needs torch.
@@ -22,13 +22,13 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
 
 BLOCK = "block"
-"""What a rule for whole blocks names: they run without checkpointing, as all do where a list saves everything."""
+"""The name of a rule for whole blocks: they run without checkpointing, as all do where a list saves everything."""
 
 Action = Literal["save", "recompute"]
 
 
 class Decision(NamedTuple):
-    """What happens to the result of an operation.
+    """The fate of the result of an operation.
 
     Attributes:
         action: "save" or "recompute".
@@ -115,12 +115,12 @@ class BlockRules:
         return None
 
     def _action(self, i: int) -> Action:
-        """What a rule says of the next operation that it matches."""
+        """Return what a rule says of the next operation that it matches."""
         self._matched[i] += 1
         return self._says(i)
 
     def _says(self, i: int) -> Action:
-        """What a rule says of the operation that it matched last; before the first, of that."""
+        """Return what a rule says of the operation that it matched last; before the first, of that."""
         rule = self._save_list.rules[i]
         if max(self._matched[i] - 1, 0) % rule.every == 0:
             return rule.action
@@ -164,7 +164,7 @@ def kernels(save_list: SaveList) -> list[str]:
 
 
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:
-    """Whether a block runs without checkpointing.
+    """Check whether a block runs without checkpointing.
 
     Args:
         save_list: the list.
@@ -176,7 +176,7 @@ def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:
 
 
 def is_named(layer: str, patterns: Sequence[str]) -> bool:
-    """Whether one of a rule's modules, like "wo", "attention.wo" or "feed_forward.*", is the end of a layer's name.
+    """Check if one of a rule's modules, as "wo", "attention.wo" or "feed_forward.*", is the end of a layer's name.
 
     Args:
         layer: dotted name of a linear layer within its block.

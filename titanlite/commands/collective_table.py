@@ -32,7 +32,7 @@ def collective_rows(listed: Sequence[Traffic]) -> list[list[str]]:
 
 
 def sent_mib(listed: Sequence[Traffic]) -> float:
-    """What a rank sends in a step, MiB."""
+    """Return what a rank sends in a step, MiB."""
     return sum(t.times * t.sent_bytes for t in listed) / _MIB
 
 

@@ -1,4 +1,4 @@
-"""What a run would hold and how fast it would be, as `titanlite plan --world N` says it.
+"""Say what a run would hold and how fast it would be, as `titanlite plan --world N` says it.
 
 They are those of `titanlite/forecast/memory.py` and `step_time.py`. What they do not know is said, not guessed.
 """
@@ -25,7 +25,7 @@ _CLASSES = {  # of work, where the name in `StepTime` says too little
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is predicted of a run.
+    """The prediction of a run.
 
     Attributes:
         save_list: of the run; if it is chosen when the run starts, what these rates choose. None: not known.

@@ -1,4 +1,4 @@
-"""Which collectives of a run would be fused with their matmuls on GPUs of one NVLink host, and why others are not.
+"""Tell which collectives of a run would be fused with their matmuls on one NVLink host, and why others are not.
 
 Nothing is decided here. The layers are those that the trainer builds (`one_rank.py`). Each says itself whether its
 arithmetic can be fused, and runs forward and backward; the kernels are asked about every operator that it calls.
@@ -61,7 +61,7 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Pair]
 
 
 def _asked(layer: ParallelLinear, tokens: int, dtype: torch.dtype) -> list[str | None]:
-    """What the kernels say of the collectives of one layer, forward and backward."""
+    """Return what the kernels say of the collectives of one layer, forward and backward."""
     rows = tokens // layer.group.size if isinstance(layer, ColumnParallelLinear) else tokens
     weight = layer.weight.to_local()  # type: ignore[attr-defined]
     x = torch.empty(rows, weight.shape[1], dtype=dtype, device="meta", requires_grad=True)

@@ -113,7 +113,7 @@ def _traffic(
 
 
 def _repeated(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[set[tuple[str, str]]], tuple[str, ...]]:
-    """What backward of each block communicates again, and why that is not known."""
+    """Return what backward of each block communicates again, and why that is not known."""
     if memory.run.no_trace_reason is not None:
         why = in_a_line(memory.run.no_trace_reason)
     elif save_list is None:

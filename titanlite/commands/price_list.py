@@ -1,4 +1,4 @@
-"""What `titanlite plan FILE --activation-checkpoint` prints: the price of each rule, and what every list would keep.
+"""Print `titanlite plan FILE --activation-checkpoint`: the price of each rule, and what every list would keep.
 
 All is read off the traced blocks (`titanlite/forecast/activation_cost.py`, `memory.py`): no GPU, no process group.
 """
@@ -22,7 +22,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Totals:
-    """What all blocks keep and compute again, on one rank and for one micro-step; their inputs included."""
+    """The sums of what all blocks keep and compute again, on one rank and for one micro-step; their inputs included."""
 
     held: int
     flops: int

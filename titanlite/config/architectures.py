@@ -1,4 +1,4 @@
-"""What is known of each architecture before its file is imported: where it is, which keys its recipes have, its size.
+"""List what is known of each architecture before its file is imported: its place, the keys of its recipes, its size.
 
 This imports no torch, so that a config can be checked and its parameters counted within a second. The file of an
 architecture is `titanlite/models/<name>.py`; a user's own is given by `model.file`, and known is what its recipe says
@@ -20,7 +20,7 @@ _OPTIONAL = ("rope_theta", "rope_scaling", "head_dim", "window", "local_rope_the
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is known of one architecture.
+    """The facts of one architecture.
 
     Attributes:
         class_name: in `titanlite/models/<name>.py`.
@@ -49,7 +49,7 @@ ARCHITECTURES = {
 
 
 def block_of(model: Model, dims: ModelDims) -> Block | None:
-    """What the blocks of a config's model are made of; None if it is the user's own and its recipe does not say.
+    """Return what the blocks of a config's model are made of; None if it is the user's own and its recipe does not say.
 
     Args:
         model: `[model]`.

@@ -26,7 +26,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Block:
-    """What a block has besides attention, `wqkv` and `wo` before and behind it, and a norm before each sublayer."""
+    """The parts of a block besides attention, `wqkv` and `wo` around it, and a norm before each sublayer."""
 
     gate: Literal["swiglu", "geglu", "gelu"] = "swiglu"  # of the feed-forward; that of "gelu" has no second factor
     qk_norms: bool = False  # each head's queries and keys are normalised

@@ -1,4 +1,4 @@
-"""What a save-list keeps of the blocks of a run, and what backward computes again, by their traces.
+"""Cost save-lists: what one keeps of the blocks of a run, and what backward computes again, by their traces.
 
 The rules are applied to the traced operations by what applies them in the run (`activation_checkpoint/rules.py`). A
 compiler drops what backward has no use for, and repeats what it needs of the rest: that is reached from backward's
@@ -63,7 +63,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What one block keeps and computes again in a micro-step.
+    """The bytes that one block keeps, and its recomputation, in a micro-step.
 
     Attributes:
         whole: whether it runs without checkpointing.
@@ -78,7 +78,7 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class RuleCost:
-    """What one rule keeps, as a mean over the blocks that it is for, on one rank and for one micro-step.
+    """The cost of one rule, as a mean over the blocks that it is for, on one rank and for one micro-step.
 
     Attributes:
         rule: the rule.

@@ -1,4 +1,4 @@
-"""What a save-list asks for that the blocks of a model do not have: told before a run starts, at the line of the rule.
+"""Refuse what a save-list asks for that the blocks of a model do not have: before a run, at the line of the rule.
 
 Layers, blocks and classes of operations that do not exist are found without torch, where the names of the layers are
 known; what matches nothing is found by the traced blocks. Which kernel of attention torch chooses, and what carries a

@@ -43,7 +43,7 @@ class RecomputeTimes:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """The chosen save-list, and why.
 
     Attributes:
         save_list: an ordinary one.
@@ -60,14 +60,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Selection:
-    """What blocks keep, and the seconds that each computes again."""
+    """A set of rules, what blocks keep by it, and the seconds that each computes again."""
 
     rules: tuple[SaveRule, ...]
     blocks: list[BlockCost]
     seconds: list[float]
 
     def is_beaten_by(self, other: "_Selection") -> bool:
-        """Whether in no block the other one keeps more or takes longer."""
+        """Check that in no block the other one keeps more or takes longer."""
         of_both = zip(self.blocks, self.seconds, other.blocks, other.seconds, strict=True)
         return all(block.held >= less.held and seconds >= faster for block, seconds, less, faster in of_both)
 

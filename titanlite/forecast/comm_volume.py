@@ -1,4 +1,4 @@
-"""What ranks send each other in a step: the bytes of every collective, by shapes.
+"""Count what ranks send each other in a step: the bytes of every collective, by shapes.
 
 `titanlite plan` lists it, and `step_time.py` divides it by rates. Collectives of tokens between tensor-parallel layers
 are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
@@ -51,7 +51,7 @@ class Traffic:
 
     @property
     def sent_bytes(self) -> int:
-        """What each rank sends, each time."""
+        """Bytes that each rank sends, each time."""
         return sent_bytes(self.kind, self.whole_bytes, self.ranks)
 
 

@@ -1,4 +1,4 @@
-"""What a GPU does in a second, as it was measured (`devices/*.toml`), and which runs that says nothing of."""
+"""Read what a GPU does in a second, as it was measured (`devices/*.toml`), and which runs that says nothing of."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from titanlite.forecast.memory import MemoryModel
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does in a second; the files of `devices/` have units and sources.
+    """The measured rates of a GPU; the files of `devices/` have units and sources.
 
     Attributes:
         device: that they were measured on.

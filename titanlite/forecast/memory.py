@@ -1,4 +1,4 @@
-"""What a rank's GPU holds at the peak of a step, by category, in bytes: from the config alone.
+"""Predict what a rank's GPU holds at the peak of a step, by category, in bytes.
 
 The figure is that of `memory_gib`, the peak that the caching allocator reserved. Not in it: CUDA's own context, NCCL's
 buffers and symmetric memory, a few GiB in all.
@@ -16,7 +16,7 @@ gradients on another, so the peak is the sum of three peaks, whenever they are:
 Other gradients are in compute, too, unit by unit or of a rank alone one by one, as activations and gathered weights are
 freed: the head's moment has none yet, and the last block's has nearly all of them.
 
-Nothing here needs torch. Held against measured runs in `tests/unit/forecast/test_memory.py`.
+Held against measured runs in `tests/unit/forecast/test_memory.py`.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 HOLES = 0.2
-"""Of the gradients of blocks, what they leave unused where they follow activations: holes too small for the next.
+"""Share of the gradients of blocks that they leave unused where they follow activations: holes too small for the next.
 Measured: 0.15 to 0.21 (runs of `2f2e563` in benchmarks/results/runs.jsonl)."""
 
 
@@ -44,13 +44,13 @@ HOLES_OF_SHARDS = 0.08
 
 
 HOLES_AT_THE_END = 0.95
-"""Of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones. Both
-fitted to 16 runs of `full`, where holes were 1.2 to 3.3 GiB: luck (rows `memory_full` of runs.jsonl)."""
+"""Share of what is reduced of an embedding, which needs one place of its size: what has been freed in smaller ones.
+Both fitted to 16 runs of `full`, where holes were 1.2 to 3.3 GiB: luck (rows `memory_full` of runs.jsonl)."""
 
 
 SLACK = 2 * GIB // 5
-"""What a run reserves beyond its tensors: workspaces of the matrix libraries, segments that are not full. Measured:
-0.2 to 1.0 GiB."""
+"""Bytes that a run reserves beyond its tensors: workspaces of the matrix libraries, segments that are not full.
+Measured: 0.2 to 1.0 GiB."""
 
 
 MARGIN = 0.015
@@ -236,7 +236,7 @@ class MemoryModel:
         return max(before + unit + unit // self.shards for before, unit in order)
 
     def _reducing(self) -> int:
-        """What is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype.
+        """Bytes of what is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype.
 
         Of replicas that are not sharded also a copy: FSDP divides, by 1, what it has not reduced among shards.
         """
@@ -266,6 +266,6 @@ class MemoryModel:
         return self.logits, max(backward - self.logits, self.run.head.saved + in_loss)
 
     def _in_block(self, n: int) -> int:
-        """What backward of a block has made at its widest, with the gradient that it is given."""
+        """Bytes that backward of a block has made at its widest, with the gradient that it is given."""
         block = self.run.blocks[n]
         return block.widest_compiled if self.run.compiled else block.widest

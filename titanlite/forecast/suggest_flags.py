@@ -1,4 +1,4 @@
-"""Which change of a config would bring its peak under a limit: for who ran out of memory, or asks for too little.
+"""Find which change of a config would bring its peak under a limit: for who ran out of memory, or asks for too little.
 
 Each change is a flag of train.py, checked as a config would be, and priced by `memory.py`.
 """

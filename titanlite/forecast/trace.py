@@ -1,4 +1,4 @@
-"""What a block computes, forward and backward, read off one run of it on the meta device.
+"""Trace a block: what it computes, forward and backward, read off one run of it on the meta device.
 
 A dispatch mode sees every operation below autograd, with the storages that it reads and makes. So it is known of any
 block, whatever its layers, its arithmetic and its collectives, what backward needs of forward, and what each result
@@ -26,7 +26,7 @@ from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
 
 _FUSIBLE = {"_to_copy", "copy", "clone", "cat", "stack", "slice_backward", "select_backward", "split", "_softmax"}
-"""What compilers fuse with its neighbours though torch does not tag it as elementwise."""
+"""Operations that compilers fuse with its neighbours though torch does not tag it as elementwise."""
 
 _IN_A_ROW = {"mean", "sum", "var_mean"}
 """Reductions whose result is used while the row is at hand."""
@@ -97,7 +97,7 @@ def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 class _End(torch.autograd.Function):
-    """What becomes of a result: its gradient is made when backward begins, in the place of the result."""
+    """The end of a result: its gradient is made when backward begins, in the place of the result."""
 
     @staticmethod
     def forward(ctx: Any, *outs: Tensor) -> Tensor:

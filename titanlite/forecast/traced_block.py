@@ -146,7 +146,7 @@ class TracedBlock:
         return self._elementwise(self.forward), self._elementwise(self.backward)
 
     def _elementwise(self, operations: Sequence[Operation]) -> int:
-        """What is fusible is one pass with all of its level: it reads what others make, and writes what they read."""
+        """Count a level's fusible operations as one pass: it reads what others make, and writes what they read."""
         total, levels = 0, dict[int, list[Operation]]()
         for each in operations:
             is_timed = (
