@@ -1,4 +1,4 @@
-"""Where the time of a step goes: a profiler trace as a table of text.
+"""Show where the time of a step goes: a profiler trace as a table of text.
 
 Reads the events of a Chrome trace as torch.profiler writes it, and nothing else, so it also works on a trace from
 another machine. On a GPU the rows are kernels and copies as the device ran them. Without a GPU they are the operators

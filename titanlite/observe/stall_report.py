@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).parents[1]
 _SILENT = "no answer, so stopped, in native code that keeps the interpreter, or still at work"
 
 
-class RollCall:
+class StallReport:
     """One rank's part.
 
     Args:
@@ -55,12 +55,12 @@ class RollCall:
         """
         if not self._say(where, wait_s):
             return f"    {where}: rank {self._rank}\n    {_store_host()}" if self._rank == 1 else None
-        if self._rank > 1 or (self._rank == 1 and self._hear([0], wait_s)):
+        if self._rank > 1 or (self._rank == 1 and self._poll([0], wait_s)):
             return None
-        heard = self._hear(range(self._world), wait_s)
+        polled = self._poll(range(self._world), wait_s)
         places: dict[str, list[int]] = {}
         for rank in range(self._world):
-            places.setdefault(heard.get(rank, _SILENT), []).append(rank)
+            places.setdefault(polled.get(rank, _SILENT), []).append(rank)
         of_most_first = sorted(places.items(), key=lambda place: -len(place[1]))
         return "\n".join(f"    {place}: {self._who(ranks)}" for place, ranks in of_most_first)
 
@@ -83,24 +83,24 @@ class RollCall:
             return words
         return f"{words} ({self._store.get(process).decode()})"
 
-    def _hear(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
+    def _poll(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
         """Return what ranks have said by the end of this wait; what they said in an earlier one is left out."""
-        heard: dict[int, str] = {}
+        polled: dict[int, str] = {}
         missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
         while missing:
             for rank in sorted(missing):
                 if self._store.check([self._key(rank)]):
                     at, _, where = self._store.get(self._key(rank)).decode().partition(" ")
                     if float(at) >= since:
-                        heard[rank] = where
-            missing -= heard.keys()
+                        polled[rank] = where
+            missing -= polled.keys()
             if time.monotonic() >= end:
                 break
             time.sleep(wait_s / 20)
-        return heard
+        return polled
 
     def _key(self, rank: int, what: str = "place") -> str:
-        return f"titanlite/roll_call/{rank}/{what}"
+        return f"titanlite/stall_report/{rank}/{what}"
 
 
 def _store_host() -> str:

@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 
 from titanlite.durable import append_plain
 from titanlite.observe.guard import Guard
-from titanlite.observe.stall_report import RollCall, line_of
+from titanlite.observe.stall_report import StallReport, line_of
 from titanlite.redact import redact
 
 _LOOK_S = 1.0
@@ -82,7 +82,7 @@ class Watchdog:
         log: Path,
         rank: int,
         on_timeout: Callable[[Exception], object] | None = None,
-        roll_call: RollCall | None = None,
+        stall_report: StallReport | None = None,
         on_stall: Callable[[str], object] | None = None,
         guard: Guard | None = None,
     ) -> None:
@@ -93,14 +93,14 @@ class Watchdog:
             log: the rank's log file, to which the stacks are appended.
             rank: global rank, named in the message.
             on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
-            roll_call: how ranks say where they are.
+            stall_report: how ranks say where they are.
             on_stall: called with that, on one rank, as `Status.stalled`.
             guard: the process that ends this one when the watchdog cannot.
         """
         self._log = append_plain(log)
         self._rank = rank
         self._on_timeout = on_timeout
-        self._roll_call, self._on_stall = roll_call, on_stall
+        self._stall_report, self._on_stall = stall_report, on_stall
         self._guard = guard
         self._main = threading.get_ident()
         now = time.monotonic()
@@ -150,18 +150,18 @@ class Watchdog:
             timeout_s, idle = seen.timeout_s, clock.idle_s(seen, time.monotonic())
             if idle >= timeout_s:
                 self._end(idle, seen.step, seen.phase)
-            if self._roll_call and asked_since != seen.since and idle >= max(seen.ask_s, 2 * clock.longest_s):
+            if self._stall_report and asked_since != seen.since and idle >= max(seen.ask_s, 2 * clock.longest_s):
                 asked_since = seen.since
-                threading.Thread(target=self._ask, args=(self._roll_call, seen, idle), daemon=True).start()
+                threading.Thread(target=self._ask, args=(self._stall_report, seen, idle), daemon=True).start()
             if self._guard:
                 self._guard.runs(timeout_s + _LAST_WORDS_S)
             if self._closed.wait(min(_LOOK_S, seen.ask_s / 8, timeout_s - idle)):
                 return
 
-    def _ask(self, roll_call: RollCall, seen: _Seen, idle: float) -> None:
+    def _ask(self, stall_report: StallReport, seen: _Seen, idle: float) -> None:
         line = line_of(sys._current_frames().get(self._main))
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone, or the disk is full
-            places = roll_call.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 4)
+            places = stall_report.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 4)
             if places and self._seen.since == seen.since:
                 start = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
                 text = f"{start}; where each rank is:\n{places}"

@@ -139,7 +139,7 @@ class _ReduceScatter(DefaultReduceScatter):
         return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
 
 
-def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
+def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
     """Make the units of a model ready for the first step, once its weights have memory.
 
     Each is gathered and freed, when FSDP moves shards that need padding. Gathered weights are plain tensors from now
@@ -170,7 +170,7 @@ def settle(model: nn.Module, config: Config, mesh: Mesh) -> None:
                 param._setattr_on_modules(weight)
                 param.is_dtensor = False  # nor are its gradients
             if mesh.dp_size == 1:
-                weight.register_post_accumulate_grad_hook(partial(_hand_over, dtype, param.sharded_param))
+                weight.register_post_accumulate_grad_hook(partial(_accumulate_into_master, dtype, param.sharded_param))
         unit.reshard()
         if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
             elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
@@ -195,7 +195,7 @@ def dtype_of_reduction(unit: FSDPModule) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _hand_over(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
+def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
     """Add the gradient of a gathered weight to that of its master, rounded as it would be on its way to other ranks."""
     grad, weight.grad = weight.grad, None
     assert grad is not None  # noqa: S101

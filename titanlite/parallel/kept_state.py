@@ -1,4 +1,4 @@
-"""What blocks of a model file of one's own keep for their next call, in buffers and in numbers of theirs.
+"""Find what blocks of a model file of one's own keep for their next call, in buffers and in numbers of theirs.
 
 A save-list computes the forward of a block again in backward. Where that forward writes a buffer or counts its calls,
 it begins from other values then, and leaves others: gradients are those of another function, in silence. So a run

@@ -1,6 +1,6 @@
 """Tensor-parallel layers: parameters are DTensors, activations plain local tensors, collectives explicit.
 
-Gathered weights are plain tensors, too (`fsdp.settle`).
+Gathered weights are plain tensors, too (`fsdp.finalize`).
 
 Tokens are split over the ranks between the matmuls (sequence parallelism) and heads or features within them:
 
@@ -41,7 +41,7 @@ _FUSED_LINEAR = FusedLinear()
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one module that holds parameters does on a tensor-parallel rank.
+    """Say what one module that holds parameters does on a tensor-parallel rank.
 
     Attributes:
         placements: of its parameters, by their names in the module.
@@ -85,7 +85,7 @@ class ParallelLinear(Linear):
 
     @property
     def fused(self) -> FusedMatmul | None:
-        """What fuses its collectives with its matmuls, if they are to be fused."""
+        """Return what fuses its collectives with its matmuls, if they are to be fused."""
         if not self.asynchronous or self.unfused is not None:
             return None
         return _FUSED_LINEAR if self.matmul is F.linear else self.matmul.fused  # type: ignore[attr-defined]
@@ -311,7 +311,7 @@ def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | N
 
 
 def is_replicated(parameter: Tensor) -> bool:
-    """Whether every tensor-parallel rank holds this parameter whole."""
+    """Check that every tensor-parallel rank holds this parameter whole."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -40,7 +40,7 @@ from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
-from titanlite.parallel.fsdp import apply_fsdp, settle
+from titanlite.parallel.fsdp import apply_fsdp, finalize
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
@@ -152,7 +152,7 @@ def build(
     initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
     seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
-    settle(model, config, mesh)  # before the optimizer, which must see where shards end up
+    finalize(model, config, mesh)  # before the optimizer, which must see where shards end up
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)

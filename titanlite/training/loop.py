@@ -32,7 +32,7 @@ from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step, validation_loss
 from titanlite.training.stop import StopSignals
 
-ROLL_CALL = 0.5
+STALL_REPORT_SHARE = 0.5
 """Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
 
 
@@ -207,4 +207,4 @@ class Loop:
 
     def _limit(self, seconds: float) -> None:
         """Set how long a phase may make no progress: short in a step, long where a disk or a compiler works."""
-        self.watchdog.set_timeout(seconds, ask_s=ROLL_CALL * seconds)
+        self.watchdog.set_timeout(seconds, ask_s=STALL_REPORT_SHARE * seconds)

@@ -1,4 +1,4 @@
-"""What to say when memory is full, or will be: what holds its memory, what was predicted, and which flags would help.
+"""Explain when memory is full, or will be: what holds its memory, what was predicted, and which flags would help.
 
 torch says how much it could not allocate. What the user needs to know is what all the rest is for, which only the
 prediction (`forecast/memory.py`) can say: the allocator knows sizes and no names.
@@ -22,7 +22,7 @@ from titanlite.forecast.suggest_flags import overrides_that_fit
 from titanlite.observe.memory import memory_gib
 
 _MARGIN = 0.95
-"""Of a prediction that says that the run fits, though it did not: what must fit instead."""
+"""The share that must fit of a prediction which says that the run fits, though it did not."""
 
 
 _OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")

@@ -1,4 +1,4 @@
-"""What the loop knows about each step: results on their way from the device, and the rows they become.
+"""Report each step: results on their way from the device, and the rows they become.
 
 A step's results are copied to the host while the next step is already queued, and read then. So the host runs one step
 ahead of the device, every step is checked and can be logged, and the device is never idle for it.

@@ -1,4 +1,4 @@
-"""What a process has from its start to its end, whatever becomes of the run; and what it says when that ends early."""
+"""Hold what a process has from its start to its end, and what it says when a run ends early."""
 
 import math
 import os

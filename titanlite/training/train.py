@@ -20,7 +20,7 @@ from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
-from titanlite.observe.stall_report import RollCall
+from titanlite.observe.stall_report import StallReport
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
@@ -205,9 +205,9 @@ def _open_wandb(metrics: MetricsFile | None, session: Session, cleanup: ExitStac
 def _watchdog(session: Session) -> Watchdog:
     """Watch this rank; of several, all say where they are before one is ended."""
     world, status = dist.get_world_size(), session.status
-    roll_call = RollCall(dist.distributed_c10d._get_default_store(), session.rank, world) if world > 1 else None
+    stall_report = StallReport(dist.distributed_c10d._get_default_store(), session.rank, world) if world > 1 else None
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"
-    return Watchdog(limit, log, session.rank, status.failed, roll_call, status.stalled, session.guard)
+    return Watchdog(limit, log, session.rank, status.failed, stall_report, status.stalled, session.guard)
 
 
 def _say_end(session: Session, start: int, last: int) -> None:

@@ -23,7 +23,7 @@ from titanlite.float8.weight import local_data
 from titanlite.models.layers import Embedding
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
-from titanlite.parallel.fsdp import apply_fsdp, fsdp_units, settle
+from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 
@@ -34,7 +34,7 @@ S = 8
 def sharded(
     reshard: str,
     tied: bool,
-    settles: bool = False,
+    finalizes: bool = False,
     param: str = "float32",
     reduce: str = "float32",
     change: Callable[[Llama3], object] = lambda _: None,
@@ -56,8 +56,8 @@ def sharded(
     model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
-    if settles:
-        settle(model, config, mesh)
+    if finalizes:
+        finalize(model, config, mesh)
     return model
 
 
@@ -209,9 +209,9 @@ def test_a_single_rank_has_the_gradients_that_fsdp_would_make(param, reduce, tie
 
     def body() -> None:
         found: list[list[dict[str, Tensor]]] = []
-        for settles in (False, True):
-            model, steps = sharded("default", tied, settles, param, reduce), []
-            if settles:
+        for finalizes in (False, True):
+            model, steps = sharded("default", tied, finalizes, param, reduce), []
+            if finalizes:
                 monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", None)
             for micro_steps in (2, 1):
                 model.zero_grad(set_to_none=True)
@@ -238,7 +238,7 @@ def test_a_gradient_comes_when_it_is_whole_and_what_autograd_made_of_it_goes(tmp
     """Not with the others of its block: those of the feed-forward are there before attention's, none in bfloat16."""
 
     def body() -> None:
-        model = sharded("default", tied=False, settles=True, param="bfloat16")
+        model = sharded("default", tied=False, finalizes=True, param="bfloat16")
         masters, seen = dict(model.named_parameters()), []
 
         def look(_module: object, _inputs: object, _outputs: object) -> None:
@@ -262,7 +262,7 @@ def test_a_gradient_comes_when_it_is_whole_and_what_autograd_made_of_it_goes(tmp
 
 def test_a_gradient_is_cast_by_our_kernel_from_what_autograd_made(tmp_path, monkeypatch):
     def body() -> None:
-        model, cast = sharded("default", tied=False, settles=True, param="bfloat16"), []
+        model, cast = sharded("default", tied=False, finalizes=True, param="bfloat16"), []
         kernel = fsdp.chunk_cat
         monkeypatch.setattr(fsdp, "chunk_cat", lambda *args: (cast.append(args[0][0].dtype), kernel(*args)))
         model(torch.arange(S)).float().square().sum().backward()
@@ -285,8 +285,8 @@ def test_two_weights_whose_gradients_autograd_keeps_in_one_memory_have_their_own
 
     def body() -> None:
         found = []
-        for settles in (False, True):
-            model = sharded("default", tied=False, settles=settles, change=add_another)
+        for finalizes in (False, True):
+            model = sharded("default", tied=False, finalizes=finalizes, change=add_another)
             for n in range(2):
                 model(torch.arange(S) + n).square().sum().backward()
             found.append([local_data(getattr(model.layers[0].feed_forward, n).weight.grad) for n in ("w2", "also")])
@@ -300,7 +300,7 @@ def test_two_weights_whose_gradients_autograd_keeps_in_one_memory_have_their_own
 
 def test_many_ranks_leave_gradients_to_fsdp(tmp_path):
     def body() -> None:
-        model = sharded("never", tied=False, settles=True)
+        model = sharded("never", tied=False, finalizes=True)
         model(torch.arange(S))
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 

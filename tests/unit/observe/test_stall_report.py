@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.observe import stall_report as module
-from titanlite.observe.stall_report import RollCall, line_of
+from titanlite.observe.stall_report import StallReport, line_of
 
 PROCESS = f"host {socket.gethostname()}, process {os.getpid()}"
 
@@ -24,7 +24,7 @@ def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float = 
     told: dict[int, str | None] = {}
 
     def hold(rank: int) -> None:
-        told[rank] = RollCall(store, rank, world).hold(places[rank], wait_s)
+        told[rank] = StallReport(store, rank, world).hold(places[rank], wait_s)
 
     threads = [threading.Thread(target=hold, args=(rank,)) for rank in places]
     for thread in threads:
@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
     """As NCCL does when it makes a communicator and a peer does not come."""
     store = dist.PrefixStore("default", dist.TCPStore("127.0.0.1", 0, 1, is_master=True))
-    roll_call, began = RollCall(store, 1, 2), threading.Event()
+    stall_report, began = StallReport(store, 1, 2), threading.Event()
 
     def waits() -> None:
         began.set()
@@ -67,7 +67,7 @@ def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
     began.wait()
     time.sleep(0.5)  # until it is in the store
     try:
-        assert roll_call.hold("here", 3.0) == f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})"
+        assert stall_report.hold("here", 3.0) == f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})"
     finally:
         main.join()
 
@@ -116,8 +116,8 @@ def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:
         sleep(seconds)
 
     monkeypatch.setattr(module.time, "sleep", noted)
-    RollCall(dist.HashStore(), 0, 2).hold("here", 1.0)
-    assert re.fullmatch(r"titanlite/observe/stall_report\.py:\d+ in _hear", seen[0])
+    StallReport(dist.HashStore(), 0, 2).hold("here", 1.0)
+    assert re.fullmatch(r"titanlite/observe/stall_report\.py:\d+ in _poll", seen[0])
 
 
 def test_without_any_the_innermost_of_all_is_named() -> None:

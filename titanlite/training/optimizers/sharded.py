@@ -1,4 +1,4 @@
-"""What all optimizers of this trainer have in common: they update each rank's shards, and decide nothing on the host.
+"""The base of all optimizers of this trainer: they update each rank's shards, and decide nothing on the host.
 
 An optimizer is a file in this folder with a class of the name that `optimizer.name` has; its bytes are an entry of
 `config/optimizers.py`.
@@ -82,7 +82,7 @@ class ShardedOptimizer(ABC):
         return (square / self.mesh.replicas).sqrt()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, laid out as the parameters are; loading into these tensors restores it."""
+        """Return what a checkpoint must hold, laid out as the parameters are; to load into it restores it."""
         out: dict[str, Tensor] = {"optimizer/updates": self.updates}
         for kind, tensors in self.kept.items():
             for name, local in tensors.items():
