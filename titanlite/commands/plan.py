@@ -12,16 +12,11 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from titanlite.commands.arguments import Command, apart
-from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
-from titanlite.commands.forecast import check_device, forecast_table, memory_rows, time_rows
-from titanlite.commands.planned_run import PlannedRun, plan_run
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
-from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import checked_run
 from titanlite.text_table import columns
 
@@ -58,89 +53,28 @@ def run(argv: list[str]) -> int:
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     device = _device(given, world)
     checked = checked_run(arguments.flags, world)
+    # What follows imports torch, which takes seconds: not for a help page or a mistake in a flag.
     if _PRICES in given:
         from titanlite.commands.price_list import price_list
+        from titanlite.preflight.check_with_torch import check_with_torch
 
         check_with_torch(checked, world)
         sys.stdout.write(price_list(checked, arguments.file, world))
         return 0
+    from titanlite.commands.forecast import check_device
+    from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
+    from titanlite.commands.planned_run import plan_run
+
     planned = plan_run(checked, arguments.file, world, device)
     if "--json" in given:
-        _write(json.dumps(_as_dict(planned, world), indent=1) + "\n", given["--json"])
+        _write(json.dumps(plan_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
-        sys.stdout.write(_why(planned, given["--why"], arguments.file))
+        sys.stdout.write(why_placed(planned, given["--why"], arguments.file))
     else:
-        sys.stdout.write(_tables(planned, device_gib).lstrip("\n"))  # a single process has no first table
+        sys.stdout.write(plan_tables(planned, device_gib).lstrip("\n"))  # a single process has no first table
     if planned.predicted is not None:
         check_device(planned.memory, planned.predicted, device_gib)
     return 0
-
-
-def _tables(planned: PlannedRun, device_gib: float | None) -> str:
-    """All tables of a plan, and whether it fits."""
-    text = ""
-    if planned.sharding is not None:
-        from titanlite.commands.sharding_table import sharding_table
-
-        text = sharding_table(planned.sharding) + "\n"
-    if planned.traffic:
-        text += collective_table(planned.traffic, planned.memory.micro_steps)
-    text += "".join(f"{note}\n" for note in planned.notes)
-    if planned.sharding is not None:
-        if planned.pairs:
-            rows = _pair_rows(planned)
-            text += f"\n{columns(('collective', 'pass', 'at', 'with its matmul'), *rows)}"
-        else:
-            text += "\nno collective is fused with a matmul: parallelism.async_tensor_parallel is off\n"
-        if planned.maxima:
-            header = ("all_reduce of the maximum of", "pass", "at", "times a step")
-            text += f"\n{columns(header, *_maxima_rows(planned))}"
-            text += "one number each; those of forward are repeated where it is recomputed, and all weights share one\n"
-    return text + (forecast_table(planned.predicted, device_gib) if planned.predicted else "")
-
-
-def _pair_rows(planned: PlannedRun) -> list[list[str]]:
-    """Rows of collective, pass, module, and whether it is fused; layers that are alike are one."""
-    from titanlite.commands.fused_pairs import NOT_ASKED
-
-    rows = ((pair.module, (pair.kind, pair.direction, pair.obstacle), pair) for pair in planned.pairs)
-    verdicts = {None: "fused", NOT_ASKED: "not known"}
-    return [
-        [pair.kind, pair.direction, name, verdicts.get(pair.obstacle, f"not fused: it {pair.obstacle}")]
-        for name, _, pair in alike(rows)
-    ]
-
-
-def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
-    """Rows of operand, pass, module and count; layers that are alike are one."""
-    rows = ((m.layer, (m.operand, m.direction), m) for m in planned.maxima)
-    return [[m.operand, m.direction, name, str(count * planned.memory.micro_steps)] for name, count, m in alike(rows)]
-
-
-def _why(planned: PlannedRun, tensor: str, file: str) -> str:
-    if planned.sharding is None:
-        want = "more than 1: nothing is split over tensor-parallel ranks"
-        problem = Problem("parallelism.tensor_parallel_degree", "1", want, "--parallelism.tensor_parallel_degree 2")
-        raise ConfigError(describe(file, [problem]))
-    from titanlite.commands.sharding_table import why
-
-    return why(planned.sharding, tensor)
-
-
-def _as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
-    """All that is said of a run, in JSON's types."""
-    said: dict[str, Any] = {"world": world, "micro_steps": planned.memory.micro_steps}
-    if planned.sharding is not None:
-        said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
-        said["pairs"] = [pair._asdict() for pair in planned.pairs]
-        said["maxima"] = [maximum._asdict() for maximum in planned.maxima]
-    said["step"] = {
-        "tokens": planned.tokens,
-        "collectives": as_dicts(planned.traffic),
-        "sent_bytes": sum(t.times * t.sent_bytes for t in planned.traffic),
-        "not_listed": list(planned.notes),
-    }
-    return said | (planned.predicted.as_dict() if planned.predicted else {})
 
 
 def _write(text: str, file: str) -> None:
@@ -168,6 +102,9 @@ def _diff(argv: list[str]) -> int:
     if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE)]:
         problem = Problem(odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
         raise ConfigError(describe("command line", [problem]))
+    from titanlite.commands.plan_tables import plan_facts
+    from titanlite.commands.planned_run import plan_run
+
     plans = [
         plan_run(checked_run(one.flags, world), one.file, world, _device(own, world))
         for one, world, own in (
@@ -175,7 +112,7 @@ def _diff(argv: list[str]) -> int:
             (other, other.world or given.world, {**given.own, **other.own}),
         )
     ]
-    facts = [_facts(planned) for planned in plans]
+    facts = [plan_facts(planned) for planned in plans]
     names = [given.file, other.file] if given.file != other.file else ["before", "after"]
     rows = [["", *names]]
     for what in dict.fromkeys([*facts[0], *facts[1]]):
@@ -189,30 +126,6 @@ def _diff(argv: list[str]) -> int:
     if len(rows) > 1:
         sys.stdout.write("".join(f"\n{note}\n" for note in notes[0] if note in notes[1]))
     return 0
-
-
-def _facts(planned: PlannedRun) -> dict[str, str]:
-    """All that a plan says, each under its name."""
-    facts: dict[str, str] = {}
-    if planned.sharding is not None:
-        from titanlite.commands.sharding_table import weight_rows
-
-        for name, shape, placed, _ in weight_rows(planned.sharding):
-            facts[f"weight {name}"] = f"{shape} {placed}"
-    for kind, direction, name, _, moves, ranks, times, mib, _ in collective_rows(planned.traffic):
-        at = f"{kind} {direction} {name}".strip()  # what is reduced before the update is at no module
-        what, seen = f"{at}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
-        facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
-    facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
-    if planned.sharding is not None:
-        for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
-            facts[f"{kind} {direction} {name}, with its matmul"] = verdict
-        for operand, direction, name, times in _maxima_rows(planned):
-            facts[f"all_reduce {direction} {name}, maximum of {operand}"] = times
-    if planned.predicted is not None:
-        facts |= {f"memory: {name}": value for name, value in memory_rows(planned.predicted)}
-        facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}
-    return facts
 
 
 def _device(given: Mapping[str, str], world: int | None) -> str:

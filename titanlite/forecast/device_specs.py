@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tomli
 
 from titanlite.errors import Problem
-from titanlite.forecast.memory import MemoryModel
+
+if TYPE_CHECKING:
+    from titanlite.forecast.memory import MemoryModel
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     return Rates(**read)
 
 
-def no_rates_reason(memory: MemoryModel) -> Problem | None:
+def no_rates_reason(memory: "MemoryModel") -> Problem | None:
     """Why the rates are not those of a run, or None.
 
     Args:

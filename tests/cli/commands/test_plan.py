@@ -19,6 +19,7 @@ from titanlite.errors import TitanliteError
 from titanlite.forecast import traced_run
 from titanlite.models import llama3
 from titanlite.preflight.checked_run import checked_run
+from titanlite.receipt import Entry
 from titanlite.sharding import layers
 from titanlite.training.build import build
 
@@ -147,8 +148,10 @@ BAD = {
 
 @pytest.mark.parametrize("bad", BAD)
 def test_what_the_trainer_refuses_is_refused_in_its_words(
-    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Which needs ranks that exchange something.
+    monkeypatch.setattr("titanlite.training.build.require_parity", lambda *_: Entry("parity", False, {}, count=0))
     good, wrong = BAD[bad]
     source = inspect.getsource(llama3)
     if bad == "a parameter of the model's own":
