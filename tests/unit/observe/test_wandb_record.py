@@ -223,19 +223,22 @@ def starts_without_wandb_and_other_rows(run: History) -> None:
 
 HISTORIES: list[Callable[[History], None]] = [
     offline_and_both_synced,
-    offline_and_each_synced,
     online_and_resumed,
     online_and_a_crash,
-    online_and_a_crash_whose_lost_steps_are_not_reached_again,
-    offline_and_a_crash,
     online_then_offline_then_online,
     an_outage_at_the_start,
-    an_outage_in_mid_run_and_a_sync,
     a_fresh_start_offline,
     crashes_one_after_the_other,
     starts_without_wandb_and_other_rows,
 ]
-_MORE = slow(an_outage_in_mid_run_and_a_resume, a_fresh_start_online)
+_MORE = slow(
+    offline_and_each_synced,
+    online_and_a_crash_whose_lost_steps_are_not_reached_again,
+    offline_and_a_crash,
+    an_outage_in_mid_run_and_a_sync,
+    an_outage_in_mid_run_and_a_resume,
+    a_fresh_start_online,
+)
 
 
 @pytest.mark.parametrize("acts", [*HISTORIES, *_MORE], ids=lambda acts: acts.__name__)
