@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter and moves in a step, in bytes: from the config alone, without torch.
+"""The bytes that an optimizer keeps of each parameter and moves in a step: from the config alone, without torch.
 
 Memory, the room that checkpoints take, a host's memory and the step time ask here. The update itself is in
 `training/optimizers`; `tests/ranks/training/test_optimizer.py` holds the two equal.

@@ -114,7 +114,12 @@ def test_shipped_lists_with_scales_by_block(name, float8, mode):
 
 @pytest.mark.parametrize(
     ("float8", "fused"),
-    [(None, False), ("rowwise", False), ("rowwise", True), *slow((None, True), ("tensorwise", False))],
+    [
+        (None, False),
+        ("rowwise", False),
+        ("rowwise", True),
+        *slow((None, True), ("tensorwise", False), ("tensorwise", True)),
+    ],
 )
 def test_shipped_lists_under_tensor_parallelism(float8, fused):
     with ranks_that_move_nothing(2):
