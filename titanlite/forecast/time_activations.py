@@ -24,6 +24,7 @@ from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Linear
+from titanlite.observe.memory import restart_peak
 
 _REPEATS = 5
 
@@ -56,9 +57,7 @@ def time_block(block: nn.Module, run: TracedRun, device: torch.device) -> Recomp
     parts = sum(found.get(a, 0.0) for a in activations(first))
     elementwise = max(_seconds(forward, device) - parts, 1e-9)
     lowered.clear()  # it counts what training runs
-    if device.type == "cuda":  # nothing of it counts in the peak of the run
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    restart_peak(device)
     return RecomputeTimes(found, elementwise)
 
 

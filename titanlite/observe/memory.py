@@ -1,5 +1,6 @@
 """How much memory a rank uses: of its GPU as the caching allocator sees it, or of the process on a CPU."""
 
+import gc
 import os
 import resource
 import sys
@@ -27,3 +28,15 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
         with open("/proc/self/statm") as file:
             present = int(file.read().split()[1]) * resource.getpagesize()
     return max(peak, present) / _GIB, present / _GIB
+
+
+def restart_peak(device: torch.device) -> None:
+    """Let `memory_gib` count from now on: what was computed before the run leaves it neither cache nor peak.
+
+    Args:
+        device: where the model is; on a CPU nothing is done, whose peak cannot be set back.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)

@@ -17,7 +17,6 @@ is whole passes, and dropout of what is split does not.
 """
 
 import copy
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import Problem, ShardingError, TitanliteError, describe
 from titanlite.models.block_kinds import kind_of
 from titanlite.models.mistakes import OF_THE_MACHINE, mistake
+from titanlite.observe.memory import restart_peak
 from titanlite.parallel.initialise import fill_buffers
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel
@@ -65,10 +65,7 @@ def require_parity(model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh
     """
     tokens = config.training.local_batch_size * config.training.seq_len
     compared = compare(model, layers, mesh, tokens, getattr(torch, config.training.mixed_precision_param))
-    if mesh.device.type == "cuda":  # the run begins and counts its peak as it would without this
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(mesh.device)
+    restart_peak(mesh.device)
     if compared is None:
         skipped = [Skipped("model.file", "no memory for a whole block on one device")]
         return Entry("parity", False, {"tensors": 0}, count=0, skipped=skipped)
