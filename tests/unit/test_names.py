@@ -1,0 +1,169 @@
+"""A name says one thing: no two modules of the package define a class or function of the same name.
+
+But where one class is a subclass of the other, and the entries of commands (`run`, `main`).
+"""
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "titanlite"
+ENTRIES = {"run", "main"}
+# Still in two modules; a name that is unique leaves the list.
+DOUBLE = {
+    "Attention",
+    "Block",
+    "Collective",
+    "Decision",
+    "FeedForward",
+    "Group",
+    "Origin",
+    "Pair",
+    "_Memory",
+    "_Product",
+    "_Seen",
+    "_Walk",
+    "_adamw",
+    "_add",
+    "_amax",
+    "_asked",
+    "_attention",
+    "_backward",
+    "_backward_on_gpus",
+    "_batches",
+    "_cast",
+    "_cast_blocks",
+    "_cast_rows",
+    "_check",
+    "_check_shapes",
+    "_choose",
+    "_chunk_cat",
+    "_chunks",
+    "_convert",
+    "_definition",
+    "_device",
+    "_dims",
+    "_end",
+    "_fake",
+    "_fake_cast",
+    "_fake_grad",
+    "_files",
+    "_fits",
+    "_flops",
+    "_forward",
+    "_forward_on_gpus",
+    "_gather",
+    "_gathered",
+    "_general",
+    "_gradient",
+    "_in_words",
+    "_is_pointwise",
+    "_known",
+    "_larger",
+    "_lines",
+    "_local",
+    "_materialised",
+    "_measure",
+    "_merge",
+    "_multiply",
+    "_names",
+    "_no_matmul",
+    "_on_gpus",
+    "_once",
+    "_parts",
+    "_place",
+    "_plain",
+    "_problem",
+    "_produce",
+    "_product",
+    "_read",
+    "_refusal",
+    "_refused",
+    "_release",
+    "_rewrite",
+    "_save",
+    "_save_list",
+    "_say",
+    "_scaled",
+    "_shown",
+    "_size",
+    "_specialised",
+    "_step",
+    "_store",
+    "_swiglu_grad",
+    "_table",
+    "_tensors",
+    "_train",
+    "_transpose",
+    "_unreadable",
+    "line_of",
+    "sharding_plan",
+    "show",
+    "unsupported_reason",
+}
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """What each name that a module imports stands for, as `module.name`."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    return found
+
+
+def double_names(sources: Mapping[str, str]) -> set[str]:
+    """Names that two modules define, none of which is a subclass of another's of the same name.
+
+    Args:
+        sources: the text of each module, by its dotted name.
+    """
+    defined: defaultdict[str, set[str]] = defaultdict(set)
+    extends: set[str] = set()  # what subclasses a class of its own name
+    for module, source in sources.items():
+        tree = ast.parse(source)
+        known = imported(tree)
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            defined[node.name].add(f"{module}.{node.name}")
+            for base in node.bases if isinstance(node, ast.ClassDef) else ():
+                start, _, rest = ast.unparse(base).partition(".")
+                whole = f"{known.get(start, start)}.{rest}".rstrip(".")
+                if whole != f"{module}.{node.name}" and whole.endswith(f".{node.name}"):
+                    extends.add(f"{module}.{node.name}")
+    return {name for name, places in defined.items() if len(places - extends) > 1} - ENTRIES
+
+
+@pytest.fixture(scope="module")
+def found() -> set[str]:
+    paths = PACKAGE.rglob("*.py")
+    return double_names({".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p.read_text() for p in paths})
+
+
+def test_no_name_is_defined_in_two_modules(found: set[str]) -> None:
+    assert sorted(found - DOUBLE) == []
+
+
+def test_a_name_that_is_unique_leaves_the_list(found: set[str]) -> None:
+    assert sorted(DOUBLE - found) == []
+
+
+@pytest.mark.parametrize(
+    ("second", "double"),
+    [
+        ("class Block: ...", True),
+        ("from a import Block as Other\nclass Block(Other): ...", False),
+        ("import a as other\nclass Block(other.Block): ...", False),
+        ("def Block(): ...", True),
+        ("if True:\n    class Block: ...", False),
+        ("from a import Block", False),
+    ],
+)
+def test_a_double_name_is_found(second: str, double: bool) -> None:
+    assert double_names({"a": "class Block: ...", "b": second}) == ({"Block"} if double else set())
