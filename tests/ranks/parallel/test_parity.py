@@ -239,6 +239,7 @@ WRONG = {
     "in a branch": (inside(lambda h, _: h.relu() if h.shape[-1] == F else h.sigmoid()), RETURNS),
     "in the number of repeats": (inside(lambda h, _: h * 2 ** (h.shape[-1] // (F // 2))), RETURNS),
     "of the weight": (by_heads, RETURNS),
+    "divided by zero": (inside(lambda h, _: h / (h.shape[-1] == F)), f"{RETURNS} by nan of its size"),
     "in groups": (inside(in_groups), RETURNS),
     "a shape of the whole": (inside(lambda h, _: h.view(-1, F // 128, 128).flatten(-2)), "line "),
     "dropout of a part": (inside(lambda h, _: dropout(h, 0.1)), RETURNS),
