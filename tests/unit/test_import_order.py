@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "titanlite"
 ROWS = (
     {"train", "__main__"},
     {"training", "commands"},
+    {"comparison"},
     {"preflight"},
     {"forecast"},
     {"activation_checkpoint", "sharding", "async_tp", "checkpoint"},

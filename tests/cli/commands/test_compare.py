@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from titanlite.commands.compare import run
-from titanlite.commands.loss_picture import draw_losses, less_the_first
+from titanlite.comparison.picture import draw_losses, less_the_first
 from titanlite.observe.metrics import MetricsFile, RunError, StepRow, ValidationRow
 
 ROW = StepRow(1, 5.0, 0.5, 3e-4, 1000, 0.5, 100.0, 0.1, 0.5, 1.5, 1.0, 0.25, 0.01)

@@ -1,0 +1,177 @@
+"""Read the folders of runs (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), to compare them.
+
+Nothing else of a run is looked at, so runs that are still going, were copied from elsewhere or were made by another
+version can be read. What does not hold a run's files is an error that names every such folder at once.
+"""
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titanlite.errors import Problem, describe
+from titanlite.json_file import read_json
+from titanlite.observe.metrics import RunError, read_metrics
+from titanlite.preflight.same_run import dotted
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of one run folder."""
+
+    name: str
+    rows: list[dict[str, Any]]  # of metrics.jsonl, each with its step and tokens
+    config: dict[str, Any]  # dotted key → value
+    state: str  # of status.json; "" if there is none
+    receipt: list[dict[str, Any]] | None  # of receipt.json, an entry a feature; None if there is none
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the rows of logged steps."""
+        return [row for row in self.rows if "loss" in row]
+
+    @property
+    def validations(self) -> list[dict[str, Any]]:
+        """Return the rows of validations."""
+        return [row for row in self.rows if "validation_loss" in row]
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+    """Read run folders.
+
+    Returns:
+        A record per folder, in the same order, with names that differ.
+
+    Raises:
+        RunError: something is not a run's folder, or nothing was logged in any of them.
+    """
+    problems: list[Problem] = []
+    want, fix = "a run's folder, with config.toml and metrics.jsonl", "give the path <dump_folder>/<name> of a run"
+    if not folders:
+        problems.append(Problem("RUN", "", want, "titanlite compare outputs/run"))
+    for folder in folders:
+        missing = [name for name in ("config.toml", "metrics.jsonl") if not os.path.isfile(folder / name)]
+        if not os.path.isdir(folder):
+            problems.append(Problem(str(folder), "", f"{want}; there is no such folder", fix))
+        elif missing:
+            inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+            hint = f"did you mean {folder / inside[0]}?" if inside else fix
+            state = _state(folder / "status.json")
+            if state and not inside and "metrics.jsonl" in missing:  # it was prepared, and no more
+                hint = f'leave it out: nothing was logged there, and its status.json says "{state}"'
+            problems.append(Problem(str(folder), "", f"{want}; {' and '.join(missing)} missing", hint))
+    if problems:
+        raise RunError(describe("titanlite compare", problems))
+    records = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    if not any(record.steps for record in records):
+        saw = ", ".join(str(folder) for folder in folders)
+        raise RunError.of(
+            "titanlite compare", "RUN", saw, "a logged step in at least one run", "wait for the first step"
+        )
+    return records
+
+
+def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Find the config keys whose values are not the same in all runs; how a run was resumed does not change it.
+
+    Returns:
+        (dotted key, its value in each run as TOML-like text, "-" where it is not set), in the order of the files.
+    """
+    keys = dict.fromkeys(key for record in records for key in record.config if key != "checkpoint.resume")
+    rows = [(key, [json.dumps(r.config[key]) if key in r.config else "-" for r in records]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def _read(folder: Path, name: str) -> RunRecord:
+    rows = read_metrics(folder / "metrics.jsonl")
+    try:
+        config = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # tomli's, or a byte that is no text
+        raise RunError.of(
+            f"{folder / 'config.toml'}: {error}",
+            "config.toml",
+            "",
+            "TOML, as the run wrote it",
+            "restore the file from a copy",
+        ) from error
+    if bad := [row for row in rows if not isinstance(row.get("tokens"), int)]:
+        want = "as many tokens as there were until then, a whole number"
+        raise RunError.of(
+            str(folder / "metrics.jsonl"),
+            f"tokens of step {bad[0]['step']}",
+            str(bad[0].get("tokens")),
+            want,
+            "restore the file",
+        )
+    return RunRecord(
+        name=name,
+        rows=rows,
+        config=dotted(config),
+        state=_state(folder / "status.json"),
+        receipt=_receipt(folder / "receipt.json"),
+    )
+
+
+def _receipt(path: Path) -> list[dict[str, Any]] | None:
+    if not path.is_file():
+        return None
+    try:
+        entries = read_json(path)
+    except ValueError:
+        entries = None
+    if isinstance(entries, list) and all(isinstance(e, dict) and isinstance(e.get("feature"), str) for e in entries):
+        return entries
+    want = "a JSON list of features, as the run wrote it"
+    raise RunError.of(str(path), "receipt.json", "", want, "restore the file, or delete it to compare without it")
+
+
+def _state(status: Path) -> str:
+    if not status.is_file():
+        return ""
+    try:
+        content = read_json(status)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise RunError.of(str(status), "status.json", "", "a JSON object, as the run wrote it", "delete the file")
+    return content.get("state", "")
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' own names, with as many of their parents as it takes to tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for depth in range(1, max(map(len, parts))):
+        names = ["/".join(p[-depth:]) for p in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(folder) for folder in folders]
+
+
+RESULTS = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
+
+
+def results(record: RunRecord) -> list[str]:
+    """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
+    steps = record.steps
+
+    def values(key: str, rows: list[dict[str, Any]] = steps) -> list[float]:
+        return [row[key] for row in rows if row.get(key) is not None]
+
+    def text(numbers: list[float], pick: Any, form: str) -> str:
+        return form.format(pick(numbers)) if numbers else "-"
+
+    step = steps[-1]["step"] if steps else 0
+    return [
+        record.name,
+        f"{step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
+        text(values("loss"), lambda numbers: numbers[-1], "{:.4f}"),
+        text(values("validation_loss", record.validations), min, "{:.4f}"),
+        text(values("tokens_per_second_per_gpu"), statistics.median, "{:,.0f}"),
+        text(values("mfu"), statistics.median, "{:.1%}"),
+        text(values("memory_gib"), max, "{:.1f}"),
+    ]

@@ -1,0 +1,44 @@
+"""What a comparison says of one run and the first: the form in which the report and the picture take a verdict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class NoiseBand:
+    """The differences in loss that rounding or the seed alone make, by the tokens trained on.
+
+    Attributes:
+        tokens: where the limits are known, ascending.
+        low: the lower limit there, in nats per token.
+        high: the upper limit there.
+    """
+
+    tokens: Sequence[int]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the loss of one run differs from that of the first.
+
+    Attributes:
+        run: the name of the run that is compared with the first.
+        kind: "equal bits", "within rounding", "within seed noise" or "differs".
+        line: the verdict in one line, as the command prints it.
+        mean_difference: its loss less that of the first, in nats per token.
+        low: the lower end of the mean's interval.
+        high: the upper end of it.
+        tokens: how many the runs had trained on where the mean was taken.
+        band: the differences that are no more than noise; None where they are not known.
+    """
+
+    run: str
+    kind: str
+    line: str
+    mean_difference: float
+    low: float
+    high: float
+    tokens: int
+    band: NoiseBand | None = None
