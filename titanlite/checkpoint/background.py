@@ -51,7 +51,7 @@ class Background:
         self._writing = self._thread.submit(self._checkpoints.save, step, staged, state, self._group)
 
     def _take_memory(self, tensors: Mapping[str, Tensor]) -> None:
-        local = {name: _local(tensor) for name, tensor in tensors.items()}
+        local = {name: _local_part(tensor) for name, tensor in tensors.items()}
         try:
             for name, part in local.items():
                 self._copies[name] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
@@ -64,7 +64,7 @@ class Background:
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Begin to copy a tensor to the host, in the layout that it has."""
-        copy = self._copies[name].copy_(_local(tensor), non_blocking=True)
+        copy = self._copies[name].copy_(_local_part(tensor), non_blocking=True)
         # Not from_local, which would move it back to the mesh's device.
         return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
@@ -92,5 +92,5 @@ class Background:
         return writing.result() if writing else None
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -156,7 +156,7 @@ def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping
             for name, parameter in parameters.items()
             for key, weight in their_weights(layout, model, name, torch.empty(parameter.shape, device="meta")).items()
         }
-        _check_shapes(folder, shapes, wanted)
+        _check_weight_shapes(folder, shapes, wanted)
         stored = {key: saved[found[key][0]].get_slice(found[key][1]).get_dtype() for key in wanted}
         integers = [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
         want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
@@ -181,7 +181,9 @@ def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping
     return len(wanted), bits
 
 
-def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+def _check_weight_shapes(
+    folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     differ = [
         f"{name} {list(found[name])} (this run: {list(shape)})"
         for name, shape in wanted.items()
@@ -200,7 +202,7 @@ def _write_weights(
     folder: Path, checkpoint: Path, architecture: str, model: nn.Module, dtype: torch.dtype, say: Callable[[str], None]
 ) -> None:
     shapes = {f"model/{name}": parameter.shape for name, parameter in model.named_parameters()}
-    files = _files({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()})
+    files = _weights_by_file({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()})
     where: dict[str, str] = {}
     for n, names in enumerate(files, start=1):
         file = f"model-{n:05}-of-{len(files):05}.safetensors" if len(files) > 1 else ONE_FILE
@@ -223,7 +225,7 @@ def _write_weights(
         _write_json(folder / f"{ONE_FILE}.index.json", index)
 
 
-def _files(n_bytes: Mapping[str, int]) -> list[list[str]]:
+def _weights_by_file(n_bytes: Mapping[str, int]) -> list[list[str]]:
     """Deal parameters out to files, in order."""
     files, room = list[list[str]](), 0
     for name, size in n_bytes.items():

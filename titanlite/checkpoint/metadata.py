@@ -115,9 +115,9 @@ def read_metadata(folder: Path) -> metadata.Metadata:
             content = _Made().of(_Unpickler(f).load())
         wrong = _first_fault(content)
     except Exception as e:  # a damaged pickle raises almost anything
-        raise _refused(folder, f"{type(e).__name__}: {e}") from None
+        raise _metadata_refused(folder, f"{type(e).__name__}: {e}") from None
     if wrong:
-        raise _refused(folder, wrong)
+        raise _metadata_refused(folder, wrong)
     return cast(metadata.Metadata, content)
 
 
@@ -138,7 +138,7 @@ def _first_fault(content: Any) -> str | None:
     return None
 
 
-def _refused(folder: Path, saw: str) -> CheckpointError:
+def _metadata_refused(folder: Path, saw: str) -> CheckpointError:
     want = "a description of tensors as titanlite writes it; nothing else is read, because a pickle can run code"
     fix = "move this checkpoint's folder away; a run goes on from its own checkpoints only"
     return CheckpointError.of(str(folder), ".metadata", saw, want, fix)

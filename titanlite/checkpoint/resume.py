@@ -57,18 +57,18 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
     if resume == "never":
         if steps:
             fix = 'choose another job.name, or set checkpoint.resume = "auto"'
-            raise _refused(root, f'"never", and there are {_list(steps)}', "a folder without checkpoints", fix)
+            raise _resume_refused(root, f'"never", and there are {_list(steps)}', "a folder without checkpoints", fix)
         return None
     if resume not in steps:
         want = f"one of {_list(steps)}" if steps else f"a complete checkpoint in {root}; there is none"
-        raise _refused(root, str(resume), want, 'name one that is there, or set checkpoint.resume = "auto"')
+        raise _resume_refused(root, str(resume), want, 'name one that is there, or set checkpoint.resume = "auto"')
     if newer := [step for step in steps if step > resume]:
         want = f"the newest, {newer[-1]}: a later start would take up the abandoned branch ({_list(newer)}) again"
         fix = (
             f"move the newer ones away or delete them; or choose another job.name and copy "
             f"{publish.step_folder(root, resume).name} into its checkpoints folder"
         )
-        raise _refused(root, str(resume), want, fix)
+        raise _resume_refused(root, str(resume), want, fix)
     return resume
 
 
@@ -234,7 +234,7 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     raise ConfigError.of(str(folder), "training.global_batch_size", seen, want, fix)
 
 
-def _refused(root: Path, saw: str, want: str, fix: str) -> CheckpointError:
+def _resume_refused(root: Path, saw: str, want: str, fix: str) -> CheckpointError:
     return CheckpointError.of(str(root), "checkpoint.resume", saw, want, fix)
 
 

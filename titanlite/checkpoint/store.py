@@ -86,7 +86,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
     found = on_all_ranks(lambda: list(tensors))  # also a first contact: all ranks are here
     asked = {name for names in found for name in names}
     metadata: Metadata = _read_metadata(folder)
-    wanted = {n: t for n, t in tensors.items() if not n.startswith(optional) or _fits(t, metadata, n)}
+    wanted = {n: t for n, t in tensors.items() if not n.startswith(optional) or _is_alike(t, metadata, n)}
     on_all_ranks(lambda: _check_same(folder, metadata, wanted, asked, optional))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(folder, "read"):
@@ -228,7 +228,7 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
         )
 
 
-def _fits(tensor: Tensor, metadata: Metadata, name: str) -> bool:
+def _is_alike(tensor: Tensor, metadata: Metadata, name: str) -> bool:
     saved = metadata.state_dict_metadata.get(name)
     if not isinstance(saved, TensorStorageMetadata):
         return False
@@ -245,7 +245,7 @@ def _check_same(
     differ: list[str] = []
     for name, t in wanted.items():
         s = saved.get(name)
-        if isinstance(s, TensorStorageMetadata) and not _fits(t, metadata, name):
+        if isinstance(s, TensorStorageMetadata) and not _is_alike(t, metadata, name):
             differ.append(f"{name} {list(s.size)} {s.properties.dtype} (this run: {list(t.shape)} {t.dtype})")
     fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
     problems = [

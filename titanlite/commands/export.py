@@ -42,10 +42,10 @@ def run(argv: Sequence[str]) -> int:
     folder = RunFolder(_only(words))
     config = _config(folder)
     dtype = given.get("--dtype", config.training.mixed_precision_param)
-    step = _step(folder.checkpoints, given.get("--step"))
+    step = _asked_step(folder.checkpoints, given.get("--step"))
     checkpoint = publish.step_folder(folder.checkpoints, step)
     out = Path(given.get("--out", folder.path / "hugging_face" / checkpoint.name))
-    _check(config, out, dtype)
+    _check_target(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
     from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, read_state
@@ -55,14 +55,14 @@ def run(argv: Sequence[str]) -> int:
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = _tokenizer(name, config.data.add_bos_token, state["tokenizer"])
-    export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _say(f"  {line}"))
+    export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _print_line(f"  {line}"))
     if tokenizer is None:
-        _say("  no tokenizer: the run read token files")
-    _say(str(out))
+        _print_line("  no tokenizer: the run read token files")
+    _print_line(str(out))
     return 0
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -83,7 +83,7 @@ def _config(folder: RunFolder) -> Config:
     raise CheckpointError.of("titanlite export", str(folder.path), "", _RUN, fix)
 
 
-def _step(root: Path, asked: str | None) -> int:
+def _asked_step(root: Path, asked: str | None) -> int:
     steps = publish.complete_steps(root)
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
@@ -93,7 +93,7 @@ def _step(root: Path, asked: str | None) -> int:
     raise CheckpointError.of("titanlite export", "--step", asked or "", want, fix)
 
 
-def _check(config: Config, out: Path, dtype: str) -> None:
+def _check_target(config: Config, out: Path, dtype: str) -> None:
     problems: list[Problem] = []
     if dtype not in _DTYPES:
         problems.append(Problem("--dtype", dtype, " or ".join(_DTYPES), f"--dtype {_DTYPES[0]}"))

@@ -126,13 +126,15 @@ def time_all(
             for name, recipe in float8.items()
             if not any(n % recipe.dim_multiple for n in (layer.M, layer.N, layer.K))
         }
-        plain = clock(_step(layer, F.linear, dtype, device, compile))
-        times = {name: clock(_step(layer, matmul, dtype, device, compile)) for name, matmul in convertible.items()}
+        plain = clock(_layer_call(layer, F.linear, dtype, device, compile))
+        times = {
+            name: clock(_layer_call(layer, matmul, dtype, device, compile)) for name, matmul in convertible.items()
+        }
         timed.append(Timed(layer, plain, times))
     return timed
 
 
-def _step(
+def _layer_call(
     layer: Layer, matmul: Matmul, dtype: torch.dtype, device: torch.device, compile: bool
 ) -> Callable[[], object]:
     """Return a call of forward and backward of one layer on random numbers."""

@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
     """Print the recipes of all kinds or of one kind, or one recipe."""
     argv = apart(argv, _MEASURE)
     if _MEASURE in argv:
-        return _measure([word for word in argv if word != _MEASURE])
+        return _time_recipes([word for word in argv if word != _MEASURE])
     argv, given = _COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
     if len(argv) > 2:
@@ -89,7 +89,7 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
     return f'# save as {where}; then model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
 
 
-def _measure(argv: list[str]) -> int:
+def _time_recipes(argv: list[str]) -> int:
     """Time every float8 recipe on the linear layers of a config."""
     if argv[:1] != ["float8"] and not {"-h", "--help"} & set(argv):
         raise RecipeError.of(

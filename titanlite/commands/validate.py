@@ -114,7 +114,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
         "batch": tokens,
-        "recipes": f"activation_checkpoint {_save_list(checked)}, float8 {config.float8.recipe}",
+        "recipes": f"activation_checkpoint {_save_list_in_words(checked)}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}{limit}, {ids}{length}",
         **({"files": files} if files else {}),
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
@@ -148,7 +148,7 @@ def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0,
     return f"{epochs(batch.steps, sequences, n_samples, start, samples)} in {batch.steps:,} steps{each}"
 
 
-def _save_list(checked: CheckedRun) -> str:
+def _save_list_in_words(checked: CheckedRun) -> str:
     """Return the name of the save-list, or within what it will be chosen."""
     chosen = checked.config.activation_checkpoint
     return chosen.recipe if chosen.budget_gib is None else f"{chosen.recipe} within {chosen.budget_gib:g} GiB"

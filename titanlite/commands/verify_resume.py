@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     for name, more, last in ((_WHOLE, "", 2 * steps), ("stopped", "", steps), ("stopped", ", then resumed", 2 * steps)):
         sys.stdout.write(f"{name}{more}: to step {last}\n")
         sys.stdout.flush()
-        _train(given.flags, folder, name, last, processes)
+        _start_run(given.flags, folder, name, last, processes)
     _require_equal(RunFolder(folder / _WHOLE), RunFolder(folder / "stopped"), 2 * steps)
     shutil.rmtree(folder)
     sys.stdout.write(f"equal bit for bit: losses, gradient norms and all tensors after step {2 * steps}\n")
@@ -70,7 +70,7 @@ def _steps(given: str, config: Config) -> int:
     raise ConfigError.of("command line", "--steps", given, want, "--steps 1")
 
 
-def _train(flags: Sequence[str], folder: Path, name: str, last: int, processes: int) -> None:
+def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, processes: int) -> None:
     """Start a run, or go on with it, as a person does."""
     own = {
         "job.dump_folder": folder,

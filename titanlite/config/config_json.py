@@ -53,7 +53,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         problems.add(key, show(path), want, "name the folder of such a model: titanlite has no other architectures")
         return None
     own, layout = Problems(Origin(str(file))), LAYOUTS[architecture]
-    recipe = from_table(ModelDims, {"help": f"As {file} says.", **_table(architecture, theirs)}, own)
+    recipe = from_table(ModelDims, {"help": f"As {file} says.", **_recipe_table(architecture, theirs)}, own)
     if recipe is not None and not own:
         check_model(recipe, own)
     if recipe is None or own:
@@ -133,7 +133,7 @@ def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, lo
     return None if scaling == {"rope_type": "default"} else scaling
 
 
-def _table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a recipe that a config.json gives."""
     table = {ours: theirs[name] for name, ours in LAYOUTS[architecture].sizes.items()}
     table.setdefault("n_kv_heads", table["n_heads"])

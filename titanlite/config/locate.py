@@ -16,10 +16,10 @@ _TOKEN = re.compile(
 
 def key_lines(text: str) -> dict[str, int]:
     """Return the line of each key and table of valid TOML, from 1; elements of arrays are `key[0]`, `key[1]`, …"""
-    return _Walk(text).lines
+    return _KeyWalk(text).lines
 
 
-class _Walk:
+class _KeyWalk:
     """One pass over the tokens of a TOML text."""
 
     def __init__(self, text: str) -> None:

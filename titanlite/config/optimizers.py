@@ -34,10 +34,10 @@ def optimizer_cost(config: Optimizer) -> OptimizerCost:
     return _COSTS[config.name](config)
 
 
-def _adamw(config: Optimizer) -> OptimizerCost:
+def _adamw_cost(config: Optimizer) -> OptimizerCost:
     """Two moments. The norm reads the gradient; the update reads it again, and reads and writes all else."""
     moments = 2 * _BYTES[config.state_dtype]
     return OptimizerCost(state=moments, moved=4 + 3 * 4 + 2 * moments)
 
 
-_COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {"AdamW": _adamw}
+_COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {"AdamW": _adamw_cost}

@@ -66,9 +66,9 @@ def check_ranges(config: Config, problems: Problems) -> None:
         fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
         fix = replacement(key, value) or fix
         if isinstance(value, int | float) and not _inside(value, span):
-            problems.add(key, show(value), _in_words(span, value), fix)
+            problems.add(key, show(value), _range_in_words(span, value), fix)
         elif isinstance(value, float) and value and not least <= value <= most:
-            want = f"{_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}"
+            want = f"{_range_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}"
             problems.add(key, show(value), want, fix)
         elif value == 0 and span.startswith("[-1"):
             problems.add(key, "0", "-1 (all) or at least 1", f"{name} = -1")
@@ -79,7 +79,7 @@ def _inside(value: float, span: str) -> bool:
     return (value >= low if span[0] == "[" else value > low) and (value <= high if span[-1] == "]" else value < high)
 
 
-def _in_words(span: str, value: float) -> str:
+def _range_in_words(span: str, value: float) -> str:
     """Say which numbers a range holds, as "a whole number, at least 1"."""
     low, high = span[1:-1].split(", ")
     bounds = [f"{'at least' if span[0] == '[' else 'above'} {low}"]

@@ -45,10 +45,10 @@ def read_merged(path: Path, find: Callable[[str, Place], Path]) -> tuple[Table, 
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
-    return _read(path, find, {}, {})
+    return _read_chain(path, find, {}, {})
 
 
-def _read(
+def _read_chain(
     path: Path,
     find: Callable[[str, Place], Path],
     above: dict[str, Path],
@@ -81,11 +81,11 @@ def _read(
         if len(chain) == _DEEPEST:
             want = f"at most {_DEEPEST} files that extend each other, from {next(iter(chain.values()))} on"
             raise refuse(show(name), want, "list files beside each other: a later one wins")
-        read.append(_read(base, find, chain, known))
+        read.append(_read_chain(base, find, chain, known))
     read.append((own, {key: Place(str(path), line) for key, line in lines.items()}))
     table, places = Table(), dict[str, Place]()
     for over, over_places in read:
-        _merge(table, places, copy.deepcopy(over))  # which another file may extend as well
+        _merge_table(table, places, copy.deepcopy(over))  # which another file may extend as well
         places.update(over_places)
     known[real] = table, places
     return table, places
@@ -166,12 +166,12 @@ def nearest_file(path: Path) -> str:
     return f"write it, or start from one in {shipped_folder('configs')}: {', '.join(shipped)}"
 
 
-def _merge(table: Table, places: dict[str, Place], over: Table, prefix: str = "") -> None:
+def _merge_table(table: Table, places: dict[str, Place], over: Table, prefix: str = "") -> None:
     """Merge `over` into `table`, and take out the places of what it replaces."""
     for key, value in over.items():
         path = f"{prefix}{key}"
         if isinstance(value, dict) and isinstance(table.get(key), dict):
-            _merge(table[key], places, cast("Table", value), f"{path}.")
+            _merge_table(table[key], places, cast("Table", value), f"{path}.")
             continue
         for old in [p for p in places if p == path or p.startswith((f"{path}.", f"{path}["))]:
             del places[old]

@@ -8,12 +8,12 @@ import tomli_w
 
 def to_toml(config: Any) -> str:
     """Return a config, or a recipe, as TOML, with every value that it resolved to but None, which TOML has not."""
-    return tomli_w.dumps(_plain(dataclasses.asdict(config)))
+    return tomli_w.dumps(_toml_value(dataclasses.asdict(config)))
 
 
-def _plain(value: Any) -> Any:
+def _toml_value(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
+        return {k: _toml_value(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
     if isinstance(value, tuple):
-        return [_plain(v) for v in cast("tuple[Any, ...]", value)]
+        return [_toml_value(v) for v in cast("tuple[Any, ...]", value)]
     return value

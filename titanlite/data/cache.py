@@ -52,7 +52,7 @@ def make_once(
     with progress, _lock(lock_file, lambda done: progress.update(done, total)) as (lock, has_waited):
         if folder.exists():
             return
-        if has_waited and (received := _read(lock)).startswith(failed):
+        if has_waited and (received := _read_lock(lock)).startswith(failed):
             raise DataError(received.removeprefix(failed))
         os.truncate(lock, 0)
         for stale in folder.parent.glob(folder.name + ".tmp-*"):
@@ -87,7 +87,7 @@ def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, boo
                 break
             except BlockingIOError:
                 has_waited = True
-                if (received := _read(file).strip()).isdigit():
+                if (received := _read_lock(file).strip()).isdigit():
                     waiting(int(received))
                 time.sleep(_POLL_SECONDS)
         yield file, has_waited
@@ -95,5 +95,5 @@ def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, boo
         os.close(file)
 
 
-def _read(lock: int) -> str:
+def _read_lock(lock: int) -> str:
     return os.pread(lock, os.fstat(lock).st_size, 0).decode(errors="replace")

@@ -61,7 +61,7 @@ def left_out(source: Source) -> list[str]:
     suffixes = {_suffix(f) for f in below if f.resolve() in chosen}
     records = [f for f in others if _RECORDS.search(f.name) or (_suffix(f) in suffixes and not _BESIDE.match(f.name))]
     if records:
-        raise _refused(source, folder, records, suffixes)
+        raise _folder_refused(source, folder, records, suffixes)
     return [f"{_counts(others)} in no split of the folder, as {others[0]}"] if others else []
 
 
@@ -102,7 +102,7 @@ def own_files(builder: "DatasetBuilder", split: str) -> tuple[Path, ...]:
     return () if is_asked or any(ending(f) not in _OWN for f in files) else tuple(files)
 
 
-def _refused(source: Source, folder: str, records: list[Path], suffixes: set[str]) -> DataError:
+def _folder_refused(source: Source, folder: str, records: list[Path], suffixes: set[str]) -> DataError:
     saw = f"{source.name!r}, a folder of which `datasets` leaves out {_counts(records)}, as {records[0]}"
     want = "files of one type, all of them named for a split, as train-0.jsonl, or none; or a README.md that names them"
     fix = "move those that are left out to another folder"

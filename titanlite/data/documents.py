@@ -158,7 +158,7 @@ def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             yield lines, data.tell
 
 
-def _lines(file: Path, tally: Tally) -> Iterator[bytes | None]:
+def _record_lines(file: Path, tally: Tally) -> Iterator[bytes | None]:
     """Yield the lines of a file; None in place of one that is too large, whose rest is passed over."""
     start, most, is_rest = tally.n_bytes, tally.max_record_mib << 20, False
     with _json_lines(file) as (stream, n_read):
@@ -172,7 +172,7 @@ def _lines(file: Path, tally: Tally) -> Iterator[bytes | None]:
 
 
 def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
-    for number, line in enumerate(_lines(file, tally), 1):
+    for number, line in enumerate(_record_lines(file, tally), 1):
         if line is None:
             tally.add_large(f"{file}:{number}")
             if tally.is_ended:

@@ -62,7 +62,7 @@ def encode(
         DataError: a file cannot be used, or too many records are bad.
     """
     is_bad, n_tokens, n_unknown = False, 0, 0  # of the document that a piece is of, up to there
-    batches = _batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
+    batches = _text_batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
         n_read = tally.n_bad
@@ -123,7 +123,7 @@ def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:
     return tally.take_back(n_bad, tally.n_bad) or found
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+def _text_batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
     n_characters = 0
     for piece in pieces:

@@ -96,7 +96,7 @@ class Meta:
             return meta
         except (OSError, ValueError, TypeError, KeyError) as e:
             if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
-                raise _unreadable(folder, e) from e
+                raise _shard_unreadable(folder, e) from e
             want = f"a folder of token shards with a meta.json of version {VERSION}"
             raise _damaged(folder, f"{type(e).__name__}: {e}", want) from e
 
@@ -124,7 +124,7 @@ class TokenShards:
         self._blocks = np.cumsum([0] + [_n_blocks(s, self.meta.dtype) for s in self.meta.shards])
         self.checked = np.zeros(self._blocks[-1], bool)  # blocks known to be right, of all shards in a row
         for i in range(len(self._paths)):
-            self._check_size(i, _size(folder, self._paths[i]))
+            self._check_size(i, _file_size(folder, self._paths[i]))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Copy some tokens, across shard boundaries.
@@ -178,8 +178,8 @@ class TokenShards:
                 content = os.pread(file.fileno(), size, start)
                 is_now = os.fstat(file.fileno()).st_size  # after reading: what was read is whole
         except OSError as e:
-            self._check_size(shard, _size(self.folder, self._paths[shard]))
-            raise _unreadable(self.folder, e) from e
+            self._check_size(shard, _file_size(self.folder, self._paths[shard]))
+            raise _shard_unreadable(self.folder, e) from e
         self._check_size(shard, is_now)
         return content
 
@@ -244,11 +244,11 @@ def _n_blocks(shard: Shard, dtype: str) -> int:
     return -(-shard.tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
 
 
-def _size(folder: Path, path: Path) -> int | None:
+def _file_size(folder: Path, path: Path) -> int | None:
     try:
         return path.stat().st_size if path.is_file() else None
     except OSError as e:  # before Python 3.14, of a folder that may not be entered
-        raise _unreadable(folder, e) from e
+        raise _shard_unreadable(folder, e) from e
 
 
 T = TypeVar("T", Shard, Meta)
@@ -267,7 +267,7 @@ def _typed(read: T) -> T:
     return read
 
 
-def _unreadable(folder: Path, e: OSError) -> DataError:
+def _shard_unreadable(folder: Path, e: OSError) -> DataError:
     want, fix = "folders and files that can be read", "make it readable, or set data.cache_dir to another folder"
     return DataError.of(str(folder), e.filename or "a file", e.strerror or str(e), want, fix)
 

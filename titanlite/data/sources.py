@@ -189,7 +189,7 @@ class _Walk:
         """Return what the source names, sorted; of a folder that it names or matches, the files below that are read."""
         path = os.path.expanduser(self._source)
         found: list[str] = []
-        for match in [path] if os.path.lexists(path) else self._matches(*_parts(path)) if path else []:
+        for match in [path] if os.path.lexists(path) else self._matches(*_pattern_parts(path)) if path else []:
             if not os.path.isdir(match):
                 found.append(match)
                 continue
@@ -264,7 +264,7 @@ class _Walk:
                 yield from self._matches(path, rest)
 
 
-def _parts(pattern: str) -> tuple[str, tuple[str, ...]]:
+def _pattern_parts(pattern: str) -> tuple[str, tuple[str, ...]]:
     """Split a pattern into the folder where it starts and its parts; of `**` in a row one, `*` behind a last one."""
     parts = [*pattern.split(os.sep), *["*"] * pattern.endswith("**")]
     start = os.sep if pattern.startswith(os.sep) else ""

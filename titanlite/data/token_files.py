@@ -55,16 +55,16 @@ def token_dtype(source: Source, vocab_size: int) -> str:
         dtypes |= {dtype: dtypes.get(dtype, file) for dtype in stated or [rule]}
     if len(dtypes) > 1:
         seen = ", ".join(f"{dtype} for {file}" for dtype, file in dtypes.items())
-        raise _refused(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
+        raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
     dtype = next(iter(dtypes))
     item = np.dtype(dtype).itemsize
     for file in source.files:
-        head = next(_chunks(file, source, _HEAD_BYTES), b"")
+        head = next(_file_chunks(file, source, _HEAD_BYTES), b"")
         for magic, what, read in _HEADERS:
             if head.startswith(magic):
                 how = f": {read.format(file=str(file))}.astype('{_code(dtype)}').tofile('ids.bin')" if read else ""
                 fix = f"write the ids alone{how}"
-                raise _refused(source, f"{source.name!r}: {file} begins with {what}", f"{dtype} ids, no header", fix)
+                raise _ids_error(source, f"{source.name!r}: {file} begins with {what}", f"{dtype} ids, no header", fix)
         _check_type(source, file, dtype, head)
     odd = [(f, n) for f, n in sizes.items() if n % item]
     if odd:
@@ -73,7 +73,7 @@ def token_dtype(source: Source, vocab_size: int) -> str:
         fix = "write the files again"
         if dtype == "uint32":
             fix += '; if they hold uint16, put {"dtype": "uint16"} in a meta.json beside them'
-        raise _refused(source, f"{source.name!r}:\n      {seen}", want, fix)
+        raise _ids_error(source, f"{source.name!r}:\n      {seen}", want, fix)
     return dtype
 
 
@@ -90,7 +90,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
     prepared = _prepared(source)
     for file in source.files:
         tokens, max_id, max_at, hashes = 0, -1, 0, list[str]()
-        for chunk in _chunks(file, source, _CHUNK_BYTES):
+        for chunk in _file_chunks(file, source, _CHUNK_BYTES):
             ids = np.frombuffer(chunk, _code(dtype))
             _check_type(source, file, dtype, chunk[:_HEAD_BYTES])
             digest.update(ids.data)
@@ -105,7 +105,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
         was = prepared.get(file)
         if was is not None and (was.tokens != tokens or was.hashes not in ((), tuple(hashes))):
             saw = f"{source.name!r}: {file}, which is not what was prepared as {file.parent / 'meta.json'} says"
-            raise _refused(source, saw, "shards as they were written", "copy them again, or delete that meta.json")
+            raise _ids_error(source, saw, "shards as they were written", "copy them again, or delete that meta.json")
     return Meta(source.name, "", dtype, tuple(shards), digest.hexdigest(), input_bytes=n_bytes)
 
 
@@ -161,12 +161,12 @@ def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, struct.error) as e:
-        raise _refused(source, f"{index}: {e}", "an index that can be read", "copy it again, or delete it") from e
+        raise _ids_error(source, f"{index}: {e}", "an index that can be read", "copy it again, or delete it") from e
     dtype = _readable(source, index, _MEGATRON_TYPES.get(code, f"type {code}"))
     end = place + length * np.dtype(dtype).itemsize
     if n_bytes != end:
         saw = f"{source.name!r}: {file} has {n_bytes} bytes"
-        raise _refused(source, saw, f"{end} bytes, as {index.name} beside it says", "copy both files again")
+        raise _ids_error(source, saw, f"{end} bytes, as {index.name} beside it says", "copy both files again")
     return dtype
 
 
@@ -180,11 +180,11 @@ def _readable(source: Source, file: Path, stated: str) -> str:
         return f"uint{8 * dtype.itemsize}"
     saw = f"{source.name!r}: {file} states {stated!r}"
     code = dtype.str if dtype.kind in "iu" else "TYPE"
-    fix = f"{_convert(code, 'FILE', '<u4')}, and state uint32"
-    raise _refused(source, saw, "ids of 16 or 32 bits, little-endian", fix)
+    fix = f"{_conversion(code, 'FILE', '<u4')}, and state uint32"
+    raise _ids_error(source, saw, "ids of 16 or 32 bits, little-endian", fix)
 
 
-def _convert(code: str, file: Path | str, to: str) -> str:
+def _conversion(code: str, file: Path | str, to: str) -> str:
     return f"write the ids again: np.fromfile({str(file)!r}, {code!r}).astype({to!r}).tofile('ids.bin')"
 
 
@@ -194,7 +194,7 @@ def _code(dtype: str) -> str:
 
 def _check_type(source: Source, file: Path, dtype: str, data: bytes) -> None:
     """Refuse a file of which some bytes show another type than the one that it is to be read as."""
-    found = _shown(np.frombuffer(data, np.uint8, len(data) // 8 * 8).reshape(-1, 8))
+    found = _type_shown(np.frombuffer(data, np.uint8, len(data) // 8 * 8).reshape(-1, 8))
     if found is None or found == _code(dtype):
         return
     name = ("big-endian " if found.startswith(">") else "") + np.dtype(found).newbyteorder("=").name
@@ -203,13 +203,13 @@ def _check_type(source: Source, file: Path, dtype: str, data: bytes) -> None:
     if found == "<u4":
         fix = state
     elif np.dtype(found).itemsize <= np.dtype(dtype).itemsize:
-        fix = _convert(found, file, _code(dtype))
+        fix = _conversion(found, file, _code(dtype))
     else:  # some ids may need more than 16 bits
-        fix = f"{_convert(found, file, '<u4')}, and {state}"
-    raise _refused(source, saw, f"{dtype} ids", fix)
+        fix = f"{_conversion(found, file, '<u4')}, and {state}"
+    raise _ids_error(source, saw, f"{dtype} ids", fix)
 
 
-def _shown(data: np.ndarray) -> str | None:
+def _type_shown(data: np.ndarray) -> str | None:
     """Return the type that bytes, [N, 8], show, by numpy's code; None if they may be any.
 
     Ids are small numbers: those of 32 or 64 bits leave upper bytes zero. Of ids of 16 bits, the lower byte takes all
@@ -233,14 +233,14 @@ def _shown(data: np.ndarray) -> str | None:
     return "|u1" if is_alike and not first[-1] and not second[-1] else None
 
 
-def _chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:
+def _file_chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:
     try:
         with file.open("rb") as data:
             while chunk := data.read(size):
                 yield chunk
     except OSError as e:
-        raise _refused(source, f"{file}: {e}", "a file that can be read", "write the file again") from e
+        raise _ids_error(source, f"{file}: {e}", "a file that can be read", "write the file again") from e
 
 
-def _refused(source: Source, saw: str, want: str, fix: str) -> DataError:
+def _ids_error(source: Source, saw: str, want: str, fix: str) -> DataError:
     return DataError.of("data", source.key, saw, want, fix)
