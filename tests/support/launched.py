@@ -25,20 +25,34 @@ import torch.distributed.checkpoint
 import torch.distributed.elastic.rendezvous.api
 import torch.distributed.run
 import torch.export._trace
+import torch.profiler._cupti_monitor
+import torch.utils.serialization.config
 
 import titanlite.exit_code
 import titanlite.observe.peak_flops
+import titanlite.training.optimizers.adamw
 import titanlite.training.train
 import train
 from tests.support.forks import LAUNCHER_VARIABLES, fork, forks_beside_threads, print_to
+from tests.support.shared_plan import plan_for_all_ranks
 from titanlite.checkpoint.store import digests
+from titanlite.errors import TitanliteError
 from titanlite.exit_code import exit_code
+from titanlite.forecast.traced_run import traced_run
 from titanlite.observe.metrics import read_metrics
 from titanlite.preflight.checked_run import checked_run
 
 REPOSITORY = Path(__file__).parents[2]
 # For all forked ranks.
-_IMPORTED_ONCE = (torch._inductor, torch.distributed.checkpoint, torch.export._trace, titanlite.training.train)
+_IMPORTED_ONCE = (
+    torch._inductor,
+    torch.distributed.checkpoint,
+    torch.export._trace,
+    torch.profiler._cupti_monitor,
+    torch.utils.serialization.config,
+    titanlite.training.optimizers.adamw,
+    titanlite.training.train,
+)
 
 SMALL = {
     "model.flavor": "debug",
@@ -100,7 +114,9 @@ class Desk:
         (folder / "train.txt").write_text("\n".join(words))
         # 64-token samples of it divide by no number of ranks: a prime number of them, and a piece.
         (folder / "held_out.txt").write_text("\n".join(reversed(words))[: 37 * 64 + 30])
-        checked_run(self.flags("loads what parses and checks, for all ranks"), world_size=1)
+        # What parses, checks and traces is loaded, and torch's tables of operations are filled, for all ranks.
+        asked = checked_run(self.flags("first"), world_size=1)
+        traced_run(asked.config, asked.dims, asked.float8)
 
     def flags(self, name: str, *flags: str) -> list[str]:
         """The command line of a small run; `flags` win over what makes it small."""
@@ -143,6 +159,9 @@ class Desk:
         assert job.wait() == [0] * world, job.output()
 
     def _fork(self, world: int, argv: list[str], plant: Callable[[], object]) -> Job:
+        if world > 1 and any("tensor_parallel_degree" in word for word in argv):
+            with contextlib.suppress(TitanliteError):  # which the ranks say themselves
+                plan_for_all_ranks(checked_run(argv, world_size=world))
         logs, port = [self.folder / f"{time.monotonic_ns()}-rank{rank}.log" for rank in range(world)], free_port()
         ranks = [functools.partial(train_rank, rank, world, port, argv, plant) for rank in range(world)]
         return Job([fork(body, log) for body, log in zip(ranks, logs, strict=True)], logs)

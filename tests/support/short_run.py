@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
+from tests.support.shared_plan import plan_for_all_ranks
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.float8.weight import as_laid_out, local_data
@@ -48,7 +49,9 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
         "validation.enable": "false",
     }
     given = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    return checked_run(["--config", str(DEBUG), *given, *flags], world_size=world)
+    asked = checked_run(["--config", str(DEBUG), *given, *flags], world_size=world)
+    plan_for_all_ranks(asked)
+    return asked
 
 
 def assemble(asked: CheckedRun) -> Run:

@@ -78,7 +78,7 @@ def test_one_process_learns(one_process):
     assert one_process.losses[-1] < one_process.losses[0] - 0.5
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name != "FSDP 4"), *slow("FSDP 4")])
 def test_layout_trains_as_one_process(layout, one_process, tmp_path):
     got = train(tmp_path, *LAYOUTS[layout])
     assert_same_weights(got, one_process)
@@ -159,7 +159,7 @@ def test_machine_code_trains_as_one_process(one_process, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", ["HSDP 2 × 2", "FSDP 2 × TP 2", *slow("gradient accumulation 2", "FSDP 2", "FSDP 4", "TP 2")]
+    "layout", ["FSDP 2 × TP 2", *slow("gradient accumulation 2", "FSDP 2", "FSDP 4", "HSDP 2 × 2", "TP 2")]
 )
 @pytest.mark.usefixtures("without_machine_code")
 def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
@@ -248,23 +248,6 @@ def without_checkpointing(tmp_path_factory: pytest.TempPathFactory) -> Callable[
         return known[layout]
 
     return run
-
-
-def test_ranks_of_a_tensor_parallel_group_draw_the_same_numbers_in_every_run(tmp_path):
-    def drawn(name: str) -> list[str]:
-        def draw(run: Run) -> None:
-            with (tmp_path / name).open("a") as file:
-                file.write(f"{run.mesh.dp_rank} {torch.rand(()).item()}\n")
-
-        (tmp_path / f"{name}-run").mkdir()
-        train(tmp_path / f"{name}-run", 4, [*LR, BATCH, "2", *TP_2], steps=1, change=draw)
-        return sorted((tmp_path / name).read_text().splitlines())
-
-    first, second, third, fourth = drawn("once")
-    assert first == second
-    assert third == fourth
-    assert first.split()[1] != third.split()[1]
-    assert drawn("again") == [first, second, third, fourth]
 
 
 TIED = """

@@ -371,14 +371,15 @@ def test_a_rank_that_does_not_share_the_folder_is_named_before_the_first_step(de
 
 def test_a_corpus_may_have_more_files_than_a_process_descriptors(desk: Desk) -> None:
     (files := desk.folder / "many").mkdir()
-    for n in range(400):
+    for n in range(200):
         np.full(100, n % 256, "<u2").tofile(files / f"{n:03}.bin")
 
     def plant() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
-    given = f"--data.source={files}/*.bin", "--training.steps=60", "--training.global_batch_size=8"
-    run = desk.run("many files", 2, *given, plant=plant)  # of 625 samples, 480, each of one file or two
+    given = f"--data.source={files}/*.bin", "--training.local_batch_size=5", "--training.global_batch_size=10"
+    # Of 312 samples, each of one file or two, each rank reads 150: some 140 files.
+    run = desk.run("many files", 2, *given, "--training.steps=30", plant=plant)
     assert run.status["state"] == "finished"
 
 
@@ -642,6 +643,15 @@ def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
     assert "Traceback" not in run.output
 
 
+@pytest.fixture(scope="module")
+def one_step(desk: Desk) -> Path:
+    """The folder of a run that is to write a profile in its second step."""
+    return desk.run("linked", 1, *PROFILE, "--job.stop_after=1").folder
+
+
+PROFILE = "--profiling.enable=true", "--profiling.start_step=2", "--profiling.steps=1"
+
+
 @pytest.mark.parametrize(
     ("name", "ends"),
     [
@@ -652,11 +662,12 @@ def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
         ("checkpoints/step-00000001/state.json", 2),
     ],
 )
-def test_a_link_that_a_later_start_finds_is_not_followed(desk: Desk, name: str, ends: int, tmp_path: Path) -> None:
-    flags = "--profiling.enable=true", "--profiling.start_step=2", "--profiling.steps=1"
-    run = f"linked {name.replace('/', ' ')}"
-    began = desk.run(run, 1, *flags, "--job.stop_after=1")
-    place, other = began.folder / name, tmp_path / "of somebody"
+def test_a_link_that_a_later_start_finds_is_not_followed(
+    desk: Desk, one_step: Path, name: str, ends: int, tmp_path: Path
+) -> None:
+    folder = desk.folder / "runs" / f"linked {name.replace('/', ' ')}"
+    shutil.copytree(one_step, folder)
+    place, other = folder / name, tmp_path / "of somebody"
     if place.exists():
         place.rename(other)  # so that whoever followed the link would go on
     elif name.startswith("checkpoints"):
@@ -666,7 +677,7 @@ def test_a_link_that_a_later_start_finds_is_not_followed(desk: Desk, name: str, 
     place.parent.mkdir(exist_ok=True)
     place.symlink_to(other)
     before = None if other.is_dir() else other.read_bytes()
-    ended = desk.run(run, 1, *flags, "--job.stop_after=2", ends=ends)
+    ended = desk.run(folder.name, 1, *PROFILE, "--job.stop_after=2", ends=ends)
     if ends:
         assert f"a link in place of a file: '{place}'" in ended.output or f"{place.name} = a link" in ended.output
         assert "Traceback" not in ended.output
@@ -900,10 +911,14 @@ def test_a_job_that_is_suspended_beyond_its_limits_goes_on(desk: Desk, kept_awak
     folder = desk.folder / "runs" / name
     wait_for_step(folder, 5)
     stopped = [pid for rank, pid in enumerate(job.pids) if rank not in kept_awake]
-    for number, then_s in ((signal.SIGSTOP, 3 * limit_s), (signal.SIGCONT, 0)):
-        for pid in stopped:
-            os.kill(pid, number)
-        time.sleep(then_s)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    if kept_awake:
+        os.waitid(os.P_PID, job.pids[1], os.WEXITED | os.WNOWAIT)
+    else:
+        time.sleep(1.5 * limit_s)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
     codes, state = job.wait(), Ended(folder, "").status["state"]
     if kept_awake:
         assert 1 in codes

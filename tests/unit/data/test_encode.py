@@ -1,5 +1,6 @@
 """Large documents go through a tokenizer in pieces, and the tokens are those of the whole text."""
 
+import functools
 import json
 import random
 import time
@@ -33,6 +34,12 @@ def a_text(characters: int, gaps: list[str] = GAPS) -> str:
 
 def bpe(folder: Path, kind: str) -> str:
     """A BPE that merges whatever its pre-tokenizer lets it, line ends too."""
+    (folder / "tokenizer.json").write_text(trained(kind))
+    return str(folder / "tokenizer.json")
+
+
+@functools.cache
+def trained(kind: str) -> str:
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel
@@ -57,8 +64,7 @@ def bpe(folder: Path, kind: str) -> str:
     text = a_text(20_000)  # without a pre-tokenizer it would be one word, but for lines
     tokenizer.train_from_iterator([text] if kind in words else text.split("\n"), trainer)
     tokenizer.add_tokens(["    "])  # as some have, for what is frequent
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder / "tokenizer.json")
+    return tokenizer.to_str()
 
 
 def count_texts(monkeypatch: pytest.MonkeyPatch, tokenizer: type[Tokenizer]) -> list[int]:

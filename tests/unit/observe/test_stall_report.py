@@ -61,7 +61,7 @@ def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
         with suppress(RuntimeError):
             store.get("never")
 
-    store.set_timeout(timedelta(seconds=8))
+    store.set_timeout(timedelta(seconds=5))
     main = threading.Thread(target=waits)
     main.start()
     began.wait()

@@ -127,7 +127,7 @@ def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path, waits):
         assert process.stdout.readline() == "ready\n"
         time.sleep(0.3)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(7)
+        time.sleep(5.5)
         process.send_signal(signal.SIGCONT)
         out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "went on\n", "")

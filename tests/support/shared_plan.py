@@ -1,0 +1,20 @@
+"""The sharding plan of a run, derived before its ranks are forked: each would take a second of the processor for it."""
+
+from contextlib import suppress
+
+from titanlite.errors import TitanliteError
+from titanlite.forecast.traced_run import sharding_plan
+from titanlite.preflight.checked_run import CheckedRun
+
+
+def plan_for_all_ranks(asked: CheckedRun) -> None:
+    """Derive the plan that `training/build.py` asks for, if the run splits a model of titanlite's.
+
+    Args:
+        asked: the run; where it has no plan, its ranks say so.
+    """
+    training, ranks = asked.config.training, asked.config.parallelism.tensor_parallel_degree
+    if ranks > 1 and not asked.config.model.file:
+        tokens, dtype = training.local_batch_size * training.seq_len, training.mixed_precision_param
+        with suppress(TitanliteError):
+            sharding_plan(asked.config.model, asked.dims, training.seq_len, tokens, ranks, dtype)
