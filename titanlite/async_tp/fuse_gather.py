@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from titanlite.async_tp.gathered_values import ALL_GATHER, Gathered, Product, product_of, shard_size
 from titanlite.async_tp.graph_rewrite import (
-    Collective,
+    CollectiveNode,
     MissedError,
     Rewriting,
     UnpairedError,
@@ -66,7 +66,7 @@ def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
     moved, uses = _readers(node)
     matmuls = dict.fromkeys(user for _, user in uses if is_matmul(user))
     if not matmuls:
-        raise _no_matmul(uses)
+        raise _no_reader_error(uses)
     check_ranks(collective)
     dependent = descendants(node)
     groups: dict[Gathered, list[Product]] = defaultdict(list)
@@ -84,7 +84,7 @@ def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
     left += [f"{p.matmul.node.name} reads it in another form, {g.form}" for g, group in groups.items() for p in group]
     fused = [p.matmul.node for p in products]
     rewriting.check_undisturbed([node, *fused])
-    _rewrite(rewriting, collective, gathered, products, moved, [n for n, user in uses if user not in fused])
+    _put_gather(rewriting, collective, gathered, products, moved, [n for n, user in uses if user not in fused])
     scales = gathered.scale if gathered.scale_dims is not None else None
     return Fused(tuple(n.name for n in fused), left, scales)
 
@@ -112,9 +112,9 @@ def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, No
     return moved, uses
 
 
-def _rewrite(
+def _put_gather(
     rewriting: Rewriting,
-    collective: Collective,
+    collective: CollectiveNode,
     gathered: Gathered,
     products: list[Product],
     moved: dict[Node, Layout | None],
@@ -194,7 +194,7 @@ def _is_row_major(value: torch.Tensor) -> bool:
     return value.stride() == tuple(math.prod(value.shape[i + 1 :]) for i in range(value.ndim))
 
 
-def _no_matmul(uses: list[tuple[Node, Node]]) -> MissedError:
+def _no_reader_error(uses: list[tuple[Node, Node]]) -> MissedError:
     """Return why no matmul reads the gathered tensor. That is as it should be unless one is near."""
     users = [user for _, user in uses]
     for node, user in uses:
@@ -204,16 +204,16 @@ def _no_matmul(uses: list[tuple[Node, Node]]) -> MissedError:
         if user.target in (aten.bmm.default, aten.baddbmm.default):
             return UnpairedError(f"{user.name} multiplies batches of matrices (bmm), for which there is no operator")
     for user in users:
-        if (far := first_matmul(user, lambda n: _is_pointwise(n) or bool(sources(n)), _elements_to)) is not None:
+        if (far := first_matmul(user, _moves_or_is_pointwise, _elements_to)) is not None:
             return UnpairedError(f"{name_of(user)} stands between it and {far.name}")
     names = ", ".join(dict.fromkeys(map(name_of, users)))
     return UnpairedError(f"no matmul reads it, but {names}" if names else "nothing reads it")
 
 
+def _moves_or_is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or bool(sources(node))
+
+
 def _elements_to(node: Node) -> list[Node]:
     """Who reads a node, but for those to whom it says which elements of another tensor to take."""
     return [user for user in node.users if user.target != aten.index.Tensor or user.args[0] is node]
-
-
-def _is_pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())

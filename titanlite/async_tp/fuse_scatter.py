@@ -15,7 +15,7 @@ from torch.fx import Node
 
 import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
 from titanlite.async_tp.graph_rewrite import (
-    Collective,
+    CollectiveNode,
     Matmul,
     MissedError,
     Rewriting,
@@ -69,19 +69,19 @@ def fuse_scatter(rewriting: Rewriting, node: Node) -> tuple[str, ...]:
     movements = Movements()
     source, layout = movements.trace(collective.input)
     total = Sum([], [], [*path(collective.input, source)])
-    _add(source, movements, total)
+    _collect_terms(source, movements, total)
     check_ranks(collective)
     if source.meta["val"].dtype != collective.input.meta["val"].dtype:
         raise MissedError("the product's bytes are reduced as another dtype")
     if steps(layout.dims, source.meta["val"].numel()) is None:
         raise MissedError(f"it reduces a part of {source.name}")
-    _check(total, node)
+    _check_sum(total, node)
     rewriting.check_undisturbed([*(m.node for m in total.matmuls), node])
-    _rewrite(rewriting, collective, layout, total, reduce_op)
+    _put_scatter(rewriting, collective, layout, total, reduce_op)
     return tuple(m.node.name for m in total.matmuls)
 
 
-def _add(source: Node, movements: Movements, total: Sum) -> None:
+def _collect_terms(source: Node, movements: Movements, total: Sum) -> None:
     """Collect the terms of a sum."""
     total.nodes.append(source)
     if is_matmul(source):
@@ -91,7 +91,7 @@ def _add(source: Node, movements: Movements, total: Sum) -> None:
             total.biases.append(matmul.bias)
         return
     if source.target != aten.add.Tensor or source.kwargs.get("alpha", 1) != 1:
-        raise _no_matmul(source)
+        raise _no_product_error(source)
     shape = source.meta["val"].shape
     for term in source.args[:2]:
         if not isinstance(term, Node) or not is_static(term):
@@ -104,10 +104,10 @@ def _add(source: Node, movements: Movements, total: Sum) -> None:
         if term.meta["val"].shape != shape or merged(layout.atoms) != whole:
             raise MissedError(f"{source.name} adds tensors that do not lie alike")
         total.nodes.extend(path(term, inner))
-        _add(inner, movements, total)
+        _collect_terms(inner, movements, total)
 
 
-def _no_matmul(source: Node) -> MissedError:
+def _no_product_error(source: Node) -> MissedError:
     """Return why what is reduced is no product. That is as it should be unless one is near."""
     reads = source.args[0] if source.args else None
     if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
@@ -123,7 +123,7 @@ def _no_matmul(source: Node) -> MissedError:
     return UnpairedError(f"{name_of(source)} stands between it and a matmul, or there is none")
 
 
-def _check(total: Sum, node: Node) -> None:
+def _check_sum(total: Sum, node: Node) -> None:
     """Raise MissedError if the sum is not one of the operator's."""
     inside = {*total.nodes, node}
     for each in total.nodes:
@@ -145,7 +145,7 @@ def _check(total: Sum, node: Node) -> None:
             raise MissedError(f"{bias.name} is added before the reduction, and is no bias in the product's dtype")
 
 
-def _rewrite(rewriting: Rewriting, collective: Collective, layout: Layout, total: Sum, reduce_op: str) -> None:
+def _put_scatter(rewriting: Rewriting, collective: CollectiveNode, layout: Layout, total: Sum, reduce_op: str) -> None:
     """Put the operator in place of the collective and the matmuls."""
     node, ranks = collective.node, collective.ranks
     first, out = total.matmuls[0], node.meta["val"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from titanlite.async_tp.graph_rewrite import Collective, Matmul, MissedError, collective_of
+from titanlite.async_tp.graph_rewrite import CollectiveNode, Matmul, MissedError, collective_of
 from titanlite.async_tp.layout_modes import Atom, Atoms, Layout, identity, length, merged, steps
 from titanlite.async_tp.view_tracking import Movements
 
@@ -62,7 +62,7 @@ class Product(NamedTuple):
 
 
 def product_of(
-    collective: Collective, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
+    collective: CollectiveNode, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
 ) -> Product:
     """The gathered tensor as one matmul needs it.
 
@@ -134,12 +134,12 @@ def product_of(
     return Product(matmul, gathered, other, other_dims, other_scale)
 
 
-def shard_size(collective: Collective) -> int:
+def shard_size(collective: CollectiveNode) -> int:
     """Elements of a shard: the stride of the ranks in the flat gathered tensor."""
     return math.prod(collective.input.meta["val"].shape)
 
 
-def _ranks_apart(atoms: Atoms, collective: Collective) -> Atoms:
+def _ranks_apart(atoms: Atoms, collective: CollectiveNode) -> Atoms:
     """Atoms of the gathered tensor, cut so that the ranks are one of them."""
     size, out = shard_size(collective), []
     for n, stride in atoms:
@@ -160,7 +160,7 @@ def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> t
     return tuple(dims)
 
 
-def _lies_turned(dims: list[Atoms], rank: Atom, collective: Collective) -> bool:
+def _lies_turned(dims: list[Atoms], rank: Atom, collective: CollectiveNode) -> bool:
     """Return whether the shard is a matrix as it lies only after a transpose."""
     own = [tuple(atom for atom in atoms if atom != rank) for atoms in dims]
     size = shard_size(collective)
@@ -170,7 +170,7 @@ def _lies_turned(dims: list[Atoms], rank: Atom, collective: Collective) -> bool:
 
 
 def _gathered_scale(
-    scale: Node, axis: int, collective: Collective, before: int, after: int
+    scale: Node, axis: int, collective: CollectiveNode, before: int, after: int
 ) -> tuple[Node, tuple[Atoms, ...]]:
     """The all-gather that brought the scales of the gathered rows, and how they lie in its shard."""
     reason = "scales by row that are not all-gathered beside the tensor"

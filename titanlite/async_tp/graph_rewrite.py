@@ -63,7 +63,7 @@ class Matmul(NamedTuple):
         return self.left_scale is not None
 
 
-class Collective(NamedTuple):
+class CollectiveNode(NamedTuple):
     """An all-gather or reduce-scatter over dim 0."""
 
     node: Node
@@ -122,7 +122,7 @@ def matmul_of(node: Node) -> Matmul:
     return Matmul(node, left, right, bias, *scales, bool(given.get("use_fast_accum")))
 
 
-def collective_of(node: Node) -> Collective:
+def collective_of(node: Node) -> CollectiveNode:
     """Read an all-gather or a reduce-scatter.
 
     Args:
@@ -141,10 +141,10 @@ def collective_of(node: Node) -> Collective:
         raise MissedError("its group has no name")
     if not is_static(node) or not is_static(source):
         raise MissedError("a size that is symbolic or zero")
-    return Collective(node, source, given["group_size"], name)  # type: ignore[arg-type]
+    return CollectiveNode(node, source, given["group_size"], name)  # type: ignore[arg-type]
 
 
-def check_ranks(collective: Collective) -> None:
+def check_ranks(collective: CollectiveNode) -> None:
     """Raise MissedError for a group that the fused operators do not take."""
     if collective.ranks == 1:
         raise UnpairedError("a group of 1 rank, which waits for nobody")

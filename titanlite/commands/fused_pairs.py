@@ -18,7 +18,7 @@ NOT_ASKED = "is not known to be: the kernels cannot be asked without Triton"
 """An obstacle where there may be none."""
 
 
-class Pair(NamedTuple):
+class CollectiveMatmul(NamedTuple):
     """A collective and the matmul of its layer.
 
     Attributes:
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     obstacle: str | None
 
 
-def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Pair]:
+def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[CollectiveMatmul]:
     """Ask every tensor-parallel linear layer of a run about its collectives.
 
     Args:
@@ -46,21 +46,21 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Pair]
         Two of each layer: of forward, and of backward. On a machine with a GPU that has no float8, that is a reason.
     """
     known: dict[object, list[str | None]] = {}
-    pairs: list[Pair] = []
+    pairs: list[CollectiveMatmul] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, ParallelLinear):
             continue
         kind = (type(layer), layer.weight.shape, id(layer.matmul))
         if kind not in known:
-            known[kind] = [layer.unfused] * 2 if layer.unfused else _asked(layer, tokens, dtype)
+            known[kind] = [layer.unfused] * 2 if layer.unfused else _answers(layer, tokens, dtype)
         forward, backward = known[kind]
         gathers = isinstance(layer, ColumnParallelLinear)
-        pairs.append(Pair("all_gather" if gathers else "reduce_scatter", "forward", name, forward))
-        pairs.append(Pair("reduce_scatter" if gathers else "all_gather", "backward", name, backward))
+        pairs.append(CollectiveMatmul("all_gather" if gathers else "reduce_scatter", "forward", name, forward))
+        pairs.append(CollectiveMatmul("reduce_scatter" if gathers else "all_gather", "backward", name, backward))
     return pairs
 
 
-def _asked(layer: ParallelLinear, tokens: int, dtype: torch.dtype) -> list[str | None]:
+def _answers(layer: ParallelLinear, tokens: int, dtype: torch.dtype) -> list[str | None]:
     """Return what the kernels say of the collectives of one layer, forward and backward."""
     rows = tokens // layer.group.size if isinstance(layer, ColumnParallelLinear) else tokens
     weight = layer.weight.to_local()  # type: ignore[attr-defined]

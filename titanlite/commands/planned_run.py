@@ -15,7 +15,7 @@ from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun
 
 if TYPE_CHECKING:
-    from titanlite.commands.fused_pairs import Pair
+    from titanlite.commands.fused_pairs import CollectiveMatmul
     from titanlite.float8.convert import Maximum
     from titanlite.sharding.representative_blocks import PlannedLayers
 
@@ -39,7 +39,7 @@ class PlannedRun:
     tokens: int
     sharding: "PlannedLayers | None"
     traffic: Sequence[Traffic]
-    pairs: "Sequence[Pair]"
+    pairs: "Sequence[CollectiveMatmul]"
     maxima: "Sequence[Maximum]"
     predicted: Forecast | None
     notes: tuple[str, ...] = ()
@@ -76,9 +76,9 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
 
     from titanlite.commands.fused_pairs import NOT_ASKED, fused_pairs
     from titanlite.commands.one_rank import as_a_rank_has_it, gathered_in_float8
-    from titanlite.commands.sharding_table import sharding_plan, token_traffic, whole_gradients
+    from titanlite.commands.sharding_table import config_sharding_plan, token_traffic, whole_gradients
 
-    sharding, dtype = sharding_plan(checked), getattr(torch, config.training.mixed_precision_param)
+    sharding, dtype = config_sharding_plan(checked), getattr(torch, config.training.mixed_precision_param)
     with as_a_rank_has_it(checked, sharding.layers, shards) as (model, maxima):
         pairs = fused_pairs(model, each, dtype) if mesh.async_tensor_parallel else ()
         in_float8 = gathered_in_float8(model)

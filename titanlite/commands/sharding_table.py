@@ -13,14 +13,14 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.comm_volume import Traffic
 from titanlite.forecast.step_time import token_bytes
-from titanlite.forecast.traced_run import sharding_plan as plan_of
+from titanlite.forecast.traced_run import sharding_plan
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.sharding.plan import show
+from titanlite.sharding.plan import placement_text
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 from titanlite.text_table import columns
 
 
-def sharding_plan(checked: CheckedRun) -> PlannedLayers:
+def config_sharding_plan(checked: CheckedRun) -> PlannedLayers:
     """Derive the tensor-parallel plan of a config, on the meta device, as the trainer does.
 
     Args:
@@ -34,7 +34,7 @@ def sharding_plan(checked: CheckedRun) -> PlannedLayers:
     """
     config, training = checked.config, checked.config.training
     tokens, t = training.local_batch_size * training.seq_len, config.parallelism.tensor_parallel_degree
-    return plan_of(config.model, checked.dims, training.seq_len, tokens, t, training.mixed_precision_param)
+    return sharding_plan(config.model, checked.dims, training.seq_len, tokens, t, training.mixed_precision_param)
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:
@@ -46,7 +46,8 @@ def weight_rows(planned: PlannedLayers) -> list[list[str]]:
     held = [t for t in planned.plan.tensors.values() if t.name.endswith((".weight", ".bias"))]
     rows = ((n, (t.shape, t.placements, t.origins[0].reason), t) for t in held for n in planned.names(t.name))
     return [
-        [name, "×".join(map(str, t.shape)), show(t.placements[0]), t.origins[0].reason] for name, _, t in alike(rows)
+        [name, "×".join(map(str, t.shape)), placement_text(t.placements[0]), t.origins[0].reason]
+        for name, _, t in alike(rows)
     ]
 
 
@@ -74,7 +75,7 @@ def token_traffic(
         if c.tensor in plan.gradients:
             continue  # summed together, once a step
         tokens, width, itemsize = c.shape[0], math.prod(c.shape[1:]), getattr(torch, c.dtype).itemsize
-        moves = f"{show(c.source)} → {show(c.target)}"
+        moves = f"{placement_text(c.source)} → {placement_text(c.target)}"
         for name in planned.names(c.module):
             narrow = float8 if c.kind == "all_gather" and name in in_float8 else None
             size = token_bytes(tokens, width, itemsize, narrow)

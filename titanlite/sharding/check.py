@@ -17,12 +17,12 @@ from titanlite.errors import Problem, ShardingError, describe
 from titanlite.sharding.collectives import Selection
 from titanlite.sharding.graph import Graph, tensor_inputs, value
 from titanlite.sharding.op_rules import RESHAPES
-from titanlite.sharding.plan import Collective, Plan, show
-from titanlite.sharding.reshape import moved_shards, unsupported_reason
+from titanlite.sharding.plan import Collective, Plan, placement_text
+from titanlite.sharding.reshape import lost_shard_reason, moved_shards
 from titanlite.sharding.rules import is_weight_of
 
 
-def check(graph: Graph, plan: Plan, selection: Selection, sizes: Mapping[str, int]) -> None:
+def refuse_unasked(graph: Graph, plan: Plan, selection: Selection, sizes: Mapping[str, int]) -> None:
     """Refuse a plan that does what no annotation asks for.
 
     Args:
@@ -57,14 +57,15 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
     axis, size = collective.axis, plan.axes[collective.axis]
     user = nodes[collective.consumers[0]] if collective.consumers else nodes[collective.tensor]
     source = collective.source
-    want = f"{show(source)} to go on"
+    want = f"{placement_text(source)} to go on"
     fixes: list[str] = []
     if isinstance(source, Shard) and user.target in RESHAPES:
         before, after = plan.tensors[collective.tensor].shape, tuple(value(user).shape)
         if source.dim in moved_shards(before, after, size):
-            want = f"{plan.tensors[user.name].module or user.name} to keep {show(source)}, which the reshape allows"
+            home = plan.tensors[user.name].module or user.name
+            want = f"{home} to keep {placement_text(source)}, which the reshape allows"
         else:
-            why = unsupported_reason(before, after, source.dim, size)
+            why = lost_shard_reason(before, after, source.dim, size)
             want = f"a shard that lives through the reshape to [{', '.join(map(str, after))}], which {why}"
             fixes.append(_divisible(before, after, source.dim, axis, size, sizes))
     else:
@@ -81,7 +82,7 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
         pattern = annotated[0].strip('"').partition(" = ")[0] if annotated else ""
         fixes.append(f'"{pattern}" = "replicate"' if annotated else "annotate it")
     seen = (
-        f"{show(source)} on {axis}, needed as {show(collective.target)} by {user.name}: an unasked "
+        f"{placement_text(source)} on {axis}, needed as {placement_text(collective.target)} by {user.name}: an unasked "
         f"{collective.kind} of {collective.wire_bytes / 2**20:.1f} MiB\n    because: "
         + "\n    and: ".join("\n        <- ".join(_shortened(way)) for way in chains)
     )

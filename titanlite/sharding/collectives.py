@@ -69,7 +69,7 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
     def hop(axis: int, target: Placement, partial: bool) -> Hop:
         others = tuple(REPLICATE if i == axis else p for i, p in enumerate(at))
         source, at[axis] = at[axis], target
-        kinds, gradient = _kinds(source, target, partial), _gradient(target, partial)
+        kinds, gradient = _kinds(source, target, partial), _gradient_placement(target, partial)
         return Hop(axis, source, target, *kinds, gradient, local_shape(shape, others, sizes))
 
     left = [a for a in range(len(sizes)) if at[a] != move.target[a] or move.partial_gradient[a]]
@@ -84,7 +84,7 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
             yield hop(next(a for a in left if isinstance(at[a], Shard)), REPLICATE, False)
 
 
-def _gradient(placement: Placement, is_partial: bool) -> Placement:
+def _gradient_placement(placement: Placement, is_partial: bool) -> Placement:
     """Place the gradient of a tensor: split as the tensor is, whole for one that is whole or a partial sum."""
     if isinstance(placement, Shard):
         return placement
@@ -236,7 +236,7 @@ class Selection:
     def _of_move(self, node: Node, move: Move, consumers: list[tuple[Node, int]]) -> Iterator[Collective]:
         tensor = value(node)
         for hop in hops(move, tuple(tensor.shape), self._sizes):
-            there, back = (hop.source, hop.target), (hop.gradient, _gradient(hop.source, False))
+            there, back = (hop.source, hop.target), (hop.gradient, _gradient_placement(hop.source, False))
             passes: list[_Pass] = [("forward", hop.forward, *there)]
             if node in self.graph.trained:
                 passes.append(("backward", hop.backward, *back))

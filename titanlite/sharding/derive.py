@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from titanlite.sharding.annotations import pin
-from titanlite.sharding.check import check
+from titanlite.sharding.check import refuse_unasked
 from titanlite.sharding.collectives import Selection
 from titanlite.sharding.graph import Graph, export, value
-from titanlite.sharding.plan import Origin, PlacedTensor, Plan
+from titanlite.sharding.plan import PlacedTensor, PlacementOrigin, Plan
 from titanlite.sharding.propagate import Propagation
 
 
@@ -38,7 +38,7 @@ def plan_model(
     """
     graph = export(model, inputs)
     plan, selection = derive(graph, axes, annotations)
-    check(graph, plan, selection, sizes or {})
+    refuse_unasked(graph, plan, selection, sizes or {})
     return plan
 
 
@@ -63,7 +63,7 @@ def derive(graph: Graph, axes: Mapping[str, int], annotations: Mapping[str, str]
     tensors: dict[str, PlacedTensor] = {}
     for node, name in graph.names.items():
         known = propagation.decided[node]
-        origins = tuple(known[a].origin if a in known else Origin("default") for a in axes)
+        origins = tuple(known[a].origin if a in known else PlacementOrigin("default") for a in axes)
         shape, dtype = tuple(value(node).shape), str(value(node).dtype).removeprefix("torch.")
         tensors[name] = PlacedTensor(name, graph.home(node), shape, dtype, selection.placements(node), origins)
     collectives = tuple(selection.collectives())

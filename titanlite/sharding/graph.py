@@ -93,7 +93,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
         except Exception as error:
             if type(model).__module__.startswith("titanlite."):
                 raise
-            raise _refusal(model, error) from error
+            raise _export_refusal(model, error) from error
     sys.stderr.write(said.getvalue())
     graph, signature = program.graph_module.graph, program.graph_signature
     constants = signature.inputs_to_lifted_tensor_constants
@@ -151,7 +151,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     )
 
 
-def _refusal(model: nn.Module, error: Exception) -> ShardingError:
+def _export_refusal(model: nn.Module, error: Exception) -> ShardingError:
     """Make the error for what a user's model did while it was exported."""
     file = inspect.getfile(type(model))
     want = "a forward that runs, also on tensors without values (the meta device), on which the plan is made"
@@ -170,10 +170,10 @@ def _is_fixed(node: Node) -> bool:
 
 
 def _not_fixed(node: Node, file: str) -> ShardingError:
-    module, line = (modules_of(node) or ["the model"])[-1], line_of(node, file)
+    module, line = (modules_of(node) or ["the model"])[-1], forward_line(node, file)
     if isinstance(node.target, HigherOrderOperator):
         regions = [getattr(node.graph.owning_module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-        line = next((found for r in regions for n in r.graph.nodes if (found := line_of(n, file))), None)
+        line = next((found for r in regions for n in r.graph.nodes if (found := forward_line(n, file))), None)
         want = "operators alone, in no region of their own"
         fix = "x.detach() for torch.no_grad(), x.to(dtype) for torch.autocast, a save-list for torch's checkpoint"
     else:
@@ -190,7 +190,7 @@ class Line(NamedTuple):
     code: str
 
 
-def line_of(node: Node, file: str) -> Line | None:
+def forward_line(node: Node, file: str) -> Line | None:
     """Give the innermost line of a file's `forward`s that an operator comes from.
 
     Args:

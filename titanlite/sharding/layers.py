@@ -26,11 +26,11 @@ from torch.fx import Node
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.annotations import annotations_of
-from titanlite.sharding.check import check
+from titanlite.sharding.check import refuse_unasked
 from titanlite.sharding.collectives import Selection
 from titanlite.sharding.derive import derive
 from titanlite.sharding.graph import Graph, export, tensor_inputs
-from titanlite.sharding.plan import REPLICATE, Plan, show
+from titanlite.sharding.plan import REPLICATE, Plan, placement_text
 from titanlite.sharding.representative_blocks import PlannedLayers, for_all, representative_blocks
 from titanlite.sharding.rules import is_weight_of
 from titanlite.sharding.suggest_annotation import suggest_annotation
@@ -63,7 +63,7 @@ def planned_layers(
             message.
     """
     plan, selection = derive(graph, {"tp": ranks}, annotations)
-    check(graph, plan, selection, sizes)
+    refuse_unasked(graph, plan, selection, sizes)
     return plan, _Layers(graph, plan, selection).found()
 
 
@@ -186,7 +186,9 @@ class _Layers:
                 self.layers[layer] = replace(self.layers[layer], takes_rows=True)
             else:
                 backward = ", with a gradient that is summed over the ranks" if is_partial else ""
-                seen = f"{show(at)}, needed as {show(need)} by {node.name} ({node.target}){backward}"
+                seen = (
+                    f"{placement_text(at)}, needed as {placement_text(need)} by {node.name} ({node.target}){backward}"
+                )
                 self._refuse(self._name(source), seen, _MOVES, "annotate another dim, or tensor_parallel_degree = 1")
 
     def _leave(self, node: Node) -> None:
@@ -203,7 +205,7 @@ class _Layers:
         elif isinstance(computed, Partial) and final == _TOKENS and layer:
             self.layers[layer] = replace(self.layers[layer], scatters=True)
         else:
-            seen = f"computed as {show(computed)}, needed as {show(final)}"
+            seen = f"computed as {placement_text(computed)}, needed as {placement_text(final)}"
             self._refuse(self._name(node), seen, _MOVES, '"@module" = "tp:0" for the module that returns it')
 
     def _gradients(self) -> None:
@@ -221,7 +223,9 @@ class _Layers:
             placed = self.plan.tensors[self.graph.names[node]].placements[0]
             if placed != Shard(1):
                 want = "logits [M, V] that are split by vocabulary, S(1), as the loss takes them"
-                self._refuse(self._name(node), f"returned as {show(placed)}", want, '"output.weight" = "tp:0"')
+                self._refuse(
+                    self._name(node), f"returned as {placement_text(placed)}", want, '"output.weight" = "tp:0"'
+                )
 
     def _layer(self, node: Node) -> str | None:
         """The module that runs an operator on a parameter of its own as the matrix, or None."""

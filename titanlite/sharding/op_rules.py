@@ -109,7 +109,7 @@ def own_rules(
     if op in _FACTORIES:
         return [Rule((), Shard(d)) for d in range(out.ndim)]
     if op in _ELEMENTWISE or torch.Tag.pointwise in op.tags:
-        return _elementwise(inputs, out)
+        return _elementwise_rules(inputs, out)
     return None
 
 
@@ -117,7 +117,7 @@ def _shard(dim: int | None) -> Placement:
     return REPLICATE if dim is None else Shard(dim)
 
 
-def _own(*targets: object) -> Callable[[_Own], _Own]:
+def _rules_for(*targets: object) -> Callable[[_Own], _Own]:
     def add(function: _Own) -> _Own:
         _OWN.update(dict.fromkeys(targets, function))
         return function
@@ -125,7 +125,7 @@ def _own(*targets: object) -> Callable[[_Own], _Own]:
     return add
 
 
-def _elementwise(inputs: list[Tensor], out: Tensor) -> Iterable[Rule]:
+def _elementwise_rules(inputs: list[Tensor], out: Tensor) -> Iterable[Rule]:
     """Each dim of the output, with all inputs that have it; a dim of length 1 is whole on every rank."""
     for dim in range(out.ndim):
         if out.shape[dim] == 1:
@@ -135,34 +135,34 @@ def _elementwise(inputs: list[Tensor], out: Tensor) -> Iterable[Rule]:
         yield Rule(tuple(Shard(d) if h else REPLICATE for d, h in zip(own, has, strict=True)), Shard(dim))
 
 
-@_own(*RESHAPES)
-def _reshape(inputs: list[Tensor], out: Tensor, _: dict[str, Any], size: int) -> Iterable[Rule]:
+@_rules_for(*RESHAPES)
+def _reshape_rules(inputs: list[Tensor], out: Tensor, _: dict[str, Any], size: int) -> Iterable[Rule]:
     others = (REPLICATE,) * (len(inputs) - 1)
     for before, after in moved_shards(inputs[0].shape, out.shape, size).items():
         yield Rule((Shard(before), *others), Shard(after))
 
 
-def _einsum(left: str, right: str, out: str) -> Iterable[Rule]:
+def _einsum_rules(left: str, right: str, out: str) -> Iterable[Rule]:
     """A letter of the output is split in all tensors that have it; a letter that is summed over gives a partial sum."""
     for letter in dict.fromkeys(left + right):
         places = [Shard(t.index(letter)) if letter in t else REPLICATE for t in (left, right)]
         yield Rule((places[0], places[1]), Shard(out.index(letter)) if letter in out else PARTIAL)
 
 
-@_own(aten.linear.default)
-def _linear(inputs: list[Tensor], *_: object) -> Iterable[Rule]:
+@_rules_for(aten.linear.default)
+def _linear_rules(inputs: list[Tensor], *_: object) -> Iterable[Rule]:
     batch = "abcdefgh"[: inputs[0].ndim - 1]
-    return _einsum(f"{batch}k", "nk", f"{batch}n")
+    return _einsum_rules(f"{batch}k", "nk", f"{batch}n")
 
 
-@_own(aten.mm.default, aten.bmm.default, aten.matmul.default)
-def _matmul(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
+@_rules_for(aten.mm.default, aten.bmm.default, aten.matmul.default)
+def _matmul_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
     left, right = inputs
     if min(left.ndim, right.ndim) < 2:
         a, b = ("k" if left.ndim == 1 else "abcdefgh"[: left.ndim - 1] + "k"), "k"
         if right.ndim > 1:
             b = "abcdefgh"[: right.ndim - 2] + "kn"
-        yield from _einsum(a, b, "".join(c for c in a + b if c != "k"))
+        yield from _einsum_rules(a, b, "".join(c for c in a + b if c != "k"))
         return
     batch = "abcdefgh"[: out.ndim - 2]
     letters = []
@@ -171,7 +171,7 @@ def _matmul(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
         # A batch dim of length 1 is broadcast: upper case is a letter of its own, which the output does not have.
         sizes = tensor.shape[: tensor.ndim - 2]
         letters.append("".join(c if n > 1 else c.upper() for c, n in zip(own, sizes, strict=True)) + ends)
-    for rule in _einsum(letters[0], letters[1], batch + "mn"):
+    for rule in _einsum_rules(letters[0], letters[1], batch + "mn"):
         if not _is_broadcast(rule, inputs):
             yield rule
 
@@ -181,28 +181,28 @@ def _is_broadcast(rule: Rule, inputs: list[Tensor]) -> bool:
     return any(isinstance(p, Shard) and t.shape[p.dim] == 1 for p, t in pairs)
 
 
-@_own(aten.layer_norm.default, aten.rms_norm.default)
-def _norm(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+@_rules_for(aten.layer_norm.default, aten.rms_norm.default)
+def _norm_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     others = (REPLICATE,) * (len(inputs) - 1)
     for dim in range(out.ndim - len(arguments["normalized_shape"])):
         yield Rule((Shard(dim), *others), Shard(dim))
 
 
-@_own(aten.softmax.int, aten.log_softmax.int, aten.chunk.default, aten.cumsum.default)
-def _along_dim(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+@_rules_for(aten.softmax.int, aten.log_softmax.int, aten.chunk.default, aten.cumsum.default)
+def _other_dims_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     """Operators that work along one dim and leave the others as they are."""
     worked = arguments["dim"] % out.ndim
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d != worked]
 
 
-@_own(aten.pad.default)
-def _pad(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+@_rules_for(aten.pad.default)
+def _pad_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     padded = {out.ndim - 1 - i // 2 for i, n in enumerate(arguments["pad"]) if n}  # the last dim comes first
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d not in padded]
 
 
-@_own(aten.scaled_dot_product_attention.default)
-def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+@_rules_for(aten.scaled_dot_product_attention.default)
+def _attention_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     """[B, H, S, E] queries, [B, K, S, E] keys and values: over B, and over heads where H and K both divide."""
     mask = inputs[3:]
     if arguments.get("dropout_p"):
@@ -213,8 +213,8 @@ def _attention(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: 
         yield Rule((Shard(dim),) * 3 + tuple(split), Shard(dim))
 
 
-@_own(aten.embedding.default)
-def _embedding(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
+@_rules_for(aten.embedding.default)
+def _embedding_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
     """A rank that holds some rows gives zeros for all others, so their sum is the result."""
     yield Rule((Shard(0), REPLICATE), PARTIAL)
     yield Rule((Shard(1), REPLICATE), Shard(out.ndim - 1))
@@ -222,8 +222,8 @@ def _embedding(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
         yield Rule((REPLICATE, Shard(dim)), Shard(dim))
 
 
-@_own(aten.cross_entropy_loss.default)
-def _cross_entropy(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
+@_rules_for(aten.cross_entropy_loss.default)
+def _cross_entropy_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
     """Logits [M, V] and targets [M]: over V with two statistics per token, over M where losses are summed or kept."""
     logits, targets, *weight = inputs
     if weight or targets.is_floating_point() or logits.ndim != 2:

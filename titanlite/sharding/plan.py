@@ -20,7 +20,7 @@ Placements = tuple[Placement, ...]
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
-def show(placement: Placement) -> str:
+def placement_text(placement: Placement) -> str:
     """A placement in a few letters: R, S(0), P."""
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
@@ -28,7 +28,7 @@ def show(placement: Placement) -> str:
 
 
 @dataclass(frozen=True)
-class Origin:
+class PlacementOrigin:
     """The reason why a tensor has its placement on one axis.
 
     Attributes:
@@ -59,7 +59,7 @@ class PlacedTensor:
     shape: tuple[int, ...]
     dtype: str
     placements: Placements
-    origins: tuple[Origin, ...]
+    origins: tuple[PlacementOrigin, ...]
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class Plan:
             placed = self.tensors[tensor]
             origin = placed.origins[index]
             where = "" if placed.name.startswith(placed.module + ".") else f" of {placed.module or 'the model'}"
-            lines.append(f"{placed.name}{where}: {show(placed.placements[index])}")
+            lines.append(f"{placed.name}{where}: {placement_text(placed.placements[index])}")
             if origin.reason == "annotation":
                 return [*lines, f'annotation "{origin.source}"']
             if origin.reason == "default":
@@ -199,7 +199,7 @@ class Plan:
             {
                 **vars(t),
                 "shape": list(t.shape),
-                "placements": dict(zip(self.axes, map(show, t.placements), strict=True)),
+                "placements": dict(zip(self.axes, map(placement_text, t.placements), strict=True)),
                 "origins": dict(zip(self.axes, map(vars, t.origins), strict=True)),
             }
             for t in self.tensors.values()
@@ -208,8 +208,8 @@ class Plan:
             {
                 **vars(c),
                 "shape": list(c.shape),
-                "source": show(c.source),
-                "target": show(c.target),
+                "source": placement_text(c.source),
+                "target": placement_text(c.target),
                 "consumers": list(c.consumers),
             }
             for c in self.collectives

@@ -26,18 +26,18 @@ from torch.fx import Node
 from titanlite.sharding.annotations import Pinned
 from titanlite.sharding.graph import Graph, tensor_inputs, value
 from titanlite.sharding.op_rules import MATMULS, Rule
-from titanlite.sharding.plan import REPLICATE, Origin
+from titanlite.sharding.plan import REPLICATE, PlacementOrigin
 from titanlite.sharding.rules import rules_of
 
 WEIGHTS, ACTIVATIONS, REPLICATED = range(3)
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlacementDecision:
     """A placement, where it came from, and the round from which on it is a source."""
 
     placement: Placement
-    origin: Origin
+    origin: PlacementOrigin
     since: int = WEIGHTS
 
 
@@ -57,7 +57,7 @@ class Propagation:
     def __init__(self, graph: Graph, pinned: Mapping[Node, Pinned], axes: Mapping[str, int]) -> None:
         self.graph, self.axes = graph, axes
         self.pinned = pinned
-        self.decided: dict[Node, dict[str, Decision]] = {node: {} for node in graph.names}
+        self.decided: dict[Node, dict[str, PlacementDecision]] = {node: {} for node in graph.names}
         self.rules = {n: {a: rules_of(n, size) for a, size in axes.items()} for n in graph.operators}
         self._inputs = {n: tensor_inputs(n) for n in graph.operators}
         self._round = WEIGHTS
@@ -66,9 +66,9 @@ class Propagation:
                 placements, text, is_activation = pinned[node]
                 since = ACTIVATIONS if is_activation else WEIGHTS
                 for axis, placement in zip(axes, placements, strict=True):
-                    known[axis] = Decision(placement, Origin("annotation", text), since)
+                    known[axis] = PlacementDecision(placement, PlacementOrigin("annotation", text), since)
             elif node.op == "placeholder" and node not in graph.parameters:
-                known.update(dict.fromkeys(axes, Decision(REPLICATE, Origin("default"))))
+                known.update(dict.fromkeys(axes, PlacementDecision(REPLICATE, PlacementOrigin("default"))))
 
     def run(self) -> None:
         """Spread until nothing changes."""
@@ -91,14 +91,14 @@ class Propagation:
         visible = known and known.since <= self._round and isinstance(known.placement, Shard)
         return known.placement if visible else None  # type: ignore[return-value,union-attr]
 
-    def _decide(self, node: Node, axis: str, placement: Placement, origin: Origin) -> bool:
+    def _decide(self, node: Node, axis: str, placement: Placement, origin: PlacementOrigin) -> bool:
         """Give a tensor a shard, unless it has one on this axis or this dim, or cannot have it."""
         known = self.decided[node]
         if axis in known or any(other.placement == placement for other in known.values()):
             return False
         if not self._is_possible(node, axis, placement):
             return False
-        known[axis] = Decision(placement, origin)
+        known[axis] = PlacementDecision(placement, origin)
         return True
 
     def _is_possible(self, node: Node, axis: str, placement: Placement) -> bool:
@@ -141,7 +141,7 @@ class Propagation:
                 if shard is None:
                     continue
                 fitting = [rule for rule in self.rules[node][axis] if rule.inputs[i] == shard]
-                origin = Origin("forward", self.graph.names[sources[i]])
+                origin = PlacementOrigin("forward", self.graph.names[sources[i]])
                 if axis not in self.decided[node]:
                     rule = self._best(node, axis, [r for r in fitting if isinstance(r.output, Shard)])
                     if rule:
@@ -152,7 +152,7 @@ class Propagation:
         return changed
 
     def _infer(self, node: Node, axis: str, rule: Rule, source: Node) -> bool:
-        origin = Origin("inferred", self.graph.names[source])
+        origin = PlacementOrigin("inferred", self.graph.names[source])
         changed = False
         for parameter, needed in zip(self._inputs[node], rule.inputs, strict=True):
             if parameter in self.graph.parameters and isinstance(needed, Shard):
@@ -172,7 +172,7 @@ class Propagation:
             for source, needed in zip(self._inputs[node], rule.inputs, strict=True):
                 if isinstance(needed, Shard):
                     reason = "inferred" if source in self.graph.parameters else "backward"
-                    changed |= self._decide(source, axis, needed, Origin(reason, self.graph.names[node]))
+                    changed |= self._decide(source, axis, needed, PlacementOrigin(reason, self.graph.names[node]))
         return changed
 
     def _spread_replicate(self) -> None:
@@ -186,9 +186,9 @@ class Propagation:
             while left:
                 node = left.pop()
                 name = self.graph.names[node]
-                near = [(user, "forward") for user in node.users if user in self.rules]
-                near += [(source, "backward") for source in self._inputs.get(node, ()) if source in self.rules]
-                for other, reason in near:
-                    if axis not in self.decided[other]:
-                        self.decided[other][axis] = Decision(REPLICATE, Origin(reason, name), REPLICATED)  # type: ignore[arg-type]
+                near = [(user, PlacementOrigin("forward", name)) for user in node.users]
+                near += [(source, PlacementOrigin("backward", name)) for source in self._inputs.get(node, ())]
+                for other, origin in near:
+                    if other in self.rules and axis not in self.decided[other]:
+                        self.decided[other][axis] = PlacementDecision(REPLICATE, origin, REPLICATED)
                         left.append(other)

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Group(NamedTuple):
+class DimGroup(NamedTuple):
     """Dims that are reshaped into each other, outermost first, those of length 1 left out."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
 
-def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
+def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
     """Cut a reshape into its independent parts.
 
     Args:
@@ -25,7 +25,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
     """
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
-    found: list[Group] = []
+    found: list[DimGroup] = []
     while left:
         ins, outs = [left.pop(0)], [right.pop(0)]
         n_in, n_out = before[ins[0]], after[outs[0]]
@@ -36,7 +36,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[Group]:
             else:
                 outs.append(right.pop(0))
                 n_out *= after[outs[-1]]
-        found.append(Group(tuple(ins), tuple(outs)))
+        found.append(DimGroup(tuple(ins), tuple(outs)))
     return found
 
 
@@ -57,7 +57,7 @@ def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict
     return {i: o for i, o in pairs.items() if before[i] % size == 0 and after[o] % size == 0}
 
 
-def unsupported_reason(before: Sequence[int], after: Sequence[int], dim: int, size: int) -> str:
+def lost_shard_reason(before: Sequence[int], after: Sequence[int], dim: int, size: int) -> str:
     """Say why a shard of one dim does not survive a reshape.
 
     Args:

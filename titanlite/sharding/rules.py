@@ -46,12 +46,12 @@ def rules_of(node: Node, size: int) -> list[Rule]:
     target = node.target
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
     if writes and target is not aten.detach_.default:
-        raise _refusal(node, "operators that make new tensors: one tensor has one placement", "x = x + y for x += y")
+        want = "operators that make new tensors: one tensor has one placement"
+        raise _operator_refusal(node, want, "x = x + y for x += y")
     key = (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))), size)
-    known = _known.get(key)
-    if known is None:
-        known = _known[key] = _rules(node, size)
-    return known
+    if key not in _known:
+        _known[key] = _rules(node, size)
+    return _known[key]
 
 
 _known: dict[object, list[Rule]] = {}
@@ -62,10 +62,10 @@ def _rules(node: Node, size: int) -> list[Rule]:
     whole = Rule((REPLICATE,) * len(inputs), REPLICATE)
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        raise _refusal(node, "an operator with a sharding rule", "write it with operators of torch")
+        raise _operator_refusal(node, "an operator with a sharding rule", "write it with operators of torch")
     found = own_rules(target, inputs, outputs[0], arguments_of(node), size)
     if found is None:
-        found = _asked(node, target, size)
+        found = _dtensor_rules(node, target, size)
     return _checked([whole, *found], inputs, outputs, size)
 
 
@@ -84,7 +84,7 @@ def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor],
     return list(dict.fromkeys(kept))
 
 
-def _asked(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
+def _dtensor_rules(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
     """Ask DTensor for its rules, for operators whose outputs are all placed alike."""
     _require_known_rules()
     found = []
@@ -95,11 +95,11 @@ def _asked(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
         found.append(Rule(inputs, first))
     if not found and not dtensor_rules.knows(op):
         fix = "write it with other operators, or add a rule to titanlite/sharding/op_rules.py"
-        raise _refusal(node, "an operator with a sharding rule, titanlite's own or DTensor's", fix)
+        raise _operator_refusal(node, "an operator with a sharding rule, titanlite's own or DTensor's", fix)
     return found
 
 
-def _refusal(node: Node, want: str, fix: str) -> ShardingError:
+def _operator_refusal(node: Node, want: str, fix: str) -> ShardingError:
     where = (modules_of(node) or ["the model"])[-1]
     return ShardingError(describe("sharding plan", [Problem(f"{node.name} of {where}", str(node.target), want, fix)]))
 

@@ -109,13 +109,13 @@ def test_why_takes_every_name_of_the_tables() -> None:
 def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.commands.sharding_table import sharding_plan, sharding_table, token_traffic, whole_gradients
+    from titanlite.commands.sharding_table import config_sharding_plan, sharding_table, token_traffic, whole_gradients
 
     run = checked_run(["--config", DEBUG, *TWO, *flags])
-    few = sharding_plan(run)
+    few = config_sharding_plan(run)
     traced_run.sharding_plan.cache_clear()
     monkeypatch.setattr(layers, "representative_blocks", lambda model: (model, [[n] for n in range(len(model.layers))]))
-    all_of_them = sharding_plan(run)
+    all_of_them = config_sharding_plan(run)
     traced_run.sharding_plan.cache_clear()
     assert len(few.stand_for) < len(all_of_them.stand_for) == run.dims.n_layers
     assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dims.n_layers))
@@ -186,7 +186,7 @@ def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.M
     first_whole = {**Llama3.sharding, "layers.0.feed_forward.w13.weight": "tp:0"}
     monkeypatch.setattr(Llama3, "sharding", first_whole)
     run = checked_run(["--config", DEBUG, *TWO])
-    assert sharding_table.sharding_plan(run).stand_for == [[0], [1], [2], [3]]
+    assert sharding_table.config_sharding_plan(run).stand_for == [[0], [1], [2], [3]]
 
 
 def test_pairs_that_are_fused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from tests.support.count_collectives import CountCollectives
 from tests.support.ranks import run_ranks
 from tests.support.sharding.execute import compare_with_one_process
 from titanlite import recipes
-from titanlite.commands.sharding_table import sharding_plan
+from titanlite.commands.sharding_table import config_sharding_plan
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
@@ -30,7 +30,7 @@ from titanlite.parallel.tensor import (
     apply_tensor_parallel,
 )
 from titanlite.preflight.checked_run import checked_run
-from titanlite.sharding.check import check
+from titanlite.sharding.check import refuse_unasked
 from titanlite.sharding.derive import derive, plan_model
 from titanlite.sharding.graph import Graph, export
 from titanlite.sharding.layers import plan_layers
@@ -99,7 +99,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     argv = ["--config", str(config), *(word for key, value in flags.items() for word in (f"--{key}", str(value)))]
     checked = checked_run(argv, world_size=tp)
     began = time.process_time()  # of this process: other work on the machine does not count
-    planned = sharding_plan(checked)
+    planned = config_sharding_plan(checked)
     took = time.process_time() - began
     assert len(planned.stand_for) == (model.dims.n_layers if every_block else 2)
     placements, collectives = hand_written(model)
@@ -190,7 +190,7 @@ def result(graph: Graph, annotations: dict[str, str]) -> tuple[object, object] |
     """What a plan says, without the words of its origins; None for an error."""
     try:
         plan, selection = derive(graph, {"tp": 4}, annotations)
-        check(graph, plan, selection, {})
+        refuse_unasked(graph, plan, selection, {})
     except ShardingError:
         return None
     return {name: t.placements for name, t in plan.tensors.items()}, plan.collectives

@@ -11,7 +11,7 @@ from tests.support.sharding.cases import CASES, Tied
 from tests.support.sharding.execute import compare_with_one_process
 from titanlite.sharding.derive import derive
 from titanlite.sharding.graph import Graph, export
-from titanlite.sharding.plan import Plan, show
+from titanlite.sharding.plan import Plan, placement_text
 
 
 def planned_case(name: str, small: bool = False) -> tuple[torch.nn.Module, list[torch.Tensor], Graph, Plan]:
@@ -31,7 +31,7 @@ def planned_case(name: str, small: bool = False) -> tuple[torch.nn.Module, list[
 @pytest.mark.parametrize("name", CASES)
 def test_placements_and_collectives(name: str) -> None:
     case, plan = CASES[name], planned_case(name)[-1]
-    placed = {tensor: " ".join(map(show, plan.tensors[tensor].placements)) for tensor in case.placements}
+    placed = {tensor: " ".join(map(placement_text, plan.tensors[tensor].placements)) for tensor in case.placements}
     assert placed == case.placements
     for direction, expected in (("forward", case.forward), ("backward", case.backward)):
         assert Counter(c.kind for c in plan.collectives if c.direction == direction) == expected, direction
