@@ -15,7 +15,7 @@ import titanlite
 from titanlite.errors import ConfigError, TitanliteError, nearest
 from titanlite.exit_code import guard_streams
 
-_COMMANDS = ("validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume")
+_COMMANDS = ("validate", "convert", "plan", "recipes", "prepare", "compare", "export", "verify-resume", "schema")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

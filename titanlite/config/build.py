@@ -73,7 +73,7 @@ def _convert(
     default: object,
 ) -> object:
     """Return `value` as the type `hint` says, or add a problem and return None, or a table of what is right in it."""
-    options = _options(hint)
+    options = options_of(hint)
     nested = [o for o in options if dataclasses.is_dataclass(o)]
     if nested and isinstance(value, dict):
         return from_table(cast("type[object]", nested[0]), cast("Mapping[str, object]", value), problems, path, suggest)
@@ -90,7 +90,7 @@ def _convert(
     return None
 
 
-def _options(hint: Any) -> list[Any]:
+def options_of(hint: Any) -> list[Any]:
     """Return the members of a union without None, which TOML cannot say; any other type is its own only option."""
     if get_origin(hint) in (Union, types.UnionType):
         return [o for o in get_args(hint) if o is not type(None)]
@@ -108,7 +108,7 @@ def _fits(option: Any, value: object) -> bool:
 def describe_type(hint: Any) -> str:
     """Say in words which values a type allows, as "a whole number" or `"stop" or "skip"`."""
     words: list[str] = []
-    for option in _options(hint):
+    for option in options_of(hint):
         if get_origin(option) is Literal:
             words += [show(choice) for choice in get_args(option)]
         elif get_origin(option) is tuple:
@@ -124,7 +124,7 @@ def describe_type(hint: Any) -> str:
 
 def repair(hint: Any, value: object, path: str, default: object) -> str:
     """Say which one change makes `value` legal: what was probably meant, the nearest choice, or the default."""
-    key, options = path.rpartition(".")[2], _options(hint)
+    key, options = path.rpartition(".")[2], options_of(hint)
     meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
     if meant != "" and any(_fits(o, meant) for o in options):
         return f"{key} = {show(meant)}"

@@ -38,7 +38,7 @@ def overview(usage: str) -> str:
 def section_page(name: str) -> str:
     """Return the page of `--help SECTION`: each key with its type, default and meaning."""
     cls = sections()[name]
-    hints, docs = get_type_hints(cls), _field_docs()[cls.__name__]
+    hints, docs = get_type_hints(cls), field_docs()[cls.__name__]
     lines = [f"[{name}]  {inspect.getdoc(cls)}"]
     for field in dataclasses.fields(cls):
         default = "not given" if field.default is None else show(field.default)
@@ -53,7 +53,7 @@ def _first_sentence(cls: type) -> str:
     return doc.partition(". ")[0].rstrip(".") + "."
 
 
-def _field_docs() -> dict[str, dict[str, str]]:
+def field_docs() -> dict[str, dict[str, str]]:
     """Return the docstring under each field, by class and field: Python itself keeps none."""
     docs: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(schema)).body:

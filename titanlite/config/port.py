@@ -21,6 +21,7 @@ from titanlite.config.torchtitan import (
     FLAVORS,
     IDLE,
     KEYS,
+    MODELS,
     SAME_DEFAULT,
     SWITCHES,
     UNSAID,
@@ -29,7 +30,7 @@ from titanlite.config.torchtitan import (
 
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 BOS = "data.add_bos_token"
-_SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
+SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,9 @@ def take_out(
         The table without them, and what else there is to say; nothing if there are none.
     """
     ported = TorchtitanConfig(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
-    own = [key for key in ported.given if KEYS[key][1] is not None]
-    if not own:
+    own = ported.own_keys()
+    if all(KEYS[key][1] is None for key in own):
         return dict(table), Port()
-    own += [key for key in ("training.global_batch_size",) if ported(key) == KEYS[key][0] and key in ported.given]
     idle = [key for key in own if ported.asks_nothing(key)]
     answers = {key: ported.answer(key) for key in own if key not in idle}
     for key, answer in answers.items():
@@ -98,7 +98,7 @@ def take_out(
         want = f"at most training.steps = {steps}, to which torchtitan shortens it"
         problems.add(warmup, show(ported(warmup)), want, f"warmup_steps = {steps}")
     of_values = (answer_to_value(key, value) or "" for key, value in ported.given.items())
-    settled = dict(found for answer in (*answers.values(), *of_values) for found in _SETS.findall(answer))
+    settled = dict(found for answer in (*answers.values(), *of_values) for found in SETS.findall(answer))
     left_out = ported.left_out({*given, *settled})
     tokenizer = (settled | left_out).get("data.tokenizer", "").strip('"')
     return _without(table, own), Port(tuple(idle), left_out, tokenizer)
@@ -119,6 +119,12 @@ class TorchtitanConfig:
         default = KEYS[key][0]
         value = self.given.get(key, default)
         return default is None or type(value) is type(default) or (type(default) is float and type(value) is int)
+
+    def own_keys(self) -> list[str]:
+        """Return the given keys that titanlite has not, or not with torchtitan's word for none."""
+        batch = "training.global_batch_size"
+        none = [batch] if batch in self.given and self(batch) == KEYS[batch][0] else []
+        return [key for key in self.given if KEYS[key][1] is not None] + none
 
     def asks_nothing(self, key: str) -> bool:
         """Return whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
@@ -165,7 +171,7 @@ class TorchtitanConfig:
             return text.replace(" = {}", "")
         match key.split("."):
             case ["model", "flavor"]:
-                return flavor(self("model.name"), value) or ""
+                return flavor(MODELS.get(self("model.name")) or self("model.name"), value) or ""
             case ["model", "converters"] if self._converts("float8"):
                 return f"use float8.recipe = {show(self('quantize.linear.float8.recipe_name') or 'tensorwise')}"
             case ["model", "converters"] if self._converts("mx"):
@@ -214,7 +220,7 @@ class TorchtitanConfig:
             if key in self.given or self.is_off(key):
                 continue
             if key in ASKED_BY_DEFAULT:
-                found |= {} if self._is_settled(key) else dict(_SETS.findall(self.answer(key)))
+                found |= {} if self._is_settled(key) else dict(SETS.findall(self.answer(key)))
             elif answer is None and default is not None and key not in SAME_DEFAULT:
                 found[key] = show(default)
         if self("training.steps") < self("lr_scheduler.warmup_steps"):  # where warm-up is as long as the run at most

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import tomli
 import tomli_w
 from tokenizers import Tokenizer, models
 
+from titanlite.commands import main
 from titanlite.config.port import stands_for
-from titanlite.config.read import read_what_is_right, schema_keys
+from titanlite.config.read import read_config, read_what_is_right, schema_keys
 from titanlite.config.renamed import _OLDER, replacement
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, DATASETS, FLAVORS, IDLE, KEYS, SAME_DEFAULT, SWITCHES, UNSAID
@@ -119,6 +121,15 @@ def follow(keys: dict[str, Any], said: str) -> dict[str, Any]:
     return followed | pasted
 
 
+def converted(keys: dict[str, Any]) -> Config:
+    """What titanlite convert makes of them, under the name that a run has if none is given."""
+    Path("theirs.toml").write_text(tomli_w.dumps(nested(keys)))
+    Path("ours.toml").unlink(missing_ok=True)
+    assert main(["convert", "theirs.toml", "--out", "ours.toml"]) == 0
+    config, _ = read_config(Path("ours.toml"))
+    return replace(config, job=replace(config.job, name=Config().job.name))
+
+
 SET = r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)'
 
 
@@ -159,6 +170,7 @@ def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(ke
         assert said.strip() == "" or said.startswith(
             ("keys of torchtitan", "model.vocab_size")
         )  # nothing is left out now
+        assert converted(keys) == config
 
 
 @pytest.mark.parametrize(
@@ -232,6 +244,7 @@ def test_what_is_followed_is_what_was_asked(keys: dict[str, Any], expected: dict
     config, _ = validate(follow(keys, validate(keys)[1]))
     assert config is not None
     assert {key: attrgetter(key)(config) for key in expected} == expected
+    assert converted(keys) == config
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "flux", "llama4"])
@@ -500,6 +513,8 @@ def test_each_of_its_files_is_ported_by_the_messages_alone_in_one_round(name: st
     config, said = validate(follow(keys, said), world=64)
     assert config is not None, said
     assert LEFT_OUT not in said
+    assert converted(keys) == config
+    assert checked_run(["ours.toml"], 64).port.hint() == ()
     for key, (default, answer) in KEYS.items():
         value, here = keys.get(key, default), SHOWN_AS.get(key, key)
         off = any(not keys.get(switch) for switch, under in SWITCHES.items() if key != switch and key.startswith(under))

@@ -1,0 +1,152 @@
+"""What `titanlite convert` writes beside the values, which test_port.py holds to the messages of `validate`."""
+
+from pathlib import Path
+
+import pytest
+import tomli
+
+from titanlite.commands import main
+from titanlite.config.schema import Config
+
+THEIRS = """\
+[job]
+description = "mine"
+print_config = false
+[profiling]
+enable_profiling = true
+profile_freq = 100
+[metrics]
+enable_tensorboard = true # a comment of theirs
+[model]
+name = "llama3"
+flavor = "debugmodel"
+hf_assets_path = "assets"
+[optimizer]
+name = "Adam"
+lr = 3e-4
+[lr_scheduler]
+warmup_steps = 100
+[training]
+dataset = "c4_test"
+steps = 50
+stepz = 5
+[parallelism]
+context_parallel_degree = 2
+pipeline_parallel_degree = 1
+[validation]
+enable = false
+dataset = "c4_validation"
+[fault_tolerance]
+enable = true
+sync_steps = 10
+"""
+
+
+@pytest.fixture
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+
+    def call(text: str, *flags: str) -> tuple[int, str, str]:
+        Path("theirs.toml").write_text(text)
+        code = main(["convert", "theirs.toml", *flags])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_what_differs_has_a_comment(convert) -> None:
+    code, made, _ = convert(THEIRS)
+    assert code == 0
+    for line in (
+        'name = "theirs"  # names the run\'s folder, in job.dump_folder\n',
+        'flavor = "8B"  # was "debugmodel"\nn_layers = 6\n',
+        'tokenizer = "assets/tokenizer.json"  # was model.hf_assets_path = "assets"\n',
+        'name = "AdamW"  # was "Adam"\n',
+        "weight_decay = 0.0  # Adam without its L2 penalty\n",
+        "lr = 0.0003\n",
+        "warmup_steps = 50  # was 100, which torchtitan shortens to the run\n",
+        'decay_type = "linear"  # torchtitan\'s default; "cosine" here\n',
+        "start_step = 100  # was profiling.profile_freq: there is one trace\n",
+    ):
+        assert f"\n{line}" in made, line
+    assert "a comment of theirs" not in made
+    assert max(map(len, made.splitlines())) <= 100
+
+
+def test_what_has_no_counterpart_is_a_comment_and_is_listed_with_its_line(convert) -> None:
+    _, made, said = convert(THEIRS)
+    in_parallelism = made.partition("[parallelism]\n")[2].partition("\n\n")[0]
+    assert "# context_parallel_degree = 2: titanlite has no context parallelism" in in_parallelism
+    assert made.endswith(
+        "# Of sections that titanlite has not:\n"
+        "# fault_tolerance.enable = true: titanlite has no torchft: restart with torchrun --max-restarts\n"
+        "# fault_tolerance.sync_steps = 10: titanlite has no torchft: restart with torchrun --max-restarts\n"
+    )
+    unknown = "neither torchtitan v0.2.2 nor titanlite has this key; did you mean training.steps?"
+    assert f"# stepz = 5: {unknown}\n" in made
+    line = THEIRS.splitlines().index("stepz = 5") + 1
+    assert "\n    5 without a counterpart, now comments:\n" in said
+    assert f"\n        line {line}  training.stepz = 5: {unknown}\n" in said
+    assert f"\n        line {line + 2}  parallelism.context_parallel_degree = 2: titanlite has no context" in said
+
+
+def test_what_asks_for_nothing_is_counted_in_one_line(convert) -> None:
+    _, made, said = convert(THEIRS)
+    assert "# Left out: 3 keys that asked for nothing.\n" in made
+    assert "\n    3 left out, which asked for nothing\n" in said
+    for name in ("pipeline", "print_config", "mine"):
+        assert name not in made
+
+
+def test_what_is_off_is_there_to_be_switched_on(convert) -> None:
+    _, made, _ = convert(THEIRS)
+    validation = made.partition("[validation]\n")[2].partition("\n\n")[0]
+    off = '# source = "hf:allenai/c4:en:validation"  # was validation.dataset = "c4_validation"'
+    assert validation == f"enable = false\n{off}"
+
+
+def test_a_key_of_titanlite_stays(convert) -> None:
+    _, made, _ = convert('[job]\nname = "mine"\n[float8]\nrecipe = "rowwise"\n[training]\nglobal_batch_size = -1\n')
+    table = tomli.loads(made)
+    assert (table["job"]["name"], table["float8"]["recipe"]) == ("mine", "rowwise")
+    assert "global_batch_size" not in made
+
+
+def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
+    _, made, _ = convert("[training]\nbatch_size = 4\ncompile = true\n[experimental]\nx = [{a = 1}]\n")
+    assert "\nlocal_batch_size = 4  # was training.batch_size\n" in made
+    assert "\nenable = true  # was training.compile\n" in made
+    assert "\n# experimental.x = […]: titanlite has no experimental section\n" in made
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[model]\nname = "gpt_oss"\n', "fix:  choose one of these: titanlite has no such model"),
+        ('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n', "titanlite has no mixture of experts"),
+        ('[training]\nsteps = "ten"\n', 'line 2  training.steps = "ten"'),
+        ('[profiling]\nenable_profiling = "yes"\n', "line 2  profiling.enable_profiling"),
+        ("[training\n", "valid TOML"),
+    ],
+)
+def test_what_cannot_be_converted_writes_nothing(convert, text: str, said: str) -> None:
+    code, made, error = convert(text, "--out", "ours.toml")
+    assert (code, made) == (2, "")
+    assert said in error
+    assert not Path("ours.toml").exists()
+
+
+def test_a_file_is_not_overwritten(convert) -> None:
+    Path("ours.toml").write_text("mine")
+    code, _, said = convert("", "--out", "ours.toml")
+    assert code == 2
+    assert "fix:  remove ours.toml, or name another" in said
+    assert Path("ours.toml").read_text() == "mine"
+    assert convert("", "--out", "no/such/folder.toml")[0] == 2
+
+
+def test_the_run_is_named_after_the_file_that_is_written(convert) -> None:
+    _, said, _ = convert("", "--out", "ours.toml")
+    assert tomli.loads(Path("ours.toml").read_text())["job"]["name"] == "ours"
+    assert said.endswith("next: titanlite validate ours.toml --world N\n")
+    assert Config().job.name == "run"

@@ -1,0 +1,54 @@
+"""Write the config that a TOML file of torchtitan v0.2 means.
+
+Each of its keys becomes the key that it is here; one without a counterpart becomes a comment with the reason, and is
+listed. Keys that it leaves out and that have another default here are written with torchtitan's. Data, tokenizer and
+layout are not looked at: titanlite validate does that. The run is named after the file that is written.
+"""
+
+import sys
+from pathlib import Path
+
+from titanlite.commands.arguments import Command
+from titanlite.config.convert_torchtitan import convert_torchtitan
+from titanlite.data.tokenizer import has_bos
+from titanlite.errors import ConfigError
+from titanlite.recipes import model_dims
+
+_COMMAND = Command(
+    "convert",
+    __doc__ or "",
+    {
+        "TORCHTITAN.toml": "a config of torchtitan v0.2",
+        "--out FILE": "file to write, which must not exist; without it, the config goes to standard output",
+    },
+    "TORCHTITAN.toml",
+)
+
+
+def run(argv: list[str]) -> int:
+    """Write the config, and say what became of the keys."""
+    files, own = _COMMAND.read_words(argv)
+    if len(files) != 1:
+        want, fix = "one config of torchtitan", "titanlite convert llama3_8b.toml --out mine.toml"
+        raise ConfigError.of("command line", "TORCHTITAN.toml", " ".join(files), want, fix)
+    out = own.get("--out", "")
+    if out and Path(out).exists():
+        raise ConfigError.of(
+            "command line", "--out", out, "a file that does not exist", f"remove {out}, or name another"
+        )
+    made = convert_torchtitan(Path(files[0]), Path(out or files[0]).stem)
+    config = made.config()
+    model_dims(config, made.origin)  # a model that is none here is nothing to convert
+    if not has_bos(config.data.tokenizer):
+        made.without_bos()
+    if not out:
+        sys.stdout.write(made.to_toml())
+        sys.stderr.write(f"{made.summary()}\n")
+        return 0
+    try:
+        Path(out).write_text(made.to_toml(), encoding="utf-8")
+    except OSError as error:
+        want = "a file that can be written"
+        raise ConfigError.of("command line", "--out", out, f"{want}: {error.strerror}", "name another") from None
+    sys.stdout.write(f"{made.summary()}\nnext: titanlite validate {out} --world N\n")
+    return 0

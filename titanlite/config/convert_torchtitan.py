@@ -1,0 +1,259 @@
+"""Write the config of titanlite that a config of torchtitan means.
+
+`port.py` says what each key is here, in the words of an error; this is the same said as a file. What has a counterpart
+is a line, with a comment where its name, default or meaning differs; what has none is a comment with the reason; what
+asks for nothing is left out and counted. Comments of the original are not kept: they explain torchtitan's choices.
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+import tomli
+
+from titanlite.config.build import from_table
+from titanlite.config.port import BOS, SETS, TorchtitanConfig, answer_to_value, flavor
+from titanlite.config.problems import Origin, Problems, show
+from titanlite.config.read import schema_keys, sections, suggest_key
+from titanlite.config.renamed import replacement
+from titanlite.config.schema import Config
+from titanlite.config.toml_file import read_merged
+from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, MODELS
+
+_WIDTH = 100  # of a line with its comment
+_WARMUP = "lr_scheduler.warmup_steps"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A key's value as TOML has it, and what is said of it."""
+
+    value: str
+    why: str = ""
+
+
+@dataclass
+class ConvertedConfig:
+    """A config of torchtitan as one of titanlite.
+
+    Attributes:
+        origin: where the original gives each key.
+        lines: values by key of titanlite; those that the original gives, and those that it leaves to torchtitan.
+        kept: keys that are as they were.
+        renamed: keys of torchtitan that are other keys or values here.
+        defaults: keys of titanlite that have torchtitan's default, which differs.
+        off: lines of features that are off, as comments: by key of titanlite.
+        lost: why a key of the original has no counterpart, by key.
+        idle: keys that ask for nothing that titanlite does otherwise.
+    """
+
+    origin: Origin
+    given: Mapping[str, Any]
+    lines: dict[str, _Line] = field(default_factory=dict[str, _Line])
+    kept: list[str] = field(default_factory=list[str])
+    renamed: list[str] = field(default_factory=list[str])
+    defaults: list[str] = field(default_factory=list[str])
+    off: dict[str, _Line] = field(default_factory=dict[str, _Line])
+    lost: dict[str, str] = field(default_factory=dict[str, str])
+    idle: list[str] = field(default_factory=list[str])
+
+    def summary(self) -> str:
+        """Say how many keys became what, and which of the original have no counterpart."""
+        counts = {
+            "as they were": self.kept,
+            "under another name or value": self.renamed,
+            "left out, which asked for nothing": self.idle,
+            "added, torchtitan's defaults that differ here": self.defaults,
+            "without a counterpart, now comments:": self.lost,
+        }
+        lines = [f"  {len(keys):3} {what}" for what, keys in counts.items() if keys]
+        lost = [f"        line {self.origin.of(key).line}  {self.reason(key)}" for key in self.lost]
+        return "\n".join([f"{self.origin.source}: its keys", *lines, *lost])
+
+    def without_bos(self) -> None:
+        """Leave the token that begins documents out, for a tokenizer that has none, if the original does not ask."""
+        if BOS in self.defaults:
+            self.defaults.remove(BOS)
+            del self.lines[BOS]
+
+    def table(self) -> dict[str, Any]:
+        """Return what the file says, as TOML is read."""
+        return tomli.loads("\n".join(f"{key} = {line.value}" for key, line in self.lines.items()))
+
+    def config(self) -> Config:
+        """Return the config that the file says.
+
+        Raises:
+            ConfigError: a value has not the type of its key.
+        """
+        problems = Problems(self.origin)
+        config = from_table(Config, self.table(), problems, suggest=suggest_key)
+        problems.raise_all()
+        return cast("Config", config)
+
+    def to_toml(self) -> str:
+        """Return the file."""
+        head = [
+            f"# Made by `titanlite convert` from {Path(self.origin.source).name}, a config of torchtitan v0.2.",
+            "# `was` names the key, and the value if it differs, that torchtitan has for it.",
+        ]
+        if self.idle:
+            head.append(f"# Left out: {_n_keys(self.idle)} that asked for nothing.")
+        lines = ["\n".join(head)]
+        for section in sections():
+            body = [
+                *(_row_of_toml(key, self.lines[key]) for key in _of_section(section, self.lines)),
+                *(_row_of_toml(key, self.off[key], "# ") for key in _of_section(section, self.off)),
+                *(self._lost_row(key, f"{section}.") for key in _of_section(section, self.lost)),
+            ]
+            if body:
+                lines.append("\n".join([f"[{section}]", *body]))
+        elsewhere = [self._lost_row(key, "") for key in self.lost if key.partition(".")[0] not in sections()]
+        if elsewhere:
+            lines.append("\n".join(["# Of sections that titanlite has not:", *elsewhere]))
+        return "\n\n".join(lines) + "\n"
+
+    def reason(self, key: str) -> str:
+        """Return a key without a counterpart, its value, and the reason."""
+        return f"{key} = {show(self.given[key])}: {self.lost[key]}"
+
+    def _lost_row(self, key: str, prefix: str) -> str:
+        return _comment(self.reason(key).removeprefix(prefix))
+
+
+def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
+    """Read a config of torchtitan as one of titanlite.
+
+    Args:
+        path: the file.
+        name: of the run, which torchtitan has not.
+
+    Raises:
+        ConfigError: it is missing or not TOML, or a value has not the type that its key has.
+    """
+    table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
+    given = dict(_leaves(table))
+    there = TorchtitanConfig({key: value for key, value in given.items() if key in KEYS}, given)
+    origin = Origin(str(path), places)
+    made, problems, own = ConvertedConfig(origin, given), Problems(origin), there.own_keys()
+    answered = dict[str, str]()
+    for key, value in given.items():
+        if key in own and there.asks_nothing(key):
+            made.idle.append(key)
+        elif key in own and not there.fits(key):
+            problems.add(key, show(value), f"what torchtitan has there, as {show(KEYS[key][0])}", there.answer(key))
+        elif key in own:
+            answered[key] = there.answer(key)
+        elif key not in schema_keys():
+            answered[key] = replacement(key, value) or _unknown(key, value)
+        elif answer := _other_value(there, key, value):
+            answered[key] = answer
+        else:
+            made.kept.append(key)
+            made.lines[key] = _Line(show(value))
+    problems.raise_all()
+    for key, answer in answered.items():
+        _take_answer(made, key, answer)
+    if _WARMUP in made.kept and there(_WARMUP) > (steps := there("training.steps")):
+        made.lines[_WARMUP] = _Line(show(steps), f"was {show(there(_WARMUP))}, which torchtitan shortens to the run")
+    for key, value in there.left_out({*given, *made.lines}).items():
+        here = attrgetter(key)(Config())
+        made.defaults.append(key)
+        made.lines[key] = _Line(value, f"torchtitan's default; {'not given' if here is None else show(here)} here")
+    if "job.name" not in made.lines:
+        made.lines["job.name"] = _Line(show(name), "names the run's folder, in job.dump_folder")
+    _add_what_is_off(made, there)
+    made.config()
+    return made
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of a table that are no tables themselves, and their values."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _other_value(there: TorchtitanConfig, key: str, value: object) -> str | None:
+    """Return what to write instead of a value of a key that titanlite has, too; None if the value is the same."""
+    if key == "model.flavor" and isinstance(value, str):
+        name = there("model.name")
+        answer = flavor(MODELS.get(name) or name, value)
+    else:
+        answer = answer_to_value(key, value)
+    # An answer that sets nothing says that there is no such model: its value stays, and is refused as any is.
+    return answer if answer and SETS.search(_in_full(key, answer)) else None
+
+
+def _in_full(key: str, answer: str) -> str:
+    """Give the key that an answer begins with its section, if it is one of the same."""
+    name, is_set, _ = answer.partition(" = ")
+    return f"{key.rpartition('.')[0]}.{answer}" if is_set and name.isidentifier() else answer
+
+
+def _unknown(key: str, value: object) -> str:
+    meant = suggest_key(key, value)
+    return f"neither torchtitan v0.2.2 nor titanlite has this key{f'; {meant}' if meant else ''}"
+
+
+def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
+    """Add the lines that an answer of `port.py` sets, or the reason if it sets none."""
+    answer = _in_full(key, answer)
+    found = list(SETS.finditer(answer))
+    if not found:
+        made.lost[key] = answer.removeprefix("remove it").lstrip(",;: ").removeprefix("and ") or "not needed here"
+        return
+    made.renamed.append(key)
+    saw, why = show(made.given[key]), answer[found[-1].end() :].strip(" ,;:")
+    section = ""
+    for match in found:
+        target, value = match.groups()
+        was = "" if target == key else key
+        if value != saw or not was:
+            was = f"{was} = {saw}".removeprefix(" = ")
+        is_first_of_section = section != (section := target.partition(".")[0])
+        parts = [f"was {was}" if is_first_of_section else "", why if match is found[-1] else ""]
+        made.lines[target] = _Line(value, ": ".join(filter(None, parts)))
+        if target in made.kept:
+            made.kept.remove(target)
+
+
+def _add_what_is_off(made: ConvertedConfig, there: TorchtitanConfig) -> None:
+    """Add the keys of features that are off as comments, for when one is switched on."""
+    for key in [*made.idle]:
+        if there.is_off(key) and (there(key) != KEYS[key][0] or key in ASKED_BY_DEFAULT):
+            found = {target: value for target, value in SETS.findall(there.answer(key)) if target not in made.lines}
+            if found:
+                made.idle.remove(key)
+            for target, value in found.items():
+                made.off[target] = _Line(value, f"was {key}{'' if value == (saw := show(there(key))) else f' = {saw}'}")
+
+
+def _of_section(section: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys of a section, in the order of the schema, and those that it has not behind them."""
+    order = list(schema_keys())
+    own = (key for key in keys if key.startswith(f"{section}."))
+    return sorted(own, key=lambda key: order.index(key) if key in order else len(order))
+
+
+def _row_of_toml(key: str, line: _Line, prefix: str = "") -> str:
+    """Write a key with its comment: behind it if there is room, or else above."""
+    row = f"{prefix}{key.partition('.')[2]} = {line.value}"
+    if not line.why:
+        return row
+    beside = f"{row}  # {line.why}"
+    return beside if len(beside) <= _WIDTH else f"{_comment(line.why)}\n{row}"
+
+
+def _comment(text: str) -> str:
+    wrap = textwrap.TextWrapper(_WIDTH, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
+    return wrap.fill(text)
+
+
+def _n_keys(keys: list[str]) -> str:
+    return f"{len(keys)} key{'s' * (len(keys) > 1)}"
