@@ -1,0 +1,114 @@
+"""The JSON Schema of a config, by which editors complete and check a TOML file (taplo, Even Better TOML).
+
+It says of each key what `schema.py` and `ranges.py` say: its text, type, choices, range and default. It is of draft 7,
+the newest that taplo reads. A whole number written as 1e4 passes it, as JSON has no other, and what keys say against
+each other is beyond it: `titanlite validate` has the last word.
+"""
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from titanlite.config.build import options_of
+from titanlite.config.explain import field_docs
+from titanlite.config.ranges import RANGES
+from titanlite.config.schema import Config
+from titanlite.config.toml_file import shipped_folder
+
+_TYPES: dict[Any, dict[str, Any]] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+}
+_BOUNDS = {"[": "minimum", "(": "exclusiveMinimum", "]": "maximum", ")": "exclusiveMaximum"}
+
+
+def config_json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a config file."""
+    extends = {
+        "description": "Files that come first, in order; this one is merged over them. Relative to this file.",
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+    }
+    top = _object(Config, "")
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "titanlite",
+        **top,
+        "properties": {"extends": extends, **top["properties"]},
+    }
+
+
+def _object(cls: type, prefix: str) -> dict[str, Any]:
+    """Return the schema of a table whose keys are the fields of a dataclass, and no others."""
+    hints, docs = get_type_hints(cls), field_docs().get(cls.__name__, {})
+    properties, required = dict[str, Any](), list[str]()
+    for f in dataclasses.fields(cls):
+        key = f"{prefix}{f.name}"
+        about = {"description": docs[f.name]} if f.name in docs else {}
+        properties[f.name] = {**about, **_value(key, hints[f.name]), **_default(f)}
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            required.append(f.name)
+    return {
+        "description": inspect.getdoc(cls),
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+        **({"required": required} if required else {}),
+    }
+
+
+def _value(key: str, hint: Any) -> dict[str, Any]:
+    """Return the schema of a value: of one type, or of any of several."""
+    found = [_option(key, option) for option in options_of(hint)]
+    if words := list(_known_words(key)):  # first, as editors complete what is listed
+        found.insert(0, {"enum": words})
+    return found[0] if len(found) == 1 else {"anyOf": found}
+
+
+def _option(key: str, option: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(option):
+        return _object(option if isinstance(option, type) else type(option), f"{key}.")
+    if get_origin(option) is Literal:
+        return {"enum": list(get_args(option))}
+    if get_origin(option) is tuple:
+        return {"type": "array", "items": _option(f"{key}[]", get_args(option)[0])}
+    return {**_TYPES[option], **(_range(RANGES[key]) if key in RANGES and option in (int, float) else {})}
+
+
+def _range(span: str) -> dict[str, Any]:
+    """Return the bounds of a range as `ranges.py` writes it, as "[0, inf)"."""
+    low, high = span[1:-1].split(", ")
+    bounds: dict[str, Any] = {_BOUNDS[span[0]]: json.loads(low)}
+    if high != "inf":
+        bounds[_BOUNDS[span[-1]]] = json.loads(high)
+    return {**bounds, **({"not": {"const": 0}} if low == "-1" else {})}  # -1 is all, and 0 would be none
+
+
+def _known_words(key: str) -> Iterable[str]:
+    """Return the names that a key is mostly given, beside which any other text may be right."""
+    recipes = shipped_folder("recipes")
+    match key:
+        case "model.flavor":
+            sizes = {path.stem.partition("-")[2] for path in (recipes / "model").glob("*.toml")}
+            return [*sorted(sizes), "from_checkpoint"]
+        case "activation_checkpoint.recipe":
+            return [*sorted(path.stem for path in (recipes / "activation_checkpoint").glob("*.toml")), "auto"]
+        case "float8.recipe":
+            return ["none", *sorted(path.stem for path in (recipes / "float8").glob("*.toml"))]
+        case "data.source" | "validation.source":
+            return ["python_stdlib", "python_stdlib_held_out"]
+        case "data.tokenizer":
+            return ["bytes"]
+        case _:
+            return []
+
+
+def _default(f: "dataclasses.Field[Any]") -> dict[str, Any]:
+    """Return the default of a field as JSON has it; nothing where not giving the key is a meaning of its own."""
+    default: Any = f.default
+    if default in (dataclasses.MISSING, None):
+        return {}
+    return {"default": [*default] if isinstance(default, tuple) else default}
