@@ -15,7 +15,7 @@ from typing import Any, cast
 import tomli
 
 from titanlite.config.build import from_table
-from titanlite.config.port import BOS, SETS, TorchtitanConfig, answer_to_value, flavor
+from titanlite.config.port import BOS, SETS, TorchtitanConfig, answer_to_value, flavor, stands_for
 from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.read import schema_keys, sections, suggest_key
 from titanlite.config.renamed import replacement
@@ -143,7 +143,7 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
     for key, value in given.items():
         if key in own and there.asks_nothing(key):
             made.idle.append(key)
-        elif key in own and not there.fits(key):
+        elif key in own and stands_for(key) and not there.fits(key):
             problems.add(key, show(value), f"what torchtitan has there, as {show(KEYS[key][0])}", there.answer(key))
         elif key in own:
             answered[key] = there.answer(key)
