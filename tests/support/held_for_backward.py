@@ -30,7 +30,7 @@ from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, local_data
 from titanlite.kernels.collectives import Group
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel
@@ -157,10 +157,15 @@ class _Matmuls(TorchDispatchMode):
 
 
 def tables(model: Any) -> tuple[Tensor, ...]:
-    """What the first block takes besides the stream: nothing, or its rotary table."""
+    """The first block's rotary table, if it has one."""
     if not hasattr(model, "cos"):
         return ()
     return (model.local_cos, model.local_sin) if model.layers[0].attention.attend.window else (model.cos, model.sin)
+
+
+def beside(model: Any) -> tuple[object, ...]:
+    """What the first block takes besides the stream: its tables and, of a shipped model, the sequences."""
+    return (*tables(model), Sequences(model.seq_len)) if hasattr(model, "seq_len") else tables(model)
 
 
 def held_eager(model: Any, x: Tensor) -> Held:
@@ -168,7 +173,7 @@ def held_eager(model: Any, x: Tensor) -> Held:
     block = model.layers[0]
     with _Storages() as storages:
         given = x * 1
-        out = block(given, *tables(model))
+        out = block(given, *beside(model))
         del given
     apart = {t.untyped_storage()._cdata for t in (*_plain(*block.parameters()), *tables(model), out)}
     alive = {key: size for key, (ref, size) in storages.made.items() if not ref.expired() and key not in apart}
@@ -209,7 +214,7 @@ class Compiled:
 def held_compiled(model: Any, x: Tensor) -> Held:
     """Compile the first block and read its two graphs."""
     graphs = Compiled(model.layers[0])
-    result = model.layers[0](x, *tables(model))
+    result = model.layers[0](x, *beside(model))
     result.float().square().mean().backward()
     assert graphs.forward is not None
     assert graphs.backward is not None

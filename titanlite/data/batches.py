@@ -20,6 +20,7 @@ from torch import Tensor
 from titanlite.data.order import samples_at
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
+from titanlite.models.layers import Sequences
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Batch:
 
     tokens: Tensor  # [M] int64
     targets: Tensor  # [M] int64, the token after each; IGNORE_INDEX where there is none
+    sequences: Sequences  # S tokens each
 
 
 class TrainBatches:
@@ -89,12 +91,12 @@ class TrainBatches:
         self.position += self.global_batch_size
         self._ahead = self._prefetch()
         tokens, targets = pair.to(self._device, non_blocking=True)
-        return [Batch(*micro) for micro in zip(tokens, targets, strict=True)]
+        return [Batch(*micro, Sequences(self._seq_len)) for micro in zip(tokens, targets, strict=True)]
 
     def padding(self) -> list[Batch]:
         """Return as many micro-batches without a target, for a rank that must take part in a step and has no data."""
         n_micro, local = self._places.shape
-        return [_padding(local * self._seq_len, self._device)] * n_micro
+        return [_padding(local, self._seq_len, self._device)] * n_micro
 
     def close(self) -> None:
         """End the thread."""
@@ -163,16 +165,16 @@ class ValidationBatches:
             missing = len(samples) * self._seq_len - pair.shape[1]
             tokens = torch.nn.functional.pad(pair[0], (0, missing), value=0)
             targets = torch.nn.functional.pad(pair[1], (0, missing), value=IGNORE_INDEX)
-            yield Batch(tokens.to(self._device), targets.to(self._device))
+            yield Batch(tokens.to(self._device), targets.to(self._device), Sequences(self._seq_len))
 
     def padding(self) -> Batch:
         """Return a batch without a target, as `TrainBatches.padding`."""
-        return _padding(self._samples.shape[1] * self._seq_len, self._device)
+        return _padding(self._samples.shape[1], self._seq_len, self._device)
 
 
-def _padding(n_tokens: int, device: torch.device) -> Batch:
-    tokens = torch.zeros(n_tokens, dtype=torch.int64, device=device)
-    return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX))
+def _padding(samples: int, seq_len: int, device: torch.device) -> Batch:
+    tokens = torch.zeros(samples * seq_len, dtype=torch.int64, device=device)
+    return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len))
 
 
 def _tokens_and_targets(shards: TokenShards, samples: np.ndarray, seq_len: int) -> Tensor:

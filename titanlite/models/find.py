@@ -95,11 +95,26 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
     if model.file:
         require_trainable(made, model.file)
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
+        if "sequences" not in inspect.signature(made_by.forward).parameters:
+            made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
         if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
             made.norm.fork = functools.partial(_require_call, model.file)
     if dims.block is not None:  # of a shipped architecture it has been refused
         _require_such_blocks(made, dims.block, model, dims)
     return made
+
+
+def _drop_sequences(
+    file: str, made_by: type[nn.Module], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call a model that takes tokens alone, unless they are documents: its attention would cross them."""
+    sequences = kwargs.pop("sequences", None)
+    if sequences is not None and sequences.cumulative is not None:
+        saw = f"takes no `sequences`, and there are {len(sequences.cumulative) - 1} documents"
+        want = "def forward(self, tokens, sequences=None), and attention that uses `sequences.cumulative`"
+        problem = of_function(made_by.forward, inspect.getfile(made_by), saw, want, "pass them to each block")
+        raise ConfigError(describe(file, [problem]))
+    return args, kwargs
 
 
 def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:

@@ -16,7 +16,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.geglu import geglu
 from titanlite.kernels.rope import rope_table
 from titanlite.kernels.swiglu import BLOCK
-from titanlite.models.layers import Embedding, Linear, QKNormAttention, RMSNorm
+from titanlite.models.layers import Embedding, Linear, QKNormAttention, RMSNorm, Sequences
 
 INIT_STD = 0.02
 
@@ -55,10 +55,10 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dims)
         self.post_ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
         normed, x = self.attention_norm.fork(x)
-        attended = self.post_attention_norm(self.attention(normed, cos, sin))
+        attended = self.post_attention_norm(self.attention(normed, cos, sin, sequences))
         normed, h = self.ffn_norm.add(attended, x)
         return h + self.post_ffn_norm(self.feed_forward(normed))
 
@@ -101,17 +101,19 @@ class Gemma3(nn.Module):
         local = rope_table(self.seq_len, E, self.dims.local_rope_theta, None)
         self.local_cos, self.local_sin = (t.to(device) for t in local)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, sequences: Sequences | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
-            tokens: [M] int64, M a multiple of S.
+            tokens: [M] int64.
+            sequences: that these are; None: each S tokens are one.
 
         Returns:
             Logits [M, V] in the compute dtype.
         """
+        sequences = sequences or Sequences(self.seq_len)
         x = self.tok_embeddings(tokens) * self.dims.dim**0.5
         for block in self.layers:
             is_local = block.attention.attend.window > 0  # type: ignore[union-attr,operator]
-            x = block(x, *((self.local_cos, self.local_sin) if is_local else (self.cos, self.sin)))
+            x = block(x, *((self.local_cos, self.local_sin) if is_local else (self.cos, self.sin)), sequences)
         return self.output(self.norm(x))

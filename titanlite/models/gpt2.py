@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.models.layers import CausalAttention, Embedding, LayerNorm, Linear
+from titanlite.models.layers import CausalAttention, Embedding, LayerNorm, Linear, Sequences
 
 INIT_STD = 0.02
 POSITION_STD = 0.01
@@ -36,11 +36,11 @@ class Attention(nn.Module):
         self.attend = CausalAttention()
         self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std, bias=True)
 
-    def forward(self, x: Tensor, seq_len: int) -> Tensor:
-        """[M, D] → [M, D]; each S = `seq_len` tokens are a sequence of their own."""
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """[M, D] → [M, D]."""
         E, R = self.head_dim, self.queries_per_kv
         q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
-        q, k, v = (t.flatten(1, 2).unflatten(0, (-1, seq_len)).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
+        q, k, v = (sequences.rows(t.flatten(1, 2)).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
         out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
@@ -68,21 +68,19 @@ class Block(nn.Module):
 
     Args:
         dims: the model's dimensions.
-        seq_len: S.
     """
 
-    def __init__(self, dims: ModelDims, seq_len: int) -> None:
+    def __init__(self, dims: ModelDims) -> None:
         super().__init__()
-        self.seq_len = seq_len
         residual_std = INIT_STD / (2 * dims.n_layers) ** 0.5
         self.attention_norm = LayerNorm(dims.dim, dims.norm_eps)
         self.attention = Attention(dims, residual_std)
         self.ffn_norm = LayerNorm(dims.dim, dims.norm_eps)
         self.feed_forward = FeedForward(dims, residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
-        h = x + self.attention(self.attention_norm(x), self.seq_len)
+        h = x + self.attention(self.attention_norm(x), sequences)
         return h + self.feed_forward(self.ffn_norm(h))
 
 
@@ -112,7 +110,7 @@ class GPT2(nn.Module):
         self.dims, self.seq_len = dims, seq_len
         self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
         self.positions = Embedding(dims.max_seq_len, dims.dim, POSITION_STD)
-        self.layers = nn.ModuleList(Block(dims, seq_len) for _ in range(dims.n_layers))
+        self.layers = nn.ModuleList(Block(dims) for _ in range(dims.n_layers))
         self.norm = LayerNorm(dims.dim, dims.norm_eps)
         self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
         if dims.tied_embeddings:
@@ -121,17 +119,19 @@ class GPT2(nn.Module):
     def fill_buffers(self) -> None:
         """There are none."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, sequences: Sequences | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
-            tokens: [M] int64, M a multiple of S.
+            tokens: [M] int64.
+            sequences: that these are; None: each S tokens are one.
 
         Returns:
             Logits [M, V] in the compute dtype.
         """
-        places = torch.arange(len(tokens), device=tokens.device) % self.seq_len  # [M]
+        sequences = sequences or Sequences(self.seq_len)
+        places = torch.arange(len(tokens), device=tokens.device) % sequences.longest  # [M]
         x = self.tok_embeddings(tokens) + self.positions(places)
         for block in self.layers:
-            x = block(x)
+            x = block(x, sequences)
         return self.output(self.norm(x))

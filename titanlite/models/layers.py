@@ -11,6 +11,7 @@ shard.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
 from titanlite.config.recipe_schema import ModelDims
+from titanlite.errors import ConfigError, Problem, describe
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.norm_rope import norm_rope
@@ -69,6 +71,31 @@ def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Add a bias to each row of `y` [M, N], in its dtype, if there is one. Never inside a matmul: partial sums that
     ranks add up would count it once for each of them."""
     return y if bias is None else y + bias
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences that M packed tokens are: each attends to itself alone.
+
+    Attributes:
+        longest: tokens of the longest (S).
+        cumulative: [n + 1] int32, where each of n documents begins, and M; None: all sequences have S tokens.
+    """
+
+    longest: int
+    cumulative: Tensor | None = None
+
+    def rows(self, x: Tensor) -> Tensor:
+        """View [M, …] as [B, S, …].
+
+        Raises:
+            ConfigError: there are documents, which attention within rows would join.
+        """
+        if self.cumulative is not None:
+            saw, want = f"{len(self.cumulative) - 1} documents", "sequences of one length: attention crosses documents"
+            fix = "batches without `cumulative`, or a model.file whose attention uses `sequences.cumulative`"
+            raise ConfigError(describe("attention", [Problem("sequences", saw, want, fix)]))
+        return x.unflatten(0, (-1, self.longest))
 
 
 class CausalAttention(nn.Module):
@@ -172,11 +199,11 @@ class QKNormAttention(nn.Module):
         self.attend = CausalAttention(window)
         self.wo = Linear(dims.n_heads * E, {"wo": dims.dim}, std=residual_std)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+        """[M, D] → [M, D]."""
         scales = self.q_norm.scale(), self.k_norm.scale()
         heads = norm_rope(self.wqkv(x), *scales, cos, sin, self.queries_per_kv, self.q_norm.eps)
-        q, k, v = (t.unflatten(0, (-1, cos.shape[0])).transpose(1, 2) for t in heads)  # [B, heads, S, E]
+        q, k, v = (sequences.rows(t).transpose(1, 2) for t in heads)  # [B, heads, S, E]
         out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 

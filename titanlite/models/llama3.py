@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.rope import rope_table, rotated_heads
 from titanlite.kernels.swiglu import BLOCK, swiglu
-from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
+from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm, Sequences
 
 INIT_STD = 0.02
 
@@ -40,10 +40,10 @@ class Attention(nn.Module):
         self.attend = CausalAttention()
         self.wo = Linear(dims.dim, {"wo": dims.dim}, std=residual_std)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[M, D] → [M, D]; M is a multiple of S, and each S tokens are a sequence of their own."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+        """[M, D] → [M, D]."""
         heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)
-        q, k, v = (t.unflatten(0, (-1, cos.shape[0])).transpose(1, 2) for t in heads)  # [B, heads, S, E]
+        q, k, v = (sequences.rows(t).transpose(1, 2) for t in heads)  # [B, heads, S, E]
         out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
@@ -82,10 +82,10 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.feed_forward = FeedForward(dims, residual_std)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
         normed, x = self.attention_norm.fork(x)
-        normed, h = self.ffn_norm.add(self.attention(normed, cos, sin), x)
+        normed, h = self.ffn_norm.add(self.attention(normed, cos, sin, sequences), x)
         return h + self.feed_forward(normed)
 
 
@@ -128,16 +128,18 @@ class Llama3(nn.Module):
         table = rope_table(self.seq_len, dims.head_width, dims.rope_theta, dims.rope_scaling)
         self.cos, self.sin = (t.to(self.cos.device) for t in table)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, sequences: Sequences | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
-            tokens: [M] int64, M a multiple of S.
+            tokens: [M] int64.
+            sequences: that these are; None: each S tokens are one.
 
         Returns:
             Logits [M, V] in the compute dtype.
         """
+        sequences = sequences or Sequences(self.seq_len)
         x = self.tok_embeddings(tokens)
         for block in self.layers:
-            x = block(x, self.cos, self.sin)
+            x = block(x, self.cos, self.sin, sequences)
         return self.output(self.norm(x))

@@ -46,7 +46,7 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
 
     loss = torch.zeros((), device=run.mesh.device)
     for batch in batches:
-        logits = run.model(batch.tokens)  # [M, V/tp]
+        logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
         part = run.loss(logits, batch.targets) / targets
         del logits  # the largest tensor alive: backward frees it as soon as it can
@@ -91,7 +91,7 @@ def validation_loss(run: "Run", batches: "Iterable[Batch]") -> Tensor:
     """
     totals = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
-        totals[0] += run.loss(run.model(batch.tokens), batch.targets)
+        totals[0] += run.loss(run.model(batch.tokens, sequences=batch.sequences), batch.targets)
         totals[1] += (batch.targets != IGNORE_INDEX).sum()
     dist.all_reduce(totals)
     return totals / run.mesh.tp_size

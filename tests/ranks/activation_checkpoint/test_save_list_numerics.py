@@ -19,6 +19,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
+from titanlite.models.layers import Sequences
 
 D, S, B = 64, 48, 2
 SIZES = ModelDims("", 1, D, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
@@ -69,7 +70,7 @@ def run(
     block, x = model.layers[0], stream(B * S // world, D, torch.bfloat16).detach().to(device).requires_grad_()
     if compile:
         compile(block)
-    out = block(x, model.cos, model.sin)
+    out = block(x, model.cos, model.sin, Sequences(model.seq_len))
     with AttentionBackward() as seen:
         out.float().square().mean().backward()
     return [out, *(t.grad for t in (x, *block.parameters()) if t.grad is not None)], seen

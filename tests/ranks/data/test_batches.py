@@ -186,7 +186,7 @@ def test_validation_has_every_sample_once(shards: TokenShards, local: int, size:
         for batch in batches:
             assert batch.tokens.shape == batch.targets.shape == (local * S,)
             counted = batch.targets != IGNORE_INDEX
-            seen += samples_of(Batch(batch.tokens[counted], batch.targets[counted]))
+            seen += samples_of(Batch(batch.tokens[counted], batch.targets[counted], batch.sequences))
             assert not batch.tokens[~counted].any()
     expected = 16 if steps == 2 else 25
     assert sorted(seen) == list(range(expected))

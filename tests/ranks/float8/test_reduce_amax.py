@@ -32,7 +32,7 @@ from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels import products
 from titanlite.kernels.collectives import Group
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import ColumnParallelLinear, LayerPlan, RowParallelLinear, apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
@@ -131,7 +131,7 @@ def numbers(seed: int, rows: int, columns: int) -> Tensor:
     return x
 
 
-def ran(module: nn.Module, seen: list[Product], x: Tensor, grad: Tensor, *rest: Tensor) -> Ran:
+def ran(module: nn.Module, seen: list[Product], x: Tensor, grad: Tensor, *rest: object) -> Ran:
     """Forward and backward."""
     seen.clear()
     x = x.clone().requires_grad_()
@@ -216,7 +216,7 @@ def a_block(
         fully_shard(model.layers[0], mesh=mesh["dp"])
         precompute_scales(list(model.parameters()), mesh["dp"])
     with CountCollectives() as collectives:
-        found = ran(model.layers[0], seen, x, grad, model.cos, model.sin)
+        found = ran(model.layers[0], seen, x, grad, model.cos, model.sin, Sequences(model.seq_len))
     assert collectives.counts["all_reduce"] == len(done.maxima)
     return found, done
 

@@ -29,6 +29,7 @@ from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
 from titanlite.training import step as train_step_file
@@ -49,7 +50,7 @@ LAYOUTS = {"one process": (1, 1), "FSDP 2": (2, 1), "HSDP 2 × 2": (4, 2)}  # ra
 def batch(number: int, rank: int) -> Batch:
     """What a rank sees in a pass."""
     tokens = torch.randint(V, (S + 1,), generator=torch.Generator().manual_seed(100 * number + rank))
-    return Batch(tokens[:-1], tokens[1:])
+    return Batch(tokens[:-1], tokens[1:], Sequences(S))
 
 
 @dataclass

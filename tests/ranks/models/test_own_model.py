@@ -19,7 +19,7 @@ from titanlite.train import main as train_main
 SIZES = recipes.load("model", "llama3-debug")
 
 W2 = 'self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=residual_std)'
-IMPORT = "from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm\n"
+IMPORT = "from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm, Sequences\n"
 
 
 def in_front_of(line: str, code: str) -> Change:
@@ -84,8 +84,8 @@ SECOND = """class Second(Block):
         super().__init__(dims)
         self.gate = Linear(dims.dim, {"gate": dims.dim}, std=INIT_STD)
 
-    def forward(self, x, cos, sin):
-        h = x - self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x, cos, sin, sequences):
+        h = x - self.attention(self.attention_norm(x), cos, sin, sequences)
         return h + self.gate(h) * self.feed_forward(self.ffn_norm(h))
 
 

@@ -40,7 +40,7 @@ from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.lowering import lowered
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.tensor import (
@@ -194,7 +194,7 @@ def run_block(mesh: DeviceMesh, case: Case, fused: bool) -> Ran:
     device, ranks, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
     dims, tokens = SIZES[device], case.batch * S[device]
     model = assembled(mesh, fused, dims, case.save_list, case.biased)
-    block, cos, sin = model.layers[0].to(case.dtype), model.cos, model.sin
+    block, given = model.layers[0].to(case.dtype), (model.cos, model.sin, Sequences(model.seq_len))
     rng = torch.Generator().manual_seed(case.batch)
     whole = [torch.randn(tokens, dims.dim, generator=rng) for _ in range(2)]
     x, upstream = (t.chunk(ranks)[rank].to(device, case.dtype) for t in whole)
@@ -203,12 +203,12 @@ def run_block(mesh: DeviceMesh, case: Case, fused: bool) -> Ran:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         block.compile(fullgraph=True, dynamic=False, backend=case.backend)
-        block(x, cos, sin).backward(upstream)
+        block(x, *given).backward(upstream)
         block.zero_grad()
         x.grad = None
     forward, backward = Calls(layers_by_shape(model)), Calls(layers_by_shape(model))
     with forward:
-        out = block(x, cos, sin)
+        out = block(x, *given)
     with backward:
         out.backward(upstream)
     if case.backend:

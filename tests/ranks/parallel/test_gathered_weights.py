@@ -18,6 +18,7 @@ from titanlite.config.schema import Config, Float8, Training
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.forecast.activation_cost import held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
+from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import initialise
@@ -47,7 +48,7 @@ def trained(name: str, float8: Float8Recipe) -> tuple[list[Tensor], list[Tensor]
             module.reshard()
     precompute_scales(list(model.parameters()), build_mesh(Config().parallelism, CPU).fsdp)
     x = stream(S, D, torch.bfloat16)
-    block(x, model.cos, model.sin).float().square().sum().backward()
+    block(x, model.cos, model.sin, Sequences(model.seq_len)).float().square().sum().backward()
     assert graphs.forward is not None
     _, *held = next(node for node in graphs.forward.graph.nodes if node.op == "output").args[0]
     made = [node.meta["val"] for node in held if node.op != "placeholder" and isinstance(node.meta["val"], Tensor)]

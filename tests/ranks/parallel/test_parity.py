@@ -15,6 +15,7 @@ from titanlite import recipes
 from titanlite.config.schema import Config, Job, Parallelism, Training
 from titanlite.errors import ShardingError
 from titanlite.kernels.rms_norm import rms_norm
+from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Attention, Block, FeedForward, Llama3
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parity import require_parity
@@ -38,7 +39,7 @@ class Mine(Llama3):
     def rest(self, x: Tensor) -> Tensor:
         """[M, D] → [M, V]."""
         for block in self.layers:
-            x = block(x, self.cos, self.sin)
+            x = block(x, self.cos, self.sin, Sequences(self.seq_len))
         return self.output(self.norm(x))
 
 
@@ -58,9 +59,9 @@ class Between(Block):
 
     between: Callable[[Tensor, Block], Tensor]
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
-        h = x + self.attention(self.attention_norm(x), cos, sin)
+        h = x + self.attention(self.attention_norm(x), cos, sin, sequences)
         return h + self.feed_forward(self.between(h, self))
 
 
@@ -158,19 +159,19 @@ def by_tokens(self: Mine, x: Tensor) -> Tensor:
 
 def between_blocks(self: Mine, x: Tensor) -> Tensor:
     for n, block in enumerate(self.layers):
-        x = block(x if n == 0 or len(x) == TOKENS else x * 2, self.cos, self.sin)
+        x = block(x if n == 0 or len(x) == TOKENS else x * 2, self.cos, self.sin, Sequences(self.seq_len))
     return self.output(self.norm(x))
 
 
 def mean_of_the_third(self: Mine, x: Tensor) -> Tensor:
     for n, block in enumerate(self.layers):
-        x = block(x - x.mean(0) if n == 2 else x, self.cos, self.sin)
+        x = block(x - x.mean(0) if n == 2 else x, self.cos, self.sin, Sequences(self.seq_len))
     return self.output(self.norm(x))
 
 
 def with_a_block_left_out(self: Mine, x: Tensor) -> Tensor:
     for n, block in enumerate(self.layers):
-        x = block(x, self.cos, self.sin) if n == 0 or len(x) == TOKENS else x
+        x = block(x, self.cos, self.sin, Sequences(self.seq_len)) if n == 0 or len(x) == TOKENS else x
     return self.output(self.norm(x))
 
 
@@ -186,7 +187,7 @@ def capped_logits(self: Mine, x: Tensor) -> Tensor:
 def by_number(self: Mine, x: Tensor) -> Tensor:
     first = x
     for n in range(DIMS.n_layers):
-        x = self.layers[n](x, sin=self.sin, cos=self.cos) + first * n
+        x = self.layers[n](x, sequences=Sequences(self.seq_len), sin=self.sin, cos=self.cos) + first * n
     return self.output(self.norm(x))
 
 
@@ -198,8 +199,8 @@ def of_another_kind(model: Mine) -> None:
 
 def by_heads(model: Mine) -> None:
     class Own(Attention):
-        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            return super().forward(x, cos, sin) / self.wqkv.weight.shape[0]
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
+            return super().forward(x, cos, sin, sequences) / self.wqkv.weight.shape[0]
 
     for block in model.layers:
         block.attention.__class__ = Own

@@ -288,10 +288,10 @@ BUFFER = 'self.register_buffer("seen", torch.empty(1), persistent=False)'
 EMPTY = "dims = self.dims\n        for block in self.layers: block.seen.zero_()\n"
 LIST = [
     (
-        "def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:\n",
-        "def forward(self, x, cos, sin, seen=()):\n",
+        "def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:\n",
+        "def forward(self, x, cos, sin, sequences, seen=()):\n",
     ),
-    ("x = block(x, self.cos, self.sin)", "x = block(x, self.cos, self.sin, seen)"),
+    ("x = block(x, self.cos, self.sin, sequences)", "x = block(x, self.cos, self.sin, sequences, seen)"),
     ("x = self.tok_embeddings(tokens)", "x = self.tok_embeddings(tokens); seen = [x]"),
     (FORK, f"seen.append(x); x = x + 0.1 * sum(seen)\n        {FORK}"),
 ]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.block_kinds import kind_of
+from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Block, Llama3
 from titanlite.sharding import layers
 from titanlite.sharding.graph import export
@@ -39,27 +40,27 @@ def on_meta(through: Through) -> Mine:
 
 def one_by_one(model: Mine, x: Tensor) -> Tensor:
     for block in model.layers:
-        x = block(x, model.cos, model.sin)
+        x = block(x, model.cos, model.sin, Sequences(model.seq_len))
     return x
 
 
 def by_keyword(model: Mine, x: Tensor) -> Tensor:
     x = x * model.dims.dim**0.5
     for block in model.layers:
-        x = block(x, sin=model.sin, cos=model.cos)
+        x = block(x, sequences=Sequences(model.seq_len), sin=model.sin, cos=model.cos)
     return x * torch.tensor(0.5, device=x.device)
 
 
 def with_the_first_once_more(model: Mine, x: Tensor) -> Tensor:
     results = [x]
     for block in model.layers:
-        results.append(block(results[-1], model.cos, model.sin))
+        results.append(block(results[-1], model.cos, model.sin, Sequences(model.seq_len)))
     return results[-1] + results[1]
 
 
 def by_number(model: Mine, x: Tensor) -> Tensor:
     for n in range(DIMS.n_layers):
-        x = model.layers[n](x, model.cos, model.sin)
+        x = model.layers[n](x, model.cos, model.sin, Sequences(model.seq_len))
     return x
 
 
