@@ -15,7 +15,18 @@ import titanlite
 from titanlite.errors import ConfigError, TitanliteError, nearest
 from titanlite.exit_code import guard_streams
 
-_COMMANDS = ("validate", "convert", "plan", "recipes", "prepare", "compare", "export", "verify-resume", "schema")
+COMMANDS = (
+    "validate",
+    "convert",
+    "plan",
+    "recipes",
+    "prepare",
+    "compare",
+    "export",
+    "verify-resume",
+    "schema",
+    "completion",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,11 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
         return 0
     try:
-        if name not in _COMMANDS:
-            near = nearest(name, _COMMANDS)
+        if name not in COMMANDS:
+            near = nearest(name, COMMANDS)
             fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
-            raise ConfigError.of("command line", name, "", f"one of {', '.join(_COMMANDS)}", fix)
-        return importlib.import_module(f"{__name__}.{_module(name)}").run(rest)
+            raise ConfigError.of("command line", name, "", f"one of {', '.join(COMMANDS)}", fix)
+        return importlib.import_module(f"{__name__}.{module_of(name)}").run(rest)
     except TitanliteError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -46,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def _module(name: str) -> str:
+def module_of(name: str) -> str:
+    """Return the module of this package that a command is."""
     return name.replace("-", "_")
 
 
@@ -62,8 +74,8 @@ def _version_of_torch() -> str:
 
 def _overview() -> str:
     lines = ["usage: titanlite [--version] COMMAND [--help] ...", ""]
-    for name in _COMMANDS:
-        source = Path(__file__).with_name(f"{_module(name)}.py").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        source = Path(__file__).with_name(f"{module_of(name)}.py").read_text(encoding="utf-8")
         help_text = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
         lines.append(f"  {name:14}{help_text}")
     return "\n".join(lines) + "\n"

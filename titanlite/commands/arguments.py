@@ -14,7 +14,7 @@ from titanlite.config.build import show
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
-_CONFIG = "FILE [--section.key VALUE ...]"
+TAKES_CONFIG = "FILE [--section.key VALUE ...]"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Command:
     name: str
     about: str
     rows: Mapping[str, str]
-    takes: str = _CONFIG
+    takes: str = TAKES_CONFIG
 
     def read(self, argv: Sequence[str]) -> ParsedArgs:
         """Read a command line with a config.
@@ -106,7 +106,9 @@ class Command:
     @property
     def help(self) -> str:
         """Return what the help page says before the sections of the config, if the command takes one."""
-        file = {"FILE": "a config, as configs/debug.toml; --config FILE is the same"} if self.takes == _CONFIG else {}
+        file = (
+            {"FILE": "a config, as configs/debug.toml; --config FILE is the same"} if self.takes == TAKES_CONFIG else {}
+        )
         rows = {**file, **self.rows}
         width = max(map(len, rows))
         table = "\n".join(
@@ -118,7 +120,7 @@ class Command:
     @property
     def _own(self) -> dict[str, str]:
         """Return each own flag by its name, with its value if it takes one."""
-        file = ["--config FILE"] * (self.takes == _CONFIG)
+        file = ["--config FILE"] * (self.takes == TAKES_CONFIG)
         return {row.partition(" ")[0]: row for row in (*file, *self.rows) if row.startswith("-")}
 
     @property
