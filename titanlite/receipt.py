@@ -59,18 +59,18 @@ class Entry:
 
     def summary(self) -> str:
         """Say in one line what was applied, and what was not and why; each layer, rule and shape is in the file."""
-        said = str(self.applied)
+        text = str(self.applied)
         if isinstance(self.applied, dict):
             totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
-            said = ", ".join(f"{name} {value}" for name, value in totals.items())
-        return f"{self.feature}: {said}{self._left_out()}"
+            text = ", ".join(f"{name} {value}" for name, value in totals.items())
+        return f"{self.feature}: {text}{self._left_out()}"
 
     def _left_out(self) -> str:
         by_why: dict[str, dict[str, None]] = {}  # of layers of one name in every block, that name
         for case in (case for case in (*self.skipped, *self.missed) if not case.is_told):
             by_why.setdefault(case.why, {})[re.sub(r"\b\d+\.", "*.", case.what)] = None
-        said = [f"{_few(list(names))} ({why})" for why, names in by_why.items()]
-        return f"; except {_few(said)}" if said else ""
+        text = [f"{_few(list(names))} ({why})" for why, names in by_why.items()]
+        return f"; except {_few(text)}" if text else ""
 
 
 class Receipt:

@@ -21,7 +21,7 @@ from titanlite.models.layers import Embedding, Linear, QKNormAttention, RMSNorm,
 INIT_STD = 0.02
 
 
-class FeedForward(nn.Module):
+class GegluFeedForward(nn.Module):
     """GeGLU feed-forward.
 
     Args:
@@ -38,7 +38,7 @@ class FeedForward(nn.Module):
         return self.w2(geglu(self.w13(x)))
 
 
-class Block(nn.Module):
+class Gemma3Block(nn.Module):
     """One transformer block. A norm behind each sublayer sets the size of what is added to the residual stream.
 
     Args:
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.attention = QKNormAttention(dims, INIT_STD, INIT_STD, window)
         self.post_attention_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.feed_forward = FeedForward(dims)
+        self.feed_forward = GegluFeedForward(dims)
         self.post_ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
@@ -86,7 +86,7 @@ class Gemma3(nn.Module):
         super().__init__()
         self.dims, self.seq_len = dims, seq_len
         self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
-        self.layers = nn.ModuleList(Block(dims, window) for window in dims.windows)
+        self.layers = nn.ModuleList(Gemma3Block(dims, window) for window in dims.windows)
         self.norm = RMSNorm(dims.dim, dims.norm_eps)
         self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
         if dims.tied_embeddings:

@@ -19,7 +19,7 @@ INIT_STD = 0.02
 POSITION_STD = 0.01
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal attention, grouped if the recipe says so.
 
     Args:
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
-class FeedForward(nn.Module):
+class GeluFeedForward(nn.Module):
     """GELU feed-forward, in the tanh form.
 
     Args:
@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
         return self.w2(F.gelu(self.w1(x), approximate="tanh"))
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One transformer block.
 
     Args:
@@ -74,9 +74,9 @@ class Block(nn.Module):
         super().__init__()
         residual_std = INIT_STD / (2 * dims.n_layers) ** 0.5
         self.attention_norm = LayerNorm(dims.dim, dims.norm_eps)
-        self.attention = Attention(dims, residual_std)
+        self.attention = GPT2Attention(dims, residual_std)
         self.ffn_norm = LayerNorm(dims.dim, dims.norm_eps)
-        self.feed_forward = FeedForward(dims, residual_std)
+        self.feed_forward = GeluFeedForward(dims, residual_std)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
@@ -110,7 +110,7 @@ class GPT2(nn.Module):
         self.dims, self.seq_len = dims, seq_len
         self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
         self.positions = Embedding(dims.max_seq_len, dims.dim, POSITION_STD)
-        self.layers = nn.ModuleList(Block(dims) for _ in range(dims.n_layers))
+        self.layers = nn.ModuleList(GPT2Block(dims) for _ in range(dims.n_layers))
         self.norm = LayerNorm(dims.dim, dims.norm_eps)
         self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
         if dims.tied_embeddings:

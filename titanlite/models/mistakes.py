@@ -28,8 +28,8 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
     Returns:
         The problem, with the innermost line of the file; without one, if none of its lines was running.
     """
-    said = next((line for line in str(error).splitlines() if line), "")
-    saw = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    text = next((line for line in str(error).splitlines() if line), "")
+    saw = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename == file:
         return Problem((error.text or "").strip(), saw, want, fix, error.lineno)
     # The compiler tells apart what it was looking at.

@@ -24,11 +24,11 @@ from titanlite.observe.status import now, read_status, write_status
 
 _LOOK_S = 1.0
 _STACKS_S = 10.0  # for the rank to write them to a disk that may be what it hangs on
-_SAID = b"said"
+_CLOSED = b"closed"
 
 
 class Guard:
-    """Start the process beside this rank. It speaks of the run that is running when it is first told so.
+    """Start the process beside this rank. It speaks of the run that is running at the first limit that it is given.
 
     Args:
         status: `status.json`.
@@ -44,8 +44,8 @@ class Guard:
             start_new_session=True,
         )
         assert self._process.stdin is not None  # noqa: S101
-        self._told = self._process.stdin
-        os.set_blocking(self._told.fileno(), False)
+        self._pipe = self._process.stdin
+        os.set_blocking(self._pipe.fileno(), False)
         if not faulthandler.is_enabled() and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)  # for the stacks of a rank that it ends
 
@@ -55,14 +55,14 @@ class Guard:
         Args:
             limit_s: how long it may fail to say so, while it is not stopped, before it is ended.
         """
-        with suppress(OSError, ValueError):  # it is gone, has not read for long, or was told to end
-            self._told.write(f"{limit_s}\n".encode())
+        with suppress(OSError, ValueError):  # it is gone, has not read for long, or has ended
+            self._pipe.write(f"{limit_s}\n".encode())
 
     def close(self) -> None:
-        """Let it end without a word: what there was to say is said."""
+        """Let it end without a word: `status.json` has the end."""
         with suppress(OSError, ValueError):
-            self._told.write(_SAID)
-        self._told.close()
+            self._pipe.write(_CLOSED)
+        self._pipe.close()
         self._process.wait()
 
 
@@ -75,18 +75,18 @@ def main() -> None:
     run: dict[str, Any] = {}
     while os.getppid() == process:
         if select.select([0], [], [], _LOOK_S)[0]:
-            if not (told := os.read(0, 1 << 16)):
+            if not (received := os.read(0, 1 << 16)):
                 break
-            if told.endswith(_SAID):
+            if received.endswith(_CLOSED):
                 return
-            limit_s, idle_s = float(told.split()[-1]), 0.0
+            limit_s, idle_s = float(received.split()[-1]), 0.0
             run = run or _run_of(status)
         elif not _is_stopped(process):
             idle_s += _LOOK_S
         if idle_s > limit_s:
             text = f"rank {rank} made no progress for {idle_s:.0f} s, in native code that keeps the interpreter"
             _say_failed(status, run, rank, "TimeoutError", text)
-            _end(process, text)
+            _end_process(process, text)
             return
     text = f"rank {rank} (process {process}) ended without a word: it was killed, for want of memory say, or crashed"
     _say_failed(status, run, rank, "ChildProcessError", text)
@@ -95,8 +95,8 @@ def main() -> None:
 def _run_of(status: Path) -> dict[str, Any]:
     """Return what identifies the run; nothing if the file does not say."""
     with suppress(OSError, ValueError):
-        said = read_status(status)
-        return {key: said.get(key) for key in ("started", "host", "pid")}
+        content = read_status(status)
+        return {key: content.get(key) for key in ("started", "host", "pid")}
     return {}
 
 
@@ -108,17 +108,17 @@ def _is_stopped(process: int) -> bool:
 
 
 def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
-    """Write that the run failed, unless it said how it ended (not only that another rank did) or another has begun."""
+    """Write that the run failed, unless its end is written (not only that another rank did) or another has begun."""
     with suppress(OSError, ValueError):
-        said = read_status(status)
-        error = said.get("error")
-        is_open = said["state"] == "running" or (isinstance(error, dict) and error.get("type") == "ConnectionError")
-        if is_open and run.items() <= said.items() and run:
+        content = read_status(status)
+        error = content.get("error")
+        is_open = content["state"] == "running" or (isinstance(error, dict) and error.get("type") == "ConnectionError")
+        if is_open and run.items() <= content.items() and run:
             error = {"type": kind, "message": message, "rank": rank}
-            write_status(status, said | {"state": "failed", "error": error, "updated": now()}, rank)
+            write_status(status, content | {"state": "failed", "error": error, "updated": now()}, rank)
 
 
-def _end(process: int, text: str) -> None:
+def _end_process(process: int, text: str) -> None:
     with suppress(OSError):
         os.write(2, f"watchdog: {text}; stacks of all threads follow\n".encode())
     for number in (signal.SIGABRT, signal.SIGKILL):  # faulthandler writes the stacks at the first

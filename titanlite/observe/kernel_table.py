@@ -70,9 +70,9 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
     work = _device_work(trace) or _cpu_work(trace)
     if not work:
         return "The trace holds no kernels and no operators.\n"
-    busy = _merge(time for w in work for time in w.times)
+    busy = _merge_spans(time for w in work for time in w.times)
     span, busy_us = busy[-1][1] - busy[0][0], _length(busy)
-    not_comm_us = _length(_merge(time for w in work if w.kind != "communication" for time in w.times))
+    not_comm_us = _length(_merge_spans(time for w in work if w.kind != "communication" for time in w.times))
 
     by_class: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -114,7 +114,7 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
 def _device_work(trace: dict[str, Any]) -> list[Work]:
     """Kernels, copies and fills of the GPU, each with its whole duration."""
     return [
-        Work(e["name"], [(e["ts"], _end(e))])
+        Work(e["name"], [(e["ts"], _end_us(e))])
         for e in trace["traceEvents"]
         if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
@@ -135,7 +135,7 @@ def _cpu_work(trace: dict[str, Any]) -> list[Work]:
                 caller = running[-1][1]
                 caller.times[-1] = (caller.times[-1][0], event["ts"])
             work.append(Work(event["name"], [(event["ts"], event["ts"])]))
-            running.append((_end(event), work[-1]))
+            running.append((_end_us(event), work[-1]))
         _end_before(math.inf, running)
     return work
 
@@ -149,11 +149,11 @@ def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
             running[-1][1].times.append((end, end))
 
 
-def _end(event: dict[str, Any]) -> float:
+def _end_us(event: dict[str, Any]) -> float:
     return event["ts"] + event["dur"]
 
 
-def _merge(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Unite overlapping intervals, in order of time."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):

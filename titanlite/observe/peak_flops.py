@@ -57,7 +57,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tup
     known = None if device.type == "cpu" else dense_bf16_flops(name)
     if known is not None:
         return known, f"dense bf16 in the data sheet of {name}"
-    flops, size = _measure(device, dtype)
+    flops, size = _measured_flops(device, dtype)
     return flops, f"measured with a {size}×{size} {str(dtype).removeprefix('torch.')} matmul on this {name}"
 
 
@@ -97,7 +97,7 @@ def flops_per_token(model: nn.Module, dims: ModelDims, seq_len: int) -> int:
     return 6 * matmul_parameters + 6 * seen * dims.n_heads * dims.head_width
 
 
-def _measure(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
+def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:
     """Time square matmuls, as large as the time allows, and take the fastest."""
     best, size = 0.0, 256
     _timed_matmul(torch.ones(size, size, device=device, dtype=dtype))  # loads the matmul library, which takes longer

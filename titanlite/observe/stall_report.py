@@ -8,7 +8,7 @@ its main thread is. Rank 0 reads them and prints them by place:
         step 58, in step, titanlite/training/report.py:72 in read: ranks 0-2, 4-7
         step 57, in step, titanlite/data/batches.py:120 in next: rank 3 (host c12, process 4711)
 
-Where the store itself does not answer, it is its host that all others wait for, and no rank can hear any other.
+Where the store itself does not answer, it is its host that all others wait for, and no rank learns of any other.
 """
 
 import os
@@ -43,7 +43,7 @@ class StallReport:
         self._store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 
     def hold(self, where: str, wait_s: float) -> str | None:
-        """Say where this rank is, and hear the others.
+        """Store where this rank is, and poll the others.
 
         Args:
             where: step, phase and line.
@@ -53,7 +53,7 @@ class StallReport:
             On rank 0, or on rank 1 if rank 0 or the store does not answer: where each rank is, a line for each place,
             those of fewest ranks last. Else None.
         """
-        if not self._say(where, wait_s):
+        if not self._store_place(where, wait_s):
             return f"    {where}: rank {self._rank}\n    {_store_host()}" if self._rank == 1 else None
         if self._rank > 1 or (self._rank == 1 and self._poll([0], wait_s)):
             return None
@@ -64,27 +64,27 @@ class StallReport:
         of_most_first = sorted(places.items(), key=lambda place: -len(place[1]))
         return "\n".join(f"    {place}: {self._who(ranks)}" for place, ranks in of_most_first)
 
-    def _say(self, where: str, wait_s: float) -> bool:
+    def _store_place(self, where: str, wait_s: float) -> bool:
         """Store where this rank is; return whether the store answered: one whose host is stopped never does."""
         taken = threading.Event()
 
-        def say() -> None:
+        def store_place() -> None:
             with suppress(RuntimeError):  # its host has ended
                 self._store.set(self._key(self._rank), f"{time.time()} {where}")
                 self._store.check([self._key(self._rank)])  # to set a key waits for no answer
                 taken.set()
 
-        threading.Thread(target=say, daemon=True).start()
+        threading.Thread(target=store_place, daemon=True).start()
         return taken.wait(wait_s)
 
     def _who(self, ranks: list[int]) -> str:
-        words, process = _in_words(ranks), self._key(ranks[0], "process")
+        words, process = _rank_spans(ranks), self._key(ranks[0], "process")
         if len(ranks) > 1 or not self._store.check([process]):
             return words
         return f"{words} ({self._store.get(process).decode()})"
 
     def _poll(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
-        """Return what ranks have said by the end of this wait; what they said in an earlier one is left out."""
+        """Return the places that ranks have stored by the end of this wait; those of an earlier one are left out."""
         polled: dict[int, str] = {}
         missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
         while missing:
@@ -111,7 +111,7 @@ def _store_host() -> str:
     return f"the job's store does not answer, so what hosts it is stopped, gone or cut off: {who}, on {address}"
 
 
-def line_of(frame: FrameType | None) -> str:
+def innermost_line(frame: FrameType | None) -> str:
     """Name the innermost line of titanlite in a stack, or else the innermost of all."""
     innermost = frame
     while frame is not None:
@@ -124,7 +124,7 @@ def line_of(frame: FrameType | None) -> str:
     return f"{innermost.f_code.co_filename}:{innermost.f_lineno} in {innermost.f_code.co_name}"
 
 
-def _in_words(ranks: list[int]) -> str:
+def _rank_spans(ranks: list[int]) -> str:
     """[0, 1, 2, 4] → "ranks 0-2, 4"."""
     spans: list[list[int]] = []
     for rank in ranks:

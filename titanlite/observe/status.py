@@ -6,7 +6,8 @@ until it is killed. For a rank that is killed or crashes in native code the proc
 where both are killed, or the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed
 every ten seconds.
 
-Anybody may have changed the file meanwhile. What is not of this form says nothing, is told once, and is replaced.
+Anybody may have changed the file meanwhile. What is not of this form is warned of once and
+replaced.
 """
 
 import json
@@ -54,7 +55,7 @@ class Status:
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
         self._started = now()
         self._end = ""  # once it has been written
-        self._before = self._said() if rank == 0 else {}
+        self._before = self._content() if rank == 0 else {}
         self._lock = threading.Lock()  # a second signal is noted by a thread of its own
         if rank == 0:
             self._write("running")
@@ -72,7 +73,7 @@ class Status:
             self._write("running", stalled=text)
 
     def idle(self, is_last: bool) -> bool:
-        """Write what was there before a start that had nothing to do, if that said an end.
+        """Write what was there before a start that had nothing to do, if that was an end.
 
         Args:
             is_last: whether all steps are done; then a run that was stopped is finished now.
@@ -108,27 +109,27 @@ class Status:
     def failed(self, error: BaseException) -> None:
         """Write that the run ended with an error, after the last step noted.
 
-        What has been said of another rank stays: this one mostly fails because that one is gone. A mistake is all
+        What is written of another rank stays: this one mostly fails because that one is gone. A mistake is all
         ranks', and rank 0 speaks for them. So does it if it has been stopped, and fails because others were too. Where
         each rank was when no step was made stays, too.
         """
         if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
             return
-        stalled = {key: text for key, text in self._said().items() if key == "stalled"}
+        stalled = {key: text for key, text in self._content().items() if key == "stalled"}
         kind, message = type(error).__name__, str(error)
         self._write("failed", error={"type": kind, "message": message, "rank": self._rank}, **stalled)
 
     def _another_ended(self) -> bool:
         """Return whether another rank failed, or rank 0 was stopped."""
-        said = self._said()
-        # What an earlier process of this folder said is older, or rank 0 has replaced it by now.
-        if not said or said["updated"] < self._started:
+        content = self._content()
+        # What an earlier process of this folder wrote is older, or rank 0 has replaced it by now.
+        if not content or content["updated"] < self._started:
             return False
-        if said["state"] == "failed":
-            return said["error"].get("rank") != self._rank
-        return said["state"] == "stopped" and self._rank != 0
+        if content["state"] == "failed":
+            return content["error"].get("rank") != self._rank
+        return content["state"] == "stopped" and self._rank != 0
 
-    def _said(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, Any]:
         try:
             return read_status(self._path)
         except FileNotFoundError:
@@ -142,8 +143,8 @@ class Status:
         self._written = time.monotonic()
         run: dict[str, object] = {"started": self._started, "host": socket.gethostname(), "pid": os.getpid()}
         if self._rank:  # it is rank 0 that a run is known by
-            said = self._said()
-            run |= {key: said[key] for key in run if key in said}
+            before = self._content()
+            run |= {key: before[key] for key in run if key in before}
         content = {"state": state, "step": self.step, **more, **run, "updated": now()}
         with self._lock:
             # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
@@ -169,11 +170,11 @@ def read_status(path: Path) -> dict[str, Any]:
         OSError: it cannot be read, or is no plain file.
         ValueError: it does not say that.
     """
-    said = parse_json(read_plain(path))
-    texts = isinstance(said, dict) and all(isinstance(said.get(key), str) for key in ("state", "updated"))
-    if not texts or (said["state"] == "failed" and not isinstance(said.get("error"), dict)):
+    content = parse_json(read_plain(path))
+    texts = isinstance(content, dict) and all(isinstance(content.get(key), str) for key in ("state", "updated"))
+    if not texts or (content["state"] == "failed" and not isinstance(content.get("error"), dict)):
         raise ValueError("no JSON object with a state")
-    return said
+    return content
 
 
 def write_status(path: Path, content: dict[str, Any], rank: int) -> None:

@@ -87,7 +87,7 @@ class WandbRun:
             self._fail("start", str(error))
             return
         assert process.stdin is not None  # noqa: S101
-        self._process, self._told = process, process.stdin
+        self._process, self._commands = process, process.stdin
         os.set_blocking(reports, False)
         self._tell(json.dumps(work))
 
@@ -117,13 +117,13 @@ class WandbRun:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # not even that ends a process that waits for a dead disk
                 process.wait(1.0)
-        self._told.close()
+        self._commands.close()
         self._reports.close()
 
     def _tell(self, line: str) -> None:
         """Tell its process one line, which the pipe has room for."""
         with suppress(BrokenPipeError):  # it has ended, and its reports say of what
-            self._told.write(line.encode() + b"\n")
+            self._commands.write(line.encode() + b"\n")
 
     def _hear(self, ended: int | None) -> None:
         """Take up what its process has reported; `ended` with which exit code, None if it goes on."""

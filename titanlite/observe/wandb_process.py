@@ -1,7 +1,7 @@
 """Talk to Weights & Biases in a process that follows metrics.jsonl, so that training waits for nothing of wandb's.
 
 Run by path, with what to do as one line of JSON on standard input; the next line is the exit code of training, and the
-end of the input without one says that training was killed. What is to be told goes to the file descriptor that the
+end of the input without one says that training was killed. What it reports goes to the file descriptor that the
 argument names, one JSON object a line: `{"started": mode}`, `{"taken": rows}`, `{"online_failed": why}` or `{"failed":
 [what, why]}`.
 
@@ -14,9 +14,9 @@ them, `lines` says what has ever been sent as which line. It is only added to, a
     1795678967.5    a row, sent at that time; it keeps it
     keep 12         a start, which found 12 rows in metrics.jsonl: those after them are lost
 
-wandb is told as little as needed: the config (without its secrets), the rows, and the machine's load (each start's over
-that of former ones). Not the command line, the environment, the git remote (which may hold a token), the source or the
-installed packages.
+wandb is given as little as needed: the config (without its secrets), the rows, and the machine's load (each start's
+over that of former ones). Not the command line, the environment, the git remote (which may hold a token), the source or
+the installed packages.
 """
 
 import fcntl
@@ -42,26 +42,26 @@ def main() -> None:
     """Start or go on with a run, send rows until training ends, finish."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # rows come until training ends; wandb's service has handlers of its own
-    told = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered: `select` must see what is not read yet
+    commands = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered: `select` must see what is not read yet
     reports = int(sys.argv[1])
 
     def say(**what: object) -> None:
         with suppress(BrokenPipeError):  # of a process that was killed
             os.write(reports, json.dumps(what).encode() + b"\n")
 
-    work = json.loads(told.readline())
+    work = json.loads(commands.readline())
     Thread(target=_end_after, args=(work["trainer"], work["end_s"]), daemon=True).start()
     doing = "start"
     try:
         with Path(work["metrics"]).open("rb") as rows:  # now: a run that is resumed puts another file in its place
-            lines, marks = _lines(Path(work["folder"], "wandb/lines"), rows.read(work["kept_bytes"]).count(b"\n"))
+            lines, marks = _open_lines(Path(work["folder"], "wandb/lines"), rows.read(work["kept_bytes"]).count(b"\n"))
             rows.seek(0)
             run = _start_or_offline(work, say)
             doing = "log"
             for sent_at in marks:
                 run.log({} if sent_at is None else _row(rows.readline(), sent_at))
             _remove_older(run, work)
-            exit_code = _follow(run, rows, lines, told, work, say)
+            exit_code = _follow(run, rows, lines, commands, work, say)
         doing = "finish"
         run.finish(exit_code=exit_code)
         import wandb
@@ -80,15 +80,15 @@ def _end_after(trainer: int, seconds: float) -> None:
     os._exit(1)
 
 
-def _lines(path: Path, kept: int) -> tuple[int, list[float | None]]:
+def _open_lines(path: Path, kept: int) -> tuple[int, list[float | None]]:
     """Open the file of lines; return it, and when the row of each was sent, None for one that is to be empty."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
-    said = path.read_bytes()
-    os.ftruncate(file, said.rfind(b"\n") + 1)  # a line that was cut off was not sent
+    sent = path.read_bytes()
+    os.ftruncate(file, sent.rfind(b"\n") + 1)  # a line that was cut off was not sent
     marks: list[float | None] = []
-    for line in [*said.split(b"\n")[:-1], b"keep %d" % kept]:
+    for line in [*sent.split(b"\n")[:-1], b"keep %d" % kept]:
         try:
             if line.startswith(b"keep "):
                 rows = [at for at, sent_at in enumerate(marks) if sent_at is not None]
@@ -100,11 +100,11 @@ def _lines(path: Path, kept: int) -> tuple[int, list[float | None]]:
             marks.append(None)
     now = time.time()
     new = [now] * (kept - sum(sent_at is not None for sent_at in marks))  # of starts without wandb
-    _add(file, f"keep {kept}\n" + f"{now}\n" * len(new))
+    _append_lines(file, f"keep {kept}\n" + f"{now}\n" * len(new))
     return file, marks + new
 
 
-def _add(file: int, text: str) -> None:
+def _append_lines(file: int, text: str) -> None:
     """Add to the file of lines, and have it on disk: what is sent next is not to be forgotten in a power cut."""
     os.write(file, text.encode())
     os.fsync(file)
@@ -176,23 +176,23 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
     return run
 
 
-def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, told: IO[bytes], work: dict[str, Any], say: Any) -> int:
+def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
     """Send each row that is added to the file, until training says how it ended or is gone; return its exit code."""
     taken, half = 0, b""
     while True:
-        ended = bool(select.select([told], [], [], _LOOK_S)[0])
+        ended = bool(select.select([commands], [], [], _LOOK_S)[0])
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
         rows = _as_it_is_now(rows, Path(work["metrics"]))
         *new, half = (half + rows.read()).split(b"\n")
         if new:
             now = time.time()
-            _add(lines, f"{now}\n" * len(new))
+            _append_lines(lines, f"{now}\n" * len(new))
             for row in new:
                 run.log(_row(row, now))
             taken += len(new)
             say(taken=taken)
         if ended or gone:
-            return int(told.readline() or 1) if ended else 1
+            return int(commands.readline() or 1) if ended else 1
 
 
 def _as_it_is_now(rows: IO[bytes], path: Path) -> IO[bytes]:

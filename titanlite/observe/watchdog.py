@@ -29,7 +29,7 @@ from typing import NamedTuple, NoReturn
 
 from titanlite.durable import append_plain
 from titanlite.observe.guard import Guard
-from titanlite.observe.stall_report import StallReport, line_of
+from titanlite.observe.stall_report import StallReport, innermost_line
 from titanlite.redact import redact
 
 _LOOK_S = 1.0
@@ -159,7 +159,7 @@ class Watchdog:
                 return
 
     def _ask(self, stall_report: StallReport, seen: _Seen, idle: float) -> None:
-        line = line_of(sys._current_frames().get(self._main))
+        line = innermost_line(sys._current_frames().get(self._main))
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone, or the disk is full
             places = stall_report.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 4)
             if places and self._seen.since == seen.since:

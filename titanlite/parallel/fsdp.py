@@ -209,7 +209,7 @@ def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn
     master.grad = DTensor(own, master._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+def _fsdp_chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
     """In the place of torch's `fsdp::chunk_cat`, for whatever uses FSDP in this process."""
     if dim == 0 and len(out) == num_chunks and out.is_contiguous() and out.is_floating_point():
         chunk_cat(tensors, num_chunks, out)
@@ -220,4 +220,4 @@ def _chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) ->
 _FSDP_OPERATORS = torch.library.Library("fsdp", "IMPL")  # ours as long as it lives
 with warnings.catch_warnings():  # torch's C++ says so once in a process, for whichever operator comes first
     warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel", category=UserWarning)
-    _FSDP_OPERATORS.impl("chunk_cat", _chunk_cat, "CUDA", allow_override=True)
+    _FSDP_OPERATORS.impl("chunk_cat", _fsdp_chunk_cat, "CUDA", allow_override=True)

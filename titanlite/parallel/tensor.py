@@ -8,10 +8,8 @@ Tokens are split over the ranks between the matmuls (sequence parallelism) and h
     wqkv, w13, output   gather →  [M, D] @ [N/tp, D].T            column-parallel
     wo, w2                        [M, K/tp] @ [D, K/tp].T → scatter   row-parallel
 
-A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum; so is that
-of a bias that is added to scattered tokens.
-`reduce_replicated_gradients` adds all of those in float32 with one collective per step, after FSDP has reduced them
-over the data-parallel ranks, instead of one small all-reduce per norm.
+A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum
+(`replicated_gradients.py`); so is that of a bias that is added to scattered tokens.
 
 Nothing is ever computed on a DTensor inside a block: its implicit redistributions are what makes a step slow unseen.
 """
@@ -19,7 +17,7 @@ Nothing is ever computed on a DTensor inside a block: its implicit redistributio
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,12 +54,8 @@ class LayerPlan:
     takes_rows: bool = False
 
 
-@overload
-def _local(weight: Tensor) -> Tensor: ...
-@overload
-def _local(weight: Tensor | None) -> Tensor | None: ...
-def _local(weight: Tensor | None) -> Tensor | None:
-    """This rank's part of a tensor-parallel parameter, if there is one."""
+def _rank_part(weight: Any) -> Any:
+    """This rank's part of a tensor-parallel parameter; None where there is no parameter, as no bias."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -98,8 +92,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M, N/tp]."""
-        y = linear(x, _local(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
-        return add_bias(y, _local(self.bias))
+        y = linear(x, _rank_part(self.weight), gather=self.group, matmul=self.matmul, fused=self.fused)
+        return add_bias(y, _rank_part(self.bias))
 
 
 class RowParallelLinear(ParallelLinear):
@@ -109,8 +103,8 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, K/tp] → [M/tp, N]."""
-        y = linear(x, _local(self.weight), scatter=self.group, matmul=self.matmul, fused=self.fused)
-        return add_bias(y, _local(self.bias))
+        y = linear(x, _rank_part(self.weight), scatter=self.group, matmul=self.matmul, fused=self.fused)
+        return add_bias(y, _rank_part(self.bias))
 
 
 class SequenceParallelRMSNorm(RMSNorm):
@@ -118,7 +112,7 @@ class SequenceParallelRMSNorm(RMSNorm):
 
     def scale(self) -> Tensor:
         """[D]."""
-        return _local(self.weight)
+        return _rank_part(self.weight)
 
 
 class SequenceParallelLayerNorm(LayerNorm):
@@ -126,7 +120,7 @@ class SequenceParallelLayerNorm(LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, D] → [M/tp, D]."""
-        return layer_norm(x, _local(self.weight), _local(self.bias), self.eps)
+        return layer_norm(x, _rank_part(self.weight), _rank_part(self.bias), self.eps)
 
 
 class SequenceParallelEmbedding(Embedding):
@@ -136,7 +130,7 @@ class SequenceParallelEmbedding(Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[M] int64 → [M/tp, D]."""
-        return F.embedding(tokens.chunk(self.group.size)[self.group.rank], _local(self.weight))
+        return F.embedding(tokens.chunk(self.group.size)[self.group.rank], _rank_part(self.weight))
 
 
 class VocabParallelEmbedding(Embedding):
@@ -146,7 +140,7 @@ class VocabParallelEmbedding(Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[M] int64 → [M/tp, D]."""
-        weight = _local(self.weight)  # [V/tp, D]
+        weight = _rank_part(self.weight)  # [V/tp, D]
         local = tokens - self.group.rank * weight.shape[0]
         owned = (local >= 0) & (local < weight.shape[0])
         rows = F.embedding(torch.where(owned, local, 0), weight) * owned[:, None]
@@ -161,7 +155,7 @@ class ReplicatedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[M/tp, K] → [M/tp, N], or [M, K/tp] → [M, N/tp] of heads: whatever this rank has."""
-        return add_bias(linear(x, _local(self.weight), matmul=self.matmul), _local(self.bias))
+        return add_bias(linear(x, _rank_part(self.weight), matmul=self.matmul), _rank_part(self.bias))
 
 
 def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
@@ -293,26 +287,3 @@ def _require_one_plan(plan: Mapping[str, LayerPlan], mesh: DeviceMesh) -> None:
         where, want = f"tensor-parallel rank {different[0]}", "the sharding plan of rank 0; this rank has another"
         problem = Problem(where, "", want, "run the same version, config and model file on every host")
         raise ShardingError(describe("tensor parallelism", [problem]))
-
-
-def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:
-    """Sum the gradients of parameters that are whole on every tensor-parallel rank; one collective for all of them.
-
-    Args:
-        parameters: all parameters of the model, with gradients.
-        group: the tensor-parallel ranks, or None.
-    """
-    grads = [p.grad.to_local() for p in parameters if is_replicated(p) and isinstance(p.grad, DTensor)]
-    if group is None or not grads:
-        return
-    flat = torch.cat([g.flatten() for g in grads])
-    dist.all_reduce(flat, group=dist.distributed_c10d._resolve_process_group(group.name))  # type: ignore[arg-type]
-    torch._foreach_copy_([g.view(-1) for g in grads], list(flat.split([g.numel() for g in grads])))
-
-
-def is_replicated(parameter: Tensor) -> bool:
-    """Check that every tensor-parallel rank holds this parameter whole."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return "tp" in names and parameter.placements[names.index("tp")].is_replicate()

@@ -136,7 +136,7 @@ def build(
     as_it_is = replace(config, parallelism=parallelism)
     memory, chosen = MemoryModel(as_it_is, dims, float8, dist.get_world_size(), model), None
     if save_list is None:
-        chosen = _choose(model, config, memory, device)
+        chosen = _choose_save_list(model, config, memory, device)
         save_list = chosen.save_list
     save_list_use = apply_activation_checkpoint(model, save_list)
     if config.compile.enable:
@@ -188,7 +188,7 @@ def _environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def _choose(model: nn.Module, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
+def _choose_save_list(model: nn.Module, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
     """Time a block on every rank and let rank 0 choose for all."""
     budget = config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it

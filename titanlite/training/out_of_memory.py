@@ -107,9 +107,9 @@ def explained(model: Callable[[], MemoryModel], save_list: SaveList, device: tor
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and not _OF_THE_DRIVER.match(str(error)):
             raise
-        said = ". ".join(str(error).partition("\n")[0].split(". ")[:2]).rstrip(".")
+        reason = ". ".join(str(error).partition("\n")[0].split(". ")[:2]).rstrip(".")
         message = explanation(model(), save_list, measure(device))
-        raise OutOfMemoryError(f"rank {dist.get_rank()}: {said}\n{message}") from error
+        raise OutOfMemoryError(f"rank {dist.get_rank()}: {reason}\n{message}") from error
 
 
 def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> str:

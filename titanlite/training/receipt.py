@@ -44,9 +44,9 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         raise error
     receipt.complete()
     receipt.add(_dtypes(run))
-    receipt.add(_attention(run))
+    receipt.add(_attention_entry(run))
     receipt.add(compile_entry(run.model, config.compile.enable))
-    receipt.add(_save_list(run))
+    receipt.add(_save_list_entry(run))
     memory, over_budget = _memory(run)
     receipt.add(memory)
     if dist.get_rank() == 0:
@@ -62,14 +62,14 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         console.warning(message)
 
 
-def _save_list(run: Run) -> Entry:
+def _save_list_entry(run: Run) -> Entry:
     chosen, prices = run.chosen, run.rule_costs
-    said: dict[str, object] = {}
+    choice: dict[str, object] = {}
     if chosen is not None:
         again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)
-        said = {"keeps": in_words(chosen), "recomputes_ms": again, "prepared_s": took}
+        choice = {"keeps": in_words(chosen), "recomputes_ms": again, "prepared_s": took}
     held = None if prices is None else [price.held for price in prices]
-    return save_list_entry(run.save_list_use, run.save_list, run.config.activation_checkpoint.recipe, said, held)
+    return save_list_entry(run.save_list_use, run.save_list, run.config.activation_checkpoint.recipe, choice, held)
 
 
 def _memory(run: Run) -> tuple[Entry, Problem | None]:
@@ -96,13 +96,13 @@ def _dtypes(run: Run) -> Entry:
     block: nn.Module = run.model.layers[0]  # type: ignore[index,assignment]
     assert isinstance(block, FSDPModule)  # noqa: S101
     block.unshard()
-    compute, reduction = _names(list(block.parameters())), dtype_of_reduction(block)
+    compute, reduction = _dtype_names(list(block.parameters())), dtype_of_reduction(block)
     block.reshard()
     found = {
-        "parameters": _names([local_data(p) for p in run.parameters]),
+        "parameters": _dtype_names([local_data(p) for p in run.parameters]),
         "compute": compute,
         "reduction": reduction,
-        "optimizer_state": _names(run.optimizer.state_tensors()),
+        "optimizer_state": _dtype_names(run.optimizer.state_tensors()),
     }
     training, optimizer = run.config.training, run.config.optimizer
     wanted = {
@@ -121,12 +121,12 @@ def _dtypes(run: Run) -> Entry:
     return Entry("dtypes", requested, found, count=len(wanted) - len(missed), missed=missed, key=key)
 
 
-def _names(tensors: list[Tensor]) -> str:
+def _dtype_names(tensors: list[Tensor]) -> str:
     """Their dtypes, each once."""
     return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
 
 
-def _attention(run: Run) -> Entry:
+def _attention_entry(run: Run) -> Entry:
     """The kernel that torch chooses for this run's shapes and dtype; on a CPU its definition is as good as any."""
     backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", ()

@@ -16,7 +16,7 @@ from titanlite.errors import ConfigError, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.mistakes import of_function
-from titanlite.parallel.tensor import reduce_replicated_gradients
+from titanlite.parallel.replicated_gradients import reduce_replicated_gradients
 
 if TYPE_CHECKING:
     from titanlite.data.batches import Batch

@@ -115,10 +115,10 @@ class StopSignals:
             if not self.is_in_steps:
                 raise KeyboardInterrupt(number)
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                said = f"{self._does} at most two steps after the one at hand"
+                effect = f"{self._does} at most two steps after the one at hand"
                 again = "a second signal, a second or more later, ends the run at once, without saving"
                 with contextlib.suppress(OSError):  # the terminal that hung up is the one to tell
-                    os.write(2, f"{self.received}: {said}; {again}\n".encode())
+                    os.write(2, f"{self.received}: {effect}; {again}\n".encode())
 
     def _watch(self) -> None:
         """Read the numbers of signals, which come here whatever the main thread does, and end what does not stop."""
@@ -130,9 +130,9 @@ class StopSignals:
             first = time.monotonic() if first is None else first
             if is_again or not (self.is_in_steps or self._taken_up.wait(_TAKEN_UP_S)):
                 self.received = self._name(number)
-                said = threading.Thread(target=self._last_words, daemon=True)
-                said.start()
-                said.join(_TAKEN_UP_S)  # the disk may be what the main thread waits for
+                last_words = threading.Thread(target=self._last_words, daemon=True)
+                last_words.start()
+                last_words.join(_TAKEN_UP_S)  # the disk may be what the main thread waits for
                 os._exit(128 + number)
 
     def _next(self) -> int:
@@ -156,7 +156,7 @@ def _hold() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _entered.numbers)
 
 
-def _release() -> None:
+def _release_after_fork() -> None:
     if _entered is not None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _entered.numbers)
 
@@ -168,4 +168,4 @@ def _release_in_child() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
-os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_in_child)
+os.register_at_fork(before=_hold, after_in_parent=_release_after_fork, after_in_child=_release_in_child)

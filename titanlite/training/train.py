@@ -68,7 +68,7 @@ def train(
         try:
             cleanup.enter_context(session.stop)
             with folder.write_errors_explained():
-                _train(session, cleanup)
+                _train_in_session(session, cleanup)
         except KeyboardInterrupt:
             with suppress(OSError):
                 session.interrupted()
@@ -81,7 +81,7 @@ def train(
             session.guard.close()
 
 
-def _train(session: Session, cleanup: ExitStack) -> None:
+def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
     asked, folder, console, status = session.asked, session.folder, session.console, session.status
     config = asked.config

@@ -35,7 +35,8 @@ from titanlite.models.find import model_class
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel, reduce_replicated_gradients
+from titanlite.parallel.replicated_gradients import reduce_replicated_gradients
+from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.sharding.graph import export
 from titanlite.sharding.layers import plan_layers, planned_layers

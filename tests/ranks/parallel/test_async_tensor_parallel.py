@@ -43,12 +43,12 @@ from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
+from titanlite.parallel.replicated_gradients import reduce_replicated_gradients
 from titanlite.parallel.tensor import (
     ColumnParallelLinear,
     LayerPlan,
     RowParallelLinear,
     apply_tensor_parallel,
-    reduce_replicated_gradients,
 )
 from titanlite.sharding.layers import plan_layers
 

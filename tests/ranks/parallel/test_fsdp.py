@@ -182,7 +182,7 @@ def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
         def count_and_compare(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
             want = torch.empty_like(out)
             torch._chunk_cat(tensors, dim, num_chunks, out=want)
-            fsdp._chunk_cat(tensors, dim, num_chunks, out.fill_(torch.nan))
+            fsdp._fsdp_chunk_cat(tensors, dim, num_chunks, out.fill_(torch.nan))
             assert torch.equal(out, want)
             calls.append((dim, num_chunks))
 

@@ -15,7 +15,8 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
-from titanlite.parallel.tensor import apply_tensor_parallel, is_replicated, reduce_replicated_gradients
+from titanlite.parallel.replicated_gradients import is_replicated, reduce_replicated_gradients
+from titanlite.parallel.tensor import apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
 
 SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)

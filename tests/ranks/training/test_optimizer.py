@@ -20,7 +20,7 @@ from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.tensor import is_replicated
+from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.training.optimizers.adamw import AdamW
 from titanlite.training.schedule import learning_rate
 from titanlite.training.step import train_step

@@ -158,7 +158,7 @@ def test_attention_without_a_kernel_ends_a_run_on_gpus(
     config = Config(training=Training(mixed_precision_param=dtype))
     run, receipt = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device(device))), Receipt()
     run.model = SimpleNamespace(layers=range(2))
-    entry = training_receipt._attention(cast(Run, run))
+    entry = training_receipt._attention_entry(cast(Run, run))
     receipt.add(entry)
     assert (len(entry.skipped), entry.applied) == (skipped, backend or "not known")
     with pytest.raises(StrictError, match="never applied") if refused else nullcontext():

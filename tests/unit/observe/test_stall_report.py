@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.observe import stall_report as module
-from titanlite.observe.stall_report import StallReport, line_of
+from titanlite.observe.stall_report import StallReport, innermost_line
 
 PROCESS = f"host {socket.gethostname()}, process {os.getpid()}"
 
@@ -112,7 +112,7 @@ def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:
     seen: list[str] = []
 
     def noted(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
-        seen.append(line_of(sys._getframe()))
+        seen.append(innermost_line(sys._getframe()))
         sleep(seconds)
 
     monkeypatch.setattr(module.time, "sleep", noted)
@@ -124,5 +124,5 @@ def test_without_any_the_innermost_of_all_is_named() -> None:
     class Outside:
         f_code, f_lineno, f_back = test_without_any_the_innermost_of_all_is_named.__code__, 7, None
 
-    assert line_of(Outside()) == f"{__file__}:7 in {Outside.f_code.co_name}"  # type: ignore[arg-type]
-    assert line_of(None) == "no line"
+    assert innermost_line(Outside()) == f"{__file__}:7 in {Outside.f_code.co_name}"  # type: ignore[arg-type]
+    assert innermost_line(None) == "no line"

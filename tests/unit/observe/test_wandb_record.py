@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.needs import slow
 from tests.support.wandb_server import Server
-from titanlite.observe.wandb_process import _lines
+from titanlite.observe.wandb_process import _open_lines
 
 ROOT = Path(__file__).parents[3]
 START = """
@@ -276,7 +276,7 @@ def test_lines_of_rows_that_are_lost_become_empty(
     path = tmp_path / "lines"
     path.write_text(said)
     for _ in range(2):  # what a start adds changes nothing for the next
-        file, found = _lines(path, kept)
+        file, found = _open_lines(path, kept)
         os.close(file)
         assert found == marks
 
@@ -284,7 +284,7 @@ def test_lines_of_rows_that_are_lost_become_empty(
 def test_rows_of_starts_without_wandb_get_lines_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("1.5\nkeep 0\n")
-    file, (lost, *new) = _lines(path, 2)
+    file, (lost, *new) = _open_lines(path, 2)
     os.close(file)
     assert lost is None
     assert len(new) == 2
@@ -292,8 +292,8 @@ def test_rows_of_starts_without_wandb_get_lines_of_their_own(tmp_path: Path) -> 
 
 
 def test_a_start_waits_for_the_process_of_an_earlier_one(tmp_path: Path) -> None:
-    file, _ = _lines(tmp_path / "lines", 0)
-    waiting = threading.Thread(target=lambda: os.close(_lines(tmp_path / "lines", 0)[0]))
+    file, _ = _open_lines(tmp_path / "lines", 0)
+    waiting = threading.Thread(target=lambda: os.close(_open_lines(tmp_path / "lines", 0)[0]))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive()

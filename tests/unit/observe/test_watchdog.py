@@ -26,7 +26,7 @@ def all_reduce_that_hangs():
     time.sleep(3600)
 
 def until_read(guard):
-    while fcntl.ioctl(guard._told.fileno(), termios.FIONREAD, bytes(4)) != bytes(4):
+    while fcntl.ioctl(guard._pipe.fileno(), termios.FIONREAD, bytes(4)) != bytes(4):
         time.sleep(0.01)
 """
 

@@ -15,7 +15,7 @@ from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.tensor import is_replicated
+from titanlite.parallel.replicated_gradients import is_replicated
 
 
 class ShardedOptimizer(ABC):

@@ -1,0 +1,35 @@
+"""Sum the gradients of parameters that every tensor-parallel rank holds whole and uses for its own tokens.
+
+All of them in float32 with one collective per step, after FSDP has reduced them over the data-parallel ranks, instead
+of one small all-reduce per norm.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.kernels.collectives import Group
+
+
+def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:
+    """Sum the gradients of parameters that are whole on every tensor-parallel rank; one collective for all of them.
+
+    Args:
+        parameters: all parameters of the model, with gradients.
+        group: the tensor-parallel ranks, or None.
+    """
+    grads = [p.grad.to_local() for p in parameters if is_replicated(p) and isinstance(p.grad, DTensor)]
+    if group is None or not grads:
+        return
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat, group=dist.distributed_c10d._resolve_process_group(group.name))  # type: ignore[arg-type]
+    torch._foreach_copy_([g.view(-1) for g in grads], list(flat.split([g.numel() for g in grads])))
+
+
+def is_replicated(parameter: Tensor) -> bool:
+    """Check that every tensor-parallel rank holds this parameter whole."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tp" in names and parameter.placements[names.index("tp")].is_replicate()
