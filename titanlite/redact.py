@@ -103,17 +103,6 @@ def _find_in_environment() -> list[str]:
             elif scheme.lower() in ("http", "https") and len(user) >= _SHORTEST_TOKEN:
                 secrets.add(user)
     spelt = {unquote(secret) for secret in secrets} | secrets
-    spelt |= {form(secret) for secret in spelt for form in (quote, _quote_all, _as_json, _as_repr)}
+    for secret in [*spelt]:
+        spelt |= {quote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1]}
     return sorted((secret for secret in spelt if len(secret) >= _SHORTEST), key=len, reverse=True)
-
-
-def _quote_all(text: str) -> str:
-    return quote(text, safe="")
-
-
-def _as_json(text: str) -> str:
-    return json.dumps(text)[1:-1]
-
-
-def _as_repr(text: str) -> str:
-    return repr(text)[1:-1]

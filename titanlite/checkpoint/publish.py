@@ -56,15 +56,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Read files back and describe them for the manifest.
-
-    Args:
-        folder: the folder being written.
-        names: files in it that this process wrote.
-
-    Returns:
-        One entry per name.
-    """
+    """Read the files that this process wrote into a folder back, and describe each for the manifest."""
     found = list(names)
     sums = _sha256s([folder / name for name in found])
     return {name: FileEntry((folder / name).stat().st_size, sha256) for name, sha256 in zip(found, sums, strict=True)}
@@ -78,9 +70,6 @@ def commit(tmp: Path, entries: Mapping[str, FileEntry]) -> Path:
     Args:
         tmp: `step-<step>.tmp`, holding exactly the files of `entries`.
         entries: size and hash of every file, gathered from the processes that wrote them.
-
-    Returns:
-        The complete checkpoint.
 
     Raises:
         CheckpointError: the checkpoint exists already, or the folder does not hold what was written.
@@ -184,11 +173,7 @@ def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
 
 
 def remove_stale(root: Path) -> list[str]:
-    """Remove what a killed process left half written or half deleted. Call on one process, at start.
-
-    Returns:
-        The names removed.
-    """
+    """Remove what a killed process left half written or half deleted, and name it. Call on one process, at start."""
     stale = _stale(root)
     for path in stale:
         _delete(path)

@@ -88,10 +88,7 @@ def check_quickly(
         config: of the run that is to resume from it.
         dims: its model's dimensions.
         per_step: as in `check_state`.
-        state: what the checkpoint says beside the tensors, if that was read.
-
-    Returns:
-        What it says beside the tensors.
+        state: what the checkpoint says beside the tensors, if that was read; it is returned.
 
     Raises:
         CheckpointError: files are missing, of another size or altered, or it is of another model.
@@ -211,18 +208,13 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
         "model": "the old value, or restore the recipe",
         "training": "the old value; or begin anew from its weights: titanlite export, checkpoint.initial_load_path",
     }
-    problems = [
-        Problem(
-            f"{section}.{key}",
-            show(value) or str(value),
-            f"{show(saved[key]) or saved[key]}, as the checkpoint has it",
-            fixes[section],
-        )
-        for section, values in identity_of(config, dims).items()
-        for saved in (state.get(section, {}),)  # none in a checkpoint of a former version
-        for key, value in values.items()
-        if key in saved and saved[key] != value
-    ]
+    problems: list[Problem] = []
+    for section, values in identity_of(config, dims).items():
+        saved = state.get(section, {})  # none in a checkpoint of a former version
+        for key, value in values.items():
+            if key in saved and saved[key] != value:
+                want = f"{show(saved[key]) or saved[key]}, as the checkpoint has it"
+                problems.append(Problem(f"{section}.{key}", show(value) or str(value), want, fixes[section]))
     if problems:
         raise CheckpointError(describe(str(folder), problems))
     batch = state.get("sequences_per_step")

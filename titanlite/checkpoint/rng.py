@@ -54,23 +54,13 @@ def _name(kind: str) -> str:
 def _generators() -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]]:
     """Return the functions that read and set the state of each generator of this process."""
     found: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Any]]] = {
-        "python": (_get_python, _set_python),
+        "python": (lambda: _pack(*random.getstate()[1:]), lambda state: random.setstate((3, *_unpack(state)))),
         "numpy": (_get_numpy, _set_numpy),
         "torch": (torch.get_rng_state, torch.set_rng_state),
     }
     if torch.cuda.is_available():
         found["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
     return found
-
-
-def _get_python() -> Tensor:
-    _, words, gauss = random.getstate()
-    return _pack(words, gauss)
-
-
-def _set_python(state: Tensor) -> None:
-    words, gauss = _unpack(state)
-    random.setstate((3, tuple(words), gauss))
 
 
 def _get_numpy() -> Tensor:
@@ -90,6 +80,6 @@ def _pack(words: Iterable[int], gauss: float | None) -> Tensor:
     return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
 
 
-def _unpack(state: Tensor) -> tuple[list[int], float | None]:
+def _unpack(state: Tensor) -> tuple[tuple[int, ...], float | None]:
     *words, has_gauss, bits = cast(list[int], state.tolist())
-    return words, struct.unpack("<d", struct.pack("<q", bits))[0] if has_gauss else None
+    return tuple(words), struct.unpack("<d", struct.pack("<q", bits))[0] if has_gauss else None

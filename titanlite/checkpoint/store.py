@@ -65,7 +65,13 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(folder, "write"):
         dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner, process_group=group)
-    entries = on_all_ranks(lambda: hash_files(folder, _my_files(folder)), group, folder)
+    own = f"__{rank()}_"  # as DCP names what it writes from a rank
+
+    def hash_own() -> dict[str, FileEntry]:
+        names = sorted(p.name for p in folder.iterdir() if p.name.startswith(own))
+        return hash_files(folder, [".metadata", *names] if rank() == 0 else names)
+
+    entries = on_all_ranks(hash_own, group, folder)
     return {name: entry for of_rank in entries for name, entry in of_rank.items()}
 
 
@@ -85,7 +91,9 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
     """
     found = on_all_ranks(lambda: list(tensors))  # also a first contact: all ranks are here
     asked = {name for names in found for name in names}
-    metadata: Metadata = _read_metadata(folder)
+    described: list[Metadata] = []
+    on_all_ranks(lambda: described.append(read_metadata(folder)))  # each by itself, since it may be large
+    metadata = described[0]
     wanted = {n: t for n, t in tensors.items() if not n.startswith(optional) or _is_alike(t, metadata, n)}
     on_all_ranks(lambda: _check_same(folder, metadata, wanted, asked, optional))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -176,19 +184,6 @@ class _Reader(dcp.FileSystemReader):
         return self.metadata
 
 
-def _read_metadata(folder: Path) -> Metadata:
-    """Every rank reads the file by itself, since it may be large; a failure is everyone's."""
-    metadata: list[Metadata] = []
-    on_all_ranks(lambda: metadata.append(read_metadata(folder)))
-    return metadata[0]
-
-
-def _my_files(folder: Path) -> list[str]:
-    """Return the files that DCP wrote from this rank."""
-    mine = sorted(p.name for p in folder.iterdir() if p.name.startswith(f"__{rank()}_"))
-    return [".metadata", *mine] if rank() == 0 else mine
-
-
 def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Compare free space with what all ranks will write, and plain tensors of one name with each other."""
 
@@ -208,24 +203,18 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
     for _, of_rank, _ in ranks:
         differ = [n for n in of_rank if plain.setdefault(n, of_rank[n]) != of_rank[n]]
         if differ:
+            saw, want = "another shape or dtype on some rank", "the same tensor on all ranks"
             fix = "put the rank into the name of a tensor that differs by rank, or make it a DTensor"
-            raise CheckpointError.of(
-                str(folder),
-                few_names(differ),
-                "another shape or dtype on some rank",
-                "the same tensor on all ranks",
-                fix,
-            )
+            raise CheckpointError.of(str(folder), few_names(differ), saw, want, fix)
     total = sum(sharded for sharded, _, _ in ranks) + sum(n for _, n in plain.values())
     free = min(free for _, _, free in ranks)
     if free < SPARE * total:
-        raise CheckpointError.of(
-            str(folder),
-            "free space",
+        saw, want = (
             f"{byte_size(free)} free at {folder}",
             f"needs {byte_size(SPARE * total)} ({SPARE} times the tensors)",
-            "make room, lower checkpoint.keep_latest_k, or set job.dump_folder to another disk",
         )
+        fix = "make room, lower checkpoint.keep_latest_k, or set job.dump_folder to another disk"
+        raise CheckpointError.of(str(folder), "free space", saw, want, fix)
 
 
 def _is_alike(tensor: Tensor, metadata: Metadata, name: str) -> bool:

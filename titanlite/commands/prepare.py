@@ -11,9 +11,8 @@ from rich.console import Console
 from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
-from titanlite.config.schema import Config
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import Meta, TokenShards, sample_count
+from titanlite.data.shards import TokenShards, sample_count
 from titanlite.preflight.checked_run import checked_run
 
 _COMMAND = Command("prepare", __doc__ or "", {})
@@ -37,15 +36,13 @@ def run(argv: Sequence[str]) -> int:
     for notice in filter(None, notices):
         console.print(notice)
     for key, source in sources.items():
-        shards = prepare(source, config.data, vocab_size, progress=True, key=key)
-        console.print(_summary(shards, _epochs(config, shards.meta) if key == "data.source" else ""))
+        shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
+        if key == "data.source":
+            meta, least = shards.meta, sequences_per_step(config, None) or 1
+            n = sample_count(meta.source, meta.tokens, config.training.seq_len, least, max_tokens=meta.max_tokens)
+            epochs = epochs_of(config, n, None)
+        console.print(_summary(shards, epochs))
     return 0
-
-
-def _epochs(config: Config, meta: Meta) -> str:
-    least = sequences_per_step(config, None) or 1
-    n_samples = sample_count(meta.source, meta.tokens, config.training.seq_len, least, max_tokens=meta.max_tokens)
-    return epochs_of(config, n_samples, None)
 
 
 def _summary(shards: TokenShards, epochs: str) -> str:

@@ -109,12 +109,13 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
-    shards = "(all remaining)" if shard == -1 else shard
+    shards, chosen = "(all remaining)" if shard == -1 else shard, config.activation_checkpoint
+    within = "" if chosen.budget_gib is None else f" within {chosen.budget_gib:g} GiB"
     rows = {
         "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
         "batch": tokens,
-        "recipes": f"activation_checkpoint {_save_list_in_words(checked)}, float8 {config.float8.recipe}",
+        "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}",
         "data": f"{config.data.source}{limit}, {ids}{length}",
         **({"files": files} if files else {}),
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
@@ -129,13 +130,12 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
 
 
 def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:
-    """Say how often a run goes through its text.
+    """Say how often a run goes through its text: each data-parallel rank, where the batch follows from their number.
 
     Args:
         config: of the run, checked.
         n_samples: of `data.source`.
-        world: number of processes, if it is known. Where the batch follows from it and it is not, what is said is of
-            each data-parallel rank.
+        world: number of processes, if it is known.
         start: step that it resumes from.
         samples: that were trained on until there.
     """
@@ -146,12 +146,6 @@ def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0,
         if samples:  # a run that resumes without a global batch is held to the one it had
             sequences, each = samples // start, ""
     return f"{epochs(batch.steps, sequences, n_samples, start, samples)} in {batch.steps:,} steps{each}"
-
-
-def _save_list_in_words(checked: CheckedRun) -> str:
-    """Return the name of the save-list, or within what it will be chosen."""
-    chosen = checked.config.activation_checkpoint
-    return chosen.recipe if chosen.budget_gib is None else f"{chosen.recipe} within {chosen.budget_gib:g} GiB"
 
 
 def _model(checked: CheckedRun) -> str:

@@ -46,13 +46,8 @@ def run(argv: Sequence[str]) -> int:
     steps = _steps(given.own.get("--steps", _STEPS), config)
     folder = Path(os.path.expanduser(config.job.dump_folder)) / f"{config.job.name}-verify-resume"
     if folder.exists():
-        raise CheckpointError.of(
-            "titanlite verify-resume",
-            str(folder),
-            "",
-            "a folder that does not exist yet",
-            "delete it: an earlier check left it",
-        )
+        want, fix = "a folder that does not exist yet", "delete it: an earlier check left it"
+        raise CheckpointError.of("titanlite verify-resume", str(folder), "", want, fix)
     for name, more, last in ((_WHOLE, "", 2 * steps), ("stopped", "", steps), ("stopped", ", then resumed", 2 * steps)):
         sys.stdout.write(f"{name}{more}: to step {last}\n")
         sys.stdout.flush()
@@ -89,13 +84,8 @@ def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, process
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     if done.returncode:
         sys.stderr.write(done.stdout)
-        raise CheckpointError.of(
-            "titanlite verify-resume",
-            f"{name}, to step {last}",
-            f"exit code {done.returncode}",
-            "0",
-            "fix the error printed above",
-        )
+        where, saw = f"{name}, to step {last}", f"exit code {done.returncode}"
+        raise CheckpointError.of("titanlite verify-resume", where, saw, "0", "fix the error printed above")
 
 
 def _require_equal(whole: RunFolder, stopped: RunFolder, last: int) -> None:

@@ -39,29 +39,26 @@ def from_table(
         The value; where problems were added, of what is right, or None if a field that must be given is missing.
     """
     hints, values, is_complete = get_type_hints(schema), dict[str, Any](), True
+    prefix = f"{where}." if where else ""
     known = {f.name: f for f in dataclasses.fields(cast("Any", schema))}
     for key, value in table.items():
-        path = f"{where}.{key}" if where else key
+        path = f"{prefix}{key}"
         if key in known:
             converted = _convert(hints[key], value, path, problems, suggest, known[key].default)
             if converted is not None:  # which TOML cannot say
                 values[key] = converted
         else:
-            fix = suggest(path, value) or _nearest_field(key, known, where) or "remove it"
+            near = nearest(key, known)
+            fix = suggest(path, value) or (f"did you mean {prefix}{near}?" if near else "remove it")
             problems.add(path, show(value), f"one of {', '.join(known)}", fix)
     for name, f in known.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         is_complete &= not required or name in values
         if required and name not in table:
-            path = f"{where}.{name}" if where else name
             at = problems.origin.of(where)  # the header of the table that it should be in
-            problems.add(path, "", f"{describe_type(hints[name])}; it is missing", f"add {name} = …", at=at)
+            want = f"{describe_type(hints[name])}; it is missing"
+            problems.add(f"{prefix}{name}", "", want, f"add {name} = …", at=at)
     return schema(**values) if is_complete else None
-
-
-def _nearest_field(key: str, known: Mapping[str, object], where: str) -> str | None:
-    near = nearest(key, known)
-    return f"did you mean {where + '.' if where else ''}{near}?" if near else None
 
 
 def _convert(

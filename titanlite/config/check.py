@@ -103,11 +103,7 @@ def last_step(config: Config) -> int:
 
 
 def sequences_per_step(config: Config, world_size: int | None) -> int | None:
-    """Return the sequences of one optimizer step over all ranks.
-
-    Args:
-        config: the resolved config, which may be impossible.
-        world_size: number of processes; None if it is not known, then what is said holds for the fewest.
+    """Return the sequences of one optimizer step over all ranks; over the fewest, if their number is not known.
 
     Returns:
         Their number; None if a number that it follows from is out of range.
@@ -161,9 +157,8 @@ def _check_names(config: Config, problems: Problems) -> None:
         problems.add("model.file", show(config.model.file), "a file that exists", "its path from where you start")
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         default = Config().metrics.wandb_project
-        problems.add(
-            "metrics.wandb_project", '""', "the name of a project", f'wandb_project = "{default}" (the default)'
-        )
+        fix = f'wandb_project = "{default}" (the default)'
+        problems.add("metrics.wandb_project", '""', "the name of a project", fix)
 
 
 def _check_features(config: Config, model: ModelDims | None, problems: Problems) -> None:
@@ -203,12 +198,7 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
 
 
 def uses_copy_engines(config: Config, shards: int) -> bool:
-    """Return whether copy engines gather and reduce blocks, if the GPUs have each other's memory.
-
-    Args:
-        config: checked.
-        shards: ranks over which FSDP splits each parameter.
-    """
+    """Return whether copy engines gather and reduce blocks that `shards` ranks split, if GPUs share their memory."""
     on_a_host = shards * config.parallelism.tensor_parallel_degree <= _MOST_PEERS  # of eight GPUs
     possible = shards >= 2 and on_a_host and config.training.mixed_precision_reduce == "float32"
     asked = config.parallelism.fsdp_copy_engines

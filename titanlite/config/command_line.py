@@ -80,9 +80,16 @@ def answer_help(argv: Sequence[str], usage: str) -> None:
     """
     args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
     args = ["--help" if a == "-h" else a for a in args]
-    if "--help" in args:
-        sys.stdout.write(_help(args[args.index("--help") + 1 :], usage))
-        raise SystemExit(0)
+    if "--help" not in args:
+        return
+    asked = args[args.index("--help") + 1 :]
+    topic = asked[0].removeprefix("--").replace("-", "_") if asked else ""
+    if asked and topic not in sections() and topic not in schema_keys():
+        want = f"one of {', '.join(sections())}"
+        fix = suggest_key(topic) or "--help alone lists what they are for"
+        raise ConfigError.of("command line", "--help", asked[0], want, fix)
+    sys.stdout.write(section_page(topic.partition(".")[0]) if asked else overview(usage))
+    raise SystemExit(0)
 
 
 def _require_working_directory() -> None:
@@ -196,15 +203,3 @@ def _tyro(args: list[str], config: Config) -> Config | None:
         numbers = (n for key in schema_keys() if type(n := attrgetter(key)(read)) is int)
         return None if any(n.bit_length() > 63 for n in numbers) else read  # as a file may say no more
     return None
-
-
-def _help(topics: list[str], usage: str) -> str:
-    """Return the help page of a section, or the one that lists the sections."""
-    if not topics:
-        return overview(usage)
-    topic = topics[0].removeprefix("--").replace("-", "_")
-    if topic in sections() or topic in schema_keys():
-        return section_page(topic.partition(".")[0])
-    want = f"one of {', '.join(sections())}"
-    fix = suggest_key(topic) or "--help alone lists what they are for"
-    raise ConfigError.of("command line", "--help", topics[0], want, fix)

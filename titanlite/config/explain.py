@@ -25,7 +25,8 @@ def overview(usage: str) -> str:
     width = max(len(name) for name in sections())
     lines = [f"usage: {usage}", ""]
     for name, cls in sections().items():
-        lines.append(f"  {name:{width}}  {_first_sentence(cls)}")
+        first_sentence = (inspect.getdoc(cls) or "").partition(". ")[0].rstrip(".")
+        lines.append(f"  {name:{width}}  {first_sentence}.")
     lines += [
         "",
         "A flag is the dotted path of a TOML key and wins over the file. Booleans take",
@@ -46,11 +47,6 @@ def section_page(name: str) -> str:
         lines += ["", *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_long_words=False)]
         lines += textwrap.wrap(docs[field.name], _WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines) + "\n"
-
-
-def _first_sentence(cls: type) -> str:
-    doc = inspect.getdoc(cls) or ""
-    return doc.partition(". ")[0].rstrip(".") + "."
 
 
 def field_docs() -> dict[str, dict[str, str]]:

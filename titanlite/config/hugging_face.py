@@ -132,7 +132,7 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
     Args:
         layout: of the architecture.
         dims: the model's dimensions.
-        seq_len: tokens of a sequence, the longest that the model has seen.
+        seq_len: the longest that the model has seen.
         dtype: of the weights, as "bfloat16".
         end: id of the token that follows a document, and so stands before a text; None if it is not known.
     """

@@ -26,11 +26,7 @@ class OptimizerCost:
 
 
 def optimizer_cost(config: Optimizer) -> OptimizerCost:
-    """Give the bytes of the optimizer of a run.
-
-    Args:
-        config: `[optimizer]`.
-    """
+    """Give the bytes of the optimizer of a run."""
     return _COSTS[config.name](config)
 
 

@@ -70,11 +70,7 @@ class Problems:
         return self.origin.of(key).source == self.origin.source
 
     def raise_all(self, error: type[ConfigError] = ConfigError) -> None:
-        """Raise one error with every problem, or return if there is none.
-
-        Raises:
-            ConfigError: there is at least one problem.
-        """
+        """Raise one error with every problem, if there is any."""
         if self._found:
             raise self.error(error)
 

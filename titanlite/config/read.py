@@ -36,10 +36,7 @@ def schema_keys() -> dict[str, Any]:
 
 
 def read_config(path: Path) -> tuple[Config, Origin]:
-    """Read a TOML file, and those it extends, into a `Config`.
-
-    Args:
-        path: the file. Paths in its `extends` are relative to the file that says them.
+    """Read a TOML file, and those it extends, by paths that begin where they are written.
 
     Returns:
         The config, and where each of its keys was given.

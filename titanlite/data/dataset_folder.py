@@ -56,7 +56,10 @@ def left_out(source: Source) -> list[str]:
         saw = f"{source.name!r}, a folder of which `datasets` reads {len(twice)} files twice, as {twice[0]}"
         fix = "delete the links to it, or name the files without hf:"
         raise DataError.of("data", source.key, saw, "each file once", fix)
-    below = _files_below(source, folder)
+    # All but what `datasets` never reads: hidden files, folders named as __pycache__, its own descriptions.
+    names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
+    own = (Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md")
+    below = [f for f in own if f.is_file()]
     others = [f for f in below if f.resolve() not in chosen]
     suffixes = {_suffix(f) for f in below if f.resolve() in chosen}
     records = [f for f in others if _RECORDS.search(f.name) or (_suffix(f) in suffixes and not _BESIDE.match(f.name))]
@@ -112,13 +115,6 @@ def _folder_refused(source: Source, folder: str, records: list[Path], suffixes: 
     begin = f"or begin {os.path.join(folder, 'README.md')} with the pattern of what is to be read:"
     fix = "\n      ".join([f"{fix};", begin, *readme])
     return DataError.of("data", source.key, saw, want, fix)
-
-
-def _files_below(source: Source, folder: str) -> list[Path]:
-    """Return all but what `datasets` never reads: hidden files, folders named as __pycache__, its own descriptions."""
-    names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
-    own = [Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md"]
-    return [f for f in own if f.is_file()]
 
 
 def _suffix(file: Path) -> str:

@@ -198,6 +198,7 @@ def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Docume
 
 
 def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> Iterator[Document]:
+    most = tally.max_record_mib << 20
     if not isinstance(record, dict):
         tally.add_bad(place, f"a {type(record).__name__}, not an object with field {text_key!r}")
     elif text_key not in record:
@@ -205,15 +206,10 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
     elif not isinstance(record[text_key], str):
         kind = "null" if record[text_key] is None else f"of type {type(record[text_key]).__name__}"
         tally.add_bad(place, f"field {text_key!r} is {kind}, not a string")
-    elif _is_large(record[text_key], tally.max_record_mib << 20):
+    elif len(text := record[text_key]) > most // 4 and len(text.encode()) > most:  # few are encoded for that
         tally.add_large(place)
-    elif record[text_key]:
-        yield Document(place, (record[text_key],))
-
-
-def _is_large(text: str, n_bytes: int) -> bool:
-    """Return whether a text has more bytes; few need to be encoded for that."""
-    return len(text) > n_bytes // 4 and len(text.encode()) > n_bytes
+    elif text:
+        yield Document(place, (text,))
 
 
 def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
@@ -272,13 +268,9 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
         if source.files:
             fix = "correct config, split or file; or name the files without hf:, where data.max_bad_records skips some"
-        raise DataError.of(
-            "data",
-            source.key,
-            f"{source.name!r}: {type(e).__name__}: {e}",
-            f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`",
-            fix,
-        ) from e
+        saw = f"{source.name!r}: {type(e).__name__}: {e}"
+        want = f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`"
+        raise DataError.of("data", source.key, saw, want, fix) from e
 
 
 def _not_utf8(e: UnicodeDecodeError, before: int = 0) -> str:

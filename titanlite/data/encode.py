@@ -70,7 +70,8 @@ def encode(
             ends, bad = piece.ends, piece.bad or (ids if isinstance(ids, str) else "")
             if isinstance(ids, str) or bad or (ids == tokenizer.separator_id).any():
                 if not is_bad:
-                    tally.add_bad(piece.place, bad or _holds_separator(tokenizer))
+                    what = "NUL" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}"
+                    tally.add_bad(piece.place, bad or f"holds {what}, which separates documents")
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
                     tally.check_early(piece.n_bad + tally.n_bad - n_read)  # those behind are not encoded one by one
                 is_bad, n_tokens, n_unknown = True, 0, 0
@@ -110,11 +111,6 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray | str]:
         half = len(texts) // 2
         for part in (texts[:half], texts[half:]):
             yield from _ids(part, tokenizer)
-
-
-def _holds_separator(tokenizer: Tokenizer) -> str:
-    what = "NUL" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}"
-    return f"holds {what}, which separates documents"
 
 
 def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:

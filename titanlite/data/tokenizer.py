@@ -43,13 +43,7 @@ class Tokenizer(Protocol):
     unused: str  # of its file, and in the user's words; "" if nothing
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents, without separators.
-
-        Args:
-            texts: valid Unicode, that is without halves of surrogate pairs.
-
-        Returns:
-            One array of ids per text, unsigned, of any width.
+        """Encode documents, valid Unicode, without separators; ids are unsigned, of any width.
 
         Raises:
             EncodingError: one of them cannot be encoded; which one is not known.
@@ -231,16 +225,13 @@ def rows_for(n_ids: int) -> int:
 
 
 def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
-    """Say so if many of a model's ids can never occur: the vocabulary is not its own.
+    """Warn if many of a model's ids can never occur: the vocabulary is not its own.
 
     Args:
         n_ids: of the text, as far as one can know: the largest and one.
         whose: `key = value` of what has them.
         vocab_size: of the model.
         fix: what to set instead.
-
-    Returns:
-        A warning, or None.
     """
     if n_ids >= _LEAST_SHARE * vocab_size or vocab_size <= rows_for(n_ids):
         return None

@@ -1,7 +1,6 @@
 """Configs of torchtitan v0.2.2: every key and choice is answered, and a config that follows the answers is accepted."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ from titanlite.config.schema import Config
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, DATASETS, FLAVORS, IDLE, KEYS, SAME_DEFAULT, SWITCHES, UNSAID
 from titanlite.errors import ConfigError
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.same_run import dotted
 
 CHOICES: dict[str, list[Any]] = {
     "model.name": ["llama3", "qwen3"],
@@ -61,6 +61,12 @@ CHOICES: dict[str, list[Any]] = {
 LEFT_OUT = "left out, with another default in torchtitan"
 
 
+def make_tokenizer(folder: Path, *special: str) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "text": 1}, unk_token="one"))
+    tokenizer.add_special_tokens(["<|end_of_text|>", *special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 @pytest.fixture(autouse=True)
 def _where_its_assets_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -69,10 +75,7 @@ def _where_its_assets_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (texts / "data.jsonl").write_text(f'{{"text": "{"one text " * 1000}"}}\n' * 120)  # a mebibyte: it is not counted
     for folder in ("tests/assets/tokenizer", *(f"assets/hf/{size}" for size in HF_FOLDERS)):
         (tmp_path / folder).mkdir(parents=True)
-        vocabulary = {"one": 0, "text": 1, "<|end_of_text|>": 2}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="one"))
-        tokenizer.add_special_tokens(["<|end_of_text|>"])
-        tokenizer.save(str(tmp_path / folder / "tokenizer.json"))
+        make_tokenizer(tmp_path / folder)
 
 
 HF_FOLDERS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-32B")
@@ -87,14 +90,6 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
             inside = inside.setdefault(section, {})
         inside[name] = value
     return table
-
-
-def dotted(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def validate(keys: dict[str, Any], world: int | None = None) -> tuple[Config | None, str]:
@@ -115,8 +110,8 @@ def follow(keys: dict[str, Any], said: str) -> dict[str, Any]:
         del followed[where]
         fix = re.sub(r"^(\w+ = )", rf"{where.rpartition('.')[0]}.\1", fix)
         sets = "\n".join(f"{key} = {value}" for key, value in re.findall(SET, fix))
-        followed |= dict(dotted(tomli.loads(sets)))
-    pasted = dict(dotted(tomli.loads("\n".join(to_paste.splitlines()[1:]))))
+        followed |= dotted(tomli.loads(sets))
+    pasted = dotted(tomli.loads("\n".join(to_paste.splitlines()[1:])))
     assert not set(pasted) & set(followed)
     return followed | pasted
 
@@ -301,9 +296,7 @@ def test_documents_begin_with_bos_where_the_tokenizer_has_one(
 ) -> None:
     Path("mine").mkdir()
     if bos is not None:
-        tokenizer = Tokenizer(models.WordLevel({"one": 0, "text": 1}, unk_token="one"))
-        tokenizer.add_special_tokens(["<|end_of_text|>", *filter(None, [bos])])
-        tokenizer.save("mine/tokenizer.json")
+        make_tokenizer(Path("mine"), *filter(None, [bos]))
     keys = {"model.name": architecture, "model.flavor": "debugmodel", "model.hf_assets_path": "mine"}
     _, said = validate(keys)
     assert "\n  [data]\n" in said
