@@ -20,8 +20,8 @@ that torch leaves out of its graphs, at a break, is in no table. `check_fused` l
     check_fused(report)
     print(*report, sep="\n")
 
-The pass is an option of the compiled model, not a setting of the process: graphs are compiled as long as shapes and
-modes are new, and those of backward, on GPUs, by a thread of autograd's, which in torch 2.13 has settings of its own.
+The pass is an option of the compiled model, not a setting of the process: graphs are compiled as long as there are new
+shapes, and those of backward, on GPUs, by a thread of autograd's, which in torch 2.13 has settings of its own.
 
 Reading order: this file, `fuse_gather.py`, `gathered_values.py`, `fuse_scatter.py`; below them `layout_modes.py`,
 `view_tracking.py`, `graph_rewrite.py`.
@@ -41,7 +41,7 @@ from torch.fx import Graph, Node
 from titanlite.async_tp import fuse_gather, fuse_scatter, gathered_values, graph_rewrite, layout_modes, view_tracking
 from titanlite.async_tp.fuse_scatter import REDUCE_SCATTER
 from titanlite.async_tp.gathered_values import ALL_GATHER
-from titanlite.async_tp.graph_rewrite import MissedError, Rewriting, UnpairedError, name_of
+from titanlite.async_tp.graph_rewrite import GraphRewrite, MissedError, UnpairedError, name_of
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.kernels.lowering import lowered
 from titanlite.parallel import calls
@@ -82,7 +82,7 @@ def fuse_collective_matmuls(graph: Graph) -> list[Pair]:
     Returns:
         Every collective of the graph, in its order.
     """
-    work = Rewriting(graph)
+    work = GraphRewrite(graph)
     collectives = [node for node in graph.nodes if _is_collective(node)]
     fates: dict[Node, Pair] = {}
     of_scales: dict[Node, Node] = {}
@@ -120,7 +120,7 @@ def _is_collective(node: Node) -> bool:
 
 
 def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
-    """Options of `torch.compile` with which the pass runs on every graph of a model, whenever that is compiled.
+    """Return options of `torch.compile` with which the pass runs on every graph of a model, whenever that is compiled.
 
     Models that are compiled with one report are compiled alike: blocks of one kind share their graphs.
 

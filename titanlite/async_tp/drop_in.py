@@ -211,7 +211,7 @@ def _error(where: str, saw: str, want: str, fix: str) -> ValueError:
 
 
 def _gathered_size(A: Tensor, gather_dim: int, group_name: str) -> int:
-    """Length of the gathered dim; 0 of a dim that is none, which the operator refuses with a better message."""
+    """Return the length of the gathered dim; 0 of a dim that is none, which the operator refuses in better words."""
     return A.shape[gather_dim] * named_group(group_name).size if -A.ndim <= gather_dim < A.ndim else 0
 
 
@@ -269,7 +269,7 @@ def _reduced(total: Tensor, dtype: torch.dtype, reduce_op: str, group: Group) ->
 
 
 def _sum_of_biases(bias: Tensor, by_columns: bool, group: Group) -> Tensor:
-    """All ranks' biases, in float32; only this rank's part of them if the columns are scattered."""
+    """Add up all ranks' biases, in float32; only this rank's part of them if the columns are scattered."""
     wide = bias.float()
     if by_columns:
         return scatter_dim(wide, 0, group)

@@ -15,9 +15,10 @@ from torch.fx import Node
 from titanlite.async_tp.gathered_values import ALL_GATHER, Gathered, Product, product_of, shard_size
 from titanlite.async_tp.graph_rewrite import (
     CollectiveNode,
+    GraphRewrite,
     MissedError,
-    Rewriting,
     UnpairedError,
+    batches_error,
     check_ranks,
     collective_of,
     could_be_passed,
@@ -27,8 +28,8 @@ from titanlite.async_tp.graph_rewrite import (
     matmul_of,
     name_of,
 )
-from titanlite.async_tp.layout_modes import Atoms, Layout, identity, length, relocated, steps
-from titanlite.async_tp.view_tracking import SPLITS, Movements, path, sources
+from titanlite.async_tp.layout_modes import Layout, Modes, identity, length, relocated, steps
+from titanlite.async_tp.view_tracking import SPLITS, ViewTracker, path, sources
 from titanlite.kernels.all_gather_matmul import FORMS  # and the operator with it
 from titanlite.kernels.products import out_dtype_of
 
@@ -49,11 +50,11 @@ class Fused(NamedTuple):
     scales: Node | None
 
 
-def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
+def fuse_gather(rewrite: GraphRewrite, node: Node) -> Fused:
     """Fuse an all-gather with the matmuls that read it.
 
     Args:
-        rewriting: the graph.
+        rewrite: the graph.
         node: the all-gather.
 
     Returns:
@@ -83,15 +84,15 @@ def fuse_gather(rewriting: Rewriting, node: Node) -> Fused:
     products = groups.pop(gathered)
     left += [f"{p.matmul.node.name} reads it in another form, {g.form}" for g, group in groups.items() for p in group]
     fused = [p.matmul.node for p in products]
-    rewriting.check_undisturbed([node, *fused])
-    _put_gather(rewriting, collective, gathered, products, moved, [n for n, user in uses if user not in fused])
+    rewrite.check_undisturbed([node, *fused])
+    _put_gather(rewrite, collective, gathered, products, moved, [n for n, user in uses if user not in fused])
     scales = gathered.scale if gathered.scale_dims is not None else None
     return Fused(tuple(n.name for n in fused), left, scales)
 
 
 def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, Node]]]:
-    """All that a node's elements are moved to (a split has no layout), and who reads them: (moved node, reader)."""
-    movements = Movements()
+    """Follow a node's elements: what they are moved to (a split has no layout), and (moved node, reader) pairs."""
+    tracker = ViewTracker()
     moved: dict[Node, Layout | None] = {node: identity(node.meta["val"].shape)}
     uses, left = [], [node]
     while left:
@@ -103,7 +104,7 @@ def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, No
                 moved[user] = None
                 left.append(user)
                 continue
-            trace = movements.trace(user) if sources(user) else None
+            trace = tracker.trace(user) if sources(user) else None
             if trace is not None and trace.source is node:
                 moved[user] = trace.layout
                 left.append(user)
@@ -113,7 +114,7 @@ def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, No
 
 
 def _put_gather(
-    rewriting: Rewriting,
+    rewrite: GraphRewrite,
     collective: CollectiveNode,
     gathered: Gathered,
     products: list[Product],
@@ -123,63 +124,60 @@ def _put_gather(
     """Put the operator in place of the collective and the matmuls."""
     rank, form = (collective.ranks, shard_size(collective)), gathered.form
     restored = _restored(escapes, moved, gathered)
-    with rewriting.graph.inserting_before(products[0].matmul.node):
-        shard = rewriting.typed(collective.input, gathered.dtype)
-        shard = rewriting.arrange(shard, [tuple(a for a in atoms if a != rank) for atoms in gathered.dims])
+    with rewrite.graph.inserting_before(products[0].matmul.node):
+        shard = rewrite.typed(collective.input, gathered.dtype)
+        shard = rewrite.arrange(shard, [tuple(mode for mode in modes if mode != rank) for modes in gathered.dims])
         others, biases, other_scales = [], [], []
         for p in products:
-            other = rewriting.reshape(p.other, p.other.meta["val"].shape[-2:])
-            others.append(rewriting.arrange(other, p.other_dims) if p.other_dims else other)
+            other = rewrite.reshape(p.other, p.other.meta["val"].shape[-2:])
+            others.append(rewrite.arrange(other, p.other_dims) if p.other_dims else other)
             if any(q.matmul.bias for q in products):
                 like = p.matmul.node.meta["val"]
-                biases.append(p.matmul.bias or rewriting.full(like.shape[-1:], 0, like))
+                biases.append(p.matmul.bias or rewrite.full(like.shape[-1:], 0, like))
             if p.other_scale is not None:
                 by_row = [1, -1] if form.startswith("left") else [-1, 1]
-                is_one = p.other_scale.meta["val"].numel() == 1
-                other_scales.append(rewriting.reshape(p.other_scale, [] if is_one else by_row))
+                other_scales.append(rewrite.scale(p.other_scale, by_row))
         scale = gathered.scale
         if scale is not None and gathered.scale_dims is not None:
-            scale = rewriting.arrange(scale.args[0], gathered.scale_dims)  # type: ignore[arg-type]
+            scale = rewrite.arrange(scale.args[0], gathered.scale_dims)  # type: ignore[arg-type]
         elif scale is not None:
-            scale = rewriting.reshape(scale, [-1, 1] if gathered.scale_of == "row" else [])
+            scale = rewrite.scale(scale, [-1, 1])
         out_dtype = None if gathered.out_dtype == out_dtype_of(gathered.dtype, None) else gathered.out_dtype
-        fused = rewriting.call(
+        fused = rewrite.call(
             torch.ops.titanlite.all_gather_matmul.default,
             shard, others, gathered.dim, length(gathered.dims[gathered.dim]), collective.group,
             form, biases, scale, gathered.scale_of, other_scales, out_dtype, all(p.matmul.fast_accum for p in products),
         )  # fmt: skip
-        whole = rewriting.item(fused, 0)
+        whole = rewrite.item(fused, 0)
         instead = {}
         for i, p in enumerate(products, 1):
-            instead[p.matmul.node] = rewriting.reshape(rewriting.item(fused, i), p.matmul.node.meta["val"].shape)
+            instead[p.matmul.node] = rewrite.reshape(rewrite.item(fused, i), p.matmul.node.meta["val"].shape)
         for node, dims in restored.items():
-            value = rewriting.contiguous(rewriting.arrange(whole, dims))
-            instead[node] = rewriting.typed(value, node.meta["val"].dtype)
-    for old, new in instead.items():
-        old.replace_all_uses_with(new)
+            value = rewrite.contiguous(rewrite.arrange(whole, dims))
+            instead[node] = rewrite.typed(value, node.meta["val"].dtype)
     of_scales: list[Node] = []
     if gathered.scale is not None and gathered.scale_dims is not None:
         used = (p.matmul.left_scale if form.startswith("left") else p.matmul.right_scale for p in products)
         of_scales = [n for each in used if each for n in path(each, gathered.scale)] + [gathered.scale]
-    rewriting.erase([whole, *(p.matmul.node for p in products), *moved, *of_scales])
+    rewrite.replace(instead, [whole, *moved, *of_scales])
 
 
-def _restored(escapes: list[Node], moved: dict[Node, Layout | None], gathered: Gathered) -> dict[Node, list[Atoms]]:
-    """Moved tensors that others read, as atoms of the operator's first result.
+def _restored(escapes: list[Node], moved: dict[Node, Layout | None], gathered: Gathered) -> dict[Node, list[Modes]]:
+    """Express moved tensors that others read as modes of the operator's first result.
 
     A tensor that is not contiguous, a transpose for one, stays a movement of one that is, and keeps its strides.
     """
     places, total = [], 1
-    for n, old in reversed([atom for atoms in gathered.dims for atom in atoms]):
+    for n, old in reversed([mode for modes in gathered.dims for mode in modes]):
         places.append((n, old, total))
         total *= n
-    found: dict[Node, list[Atoms]] = {}
+    found: dict[Node, list[Modes]] = {}
     left = list(dict.fromkeys(escapes))
     while left:
         node = left.pop()
         layout = moved[node]
         if layout is not None and _is_row_major(node.meta["val"]):
-            dims = [atoms for dim in layout.dims if (atoms := relocated(dim, places)) is not None]
+            dims = [modes for dim in layout.dims if (modes := relocated(dim, places)) is not None]
             if len(dims) == len(layout.dims) and steps(dims, total) is not None:
                 found[node] = dims
                 continue
@@ -200,9 +198,8 @@ def _no_reader_error(uses: list[tuple[Node, Node]]) -> MissedError:
     for node, user in uses:
         if user in _elements_to(node) and (near := first_matmul(user, could_be_passed, _elements_to)):
             return MissedError(f"{name_of(user)} stands between it and {near.name}")
-    for user in users:
-        if user.target in (aten.bmm.default, aten.baddbmm.default):
-            return UnpairedError(f"{user.name} multiplies batches of matrices (bmm), for which there is no operator")
+    if batches := batches_error(users):
+        return batches
     for user in users:
         if (far := first_matmul(user, _moves_or_is_pointwise, _elements_to)) is not None:
             return UnpairedError(f"{name_of(user)} stands between it and {far.name}")
@@ -215,5 +212,5 @@ def _moves_or_is_pointwise(node: Node) -> bool:
 
 
 def _elements_to(node: Node) -> list[Node]:
-    """Who reads a node, but for those to whom it says which elements of another tensor to take."""
+    """Return who reads a node, but for those to whom it says which elements of another tensor to take."""
     return [user for user in node.users if user.target != aten.index.Tensor or user.args[0] is node]

@@ -16,10 +16,11 @@ from torch.fx import Node
 import titanlite.kernels.matmul_reduce_scatter  # noqa: F401  # the operator
 from titanlite.async_tp.graph_rewrite import (
     CollectiveNode,
+    GraphRewrite,
     Matmul,
     MissedError,
-    Rewriting,
     UnpairedError,
+    batches_error,
     check_ranks,
     collective_of,
     could_be_passed,
@@ -29,7 +30,7 @@ from titanlite.async_tp.graph_rewrite import (
     name_of,
 )
 from titanlite.async_tp.layout_modes import Layout, merged, relocated, reshaped, steps
-from titanlite.async_tp.view_tracking import Movements, is_static, path
+from titanlite.async_tp.view_tracking import ViewTracker, is_static, path
 from titanlite.kernels.products import MAX_PAIRS, dtype_of_sum, out_dtype_of
 
 aten = torch.ops.aten
@@ -50,11 +51,11 @@ class Sum(NamedTuple):
     nodes: list[Node]
 
 
-def fuse_scatter(rewriting: Rewriting, node: Node) -> tuple[str, ...]:
+def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
     """Fuse a reduce-scatter with the matmuls that it reads.
 
     Args:
-        rewriting: the graph.
+        rewrite: the graph.
         node: the reduce-scatter.
 
     Returns:
@@ -66,22 +67,22 @@ def fuse_scatter(rewriting: Rewriting, node: Node) -> tuple[str, ...]:
     collective, reduce_op = collective_of(node), str(node.args[1])
     if reduce_op not in ("sum", "avg"):
         raise UnpairedError(f"reduces by {reduce_op!r}; the operator by 'sum' and 'avg'")
-    movements = Movements()
-    source, layout = movements.trace(collective.input)
+    tracker = ViewTracker()
+    source, layout = tracker.trace(collective.input)
     total = Sum([], [], [*path(collective.input, source)])
-    _collect_terms(source, movements, total)
+    _collect_terms(source, tracker, total)
     check_ranks(collective)
     if source.meta["val"].dtype != collective.input.meta["val"].dtype:
         raise MissedError("the product's bytes are reduced as another dtype")
     if steps(layout.dims, source.meta["val"].numel()) is None:
         raise MissedError(f"it reduces a part of {source.name}")
     _check_sum(total, node)
-    rewriting.check_undisturbed([*(m.node for m in total.matmuls), node])
-    _put_scatter(rewriting, collective, layout, total, reduce_op)
+    rewrite.check_undisturbed([*(m.node for m in total.matmuls), node])
+    _put_scatter(rewrite, collective, layout, total, reduce_op)
     return tuple(m.node.name for m in total.matmuls)
 
 
-def _collect_terms(source: Node, movements: Movements, total: Sum) -> None:
+def _collect_terms(source: Node, tracker: ViewTracker, total: Sum) -> None:
     """Collect the terms of a sum."""
     total.nodes.append(source)
     if is_matmul(source):
@@ -99,12 +100,12 @@ def _collect_terms(source: Node, movements: Movements, total: Sum) -> None:
         if term.meta["val"].shape == shape[-1:] and len(shape) > 1:
             total.biases.append(term)
             continue
-        inner, layout = movements.trace(term)
+        inner, layout = tracker.trace(term)
         whole = merged([(inner.meta["val"].numel(), 1)])
-        if term.meta["val"].shape != shape or merged(layout.atoms) != whole:
+        if term.meta["val"].shape != shape or merged(layout.modes) != whole:
             raise MissedError(f"{source.name} adds tensors that do not lie alike")
         total.nodes.extend(path(term, inner))
-        _collect_terms(inner, movements, total)
+        _collect_terms(inner, tracker, total)
 
 
 def _no_product_error(source: Node) -> MissedError:
@@ -112,8 +113,8 @@ def _no_product_error(source: Node) -> MissedError:
     reads = source.args[0] if source.args else None
     if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
         return UnpairedError("its matmul is fused with an all-gather")
-    if source.target in (aten.bmm.default, aten.baddbmm.default):
-        return UnpairedError(f"{source.name} multiplies batches of matrices (bmm), for which there is no operator")
+    if batches := batches_error([source]):
+        return batches
     if source.op == "placeholder":
         return UnpairedError(f"it reduces an input of the graph, {source.name}")
     near = first_matmul(source, could_be_passed, lambda n: n.all_input_nodes)
@@ -145,12 +146,12 @@ def _check_sum(total: Sum, node: Node) -> None:
             raise MissedError(f"{bias.name} is added before the reduction, and is no bias in the product's dtype")
 
 
-def _put_scatter(rewriting: Rewriting, collective: CollectiveNode, layout: Layout, total: Sum, reduce_op: str) -> None:
+def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layout, total: Sum, reduce_op: str) -> None:
     """Put the operator in place of the collective and the matmuls."""
     node, ranks = collective.node, collective.ranks
     first, out = total.matmuls[0], node.meta["val"]
     M, N = first.node.meta["val"].shape[-2:]
-    (n, stride), *rest = merged(layout.atoms)
+    (n, stride), *rest = merged(layout.modes)
     if n % ranks:
         raise MissedError("the parts of the ranks are not at equal distances in the product")
     stride *= n // ranks  # from one rank's part of the product to the next
@@ -162,49 +163,45 @@ def _put_scatter(rewriting: Rewriting, collective: CollectiveNode, layout: Layou
     shape, dim = [M], int(stride % N != 0)  # of the product but for N, and which of its dims is scattered
     if dim == 0 and outer > 1:
         shape, dim = [outer, M // outer], 1
-    with rewriting.graph.inserting_before(node):
-        lefts = [rewriting.reshape(m.left, [*shape, m.left.meta["val"].shape[-1]]) for m in total.matmuls]
-        rights = [rewriting.reshape(m.right, m.right.meta["val"].shape[-2:]) for m in total.matmuls]
+    with rewrite.graph.inserting_before(node):
+        lefts = [rewrite.reshape(m.left, [*shape, m.left.meta["val"].shape[-1]]) for m in total.matmuls]
+        rights = [rewrite.reshape(m.right, m.right.meta["val"].shape[-2:]) for m in total.matmuls]
         if total.biases:
-            left, right = _bias_product(rewriting, total.biases, shape, first.left.meta["val"])
+            left, right = _bias_product(rewrite, total.biases, shape, first.left.meta["val"])
             lefts, rights = [*lefts, left], [*rights, right]
         if len(lefts) > MAX_PAIRS:  # the narrowest side by side as one, which copies the least
             by_width = sorted(zip(lefts, rights, strict=True), key=lambda pair: -pair[0].meta["val"].shape[-1])
             lefts, rights = (list(factors) for factors in zip(*by_width, strict=True))
-            lefts[MAX_PAIRS - 1 :] = [rewriting.call(aten.cat.default, lefts[MAX_PAIRS - 1 :], -1)]
-            rights[MAX_PAIRS - 1 :] = [rewriting.call(aten.cat.default, rights[MAX_PAIRS - 1 :])]
+            lefts[MAX_PAIRS - 1 :] = [rewrite.call(aten.cat.default, lefts[MAX_PAIRS - 1 :], -1)]
+            rights[MAX_PAIRS - 1 :] = [rewrite.call(aten.cat.default, rights[MAX_PAIRS - 1 :])]
         left_scales, right_scales = [], []
         for m in total.matmuls:
             if m.left_scale is not None and m.right_scale is not None:
-                whole = m.left_scale.meta["val"].numel() == 1
-                left_scales.append(rewriting.reshape(m.left_scale, [] if whole else [*shape, 1]))
-                whole = m.right_scale.meta["val"].numel() == 1
-                right_scales.append(rewriting.reshape(m.right_scale, [] if whole else [1, N]))
+                left_scales.append(rewrite.scale(m.left_scale, [*shape, 1]))
+                right_scales.append(rewrite.scale(m.right_scale, [1, N]))
         wide = dtype_of_sum(out.dtype, reduce_op, ranks)
         dtype = None if wide == out_dtype_of(lefts[0].meta["val"].dtype, None) else wide
         op = torch.ops.titanlite.matmul_reduce_scatter.default
         fast = all(m.fast_accum for m in total.matmuls)
-        fused = rewriting.call(op, lefts, rights, dim, collective.group, None, left_scales, right_scales, dtype, fast)
-        result = rewriting.contiguous(rewriting.arrange(fused, dims.dims))
+        fused = rewrite.call(op, lefts, rights, dim, collective.group, None, left_scales, right_scales, dtype, fast)
+        result = rewrite.contiguous(rewrite.arrange(fused, dims.dims))
         if reduce_op == "avg":
-            result = rewriting.call(aten.div.Tensor, result, ranks)
+            result = rewrite.call(aten.div.Tensor, result, ranks)
         if wide != out.dtype:
-            result = rewriting.call(torch.ops.prims.convert_element_type.default, result, out.dtype)
+            result = rewrite.call(torch.ops.prims.convert_element_type.default, result, out.dtype)
     waits = [user for user in node.users if user.target == torch.ops._c10d_functional.wait_tensor.default]
-    for old in (*waits, node):
-        old.replace_all_uses_with(result)
-    rewriting.erase([*waits, node, *total.nodes])
+    rewrite.replace(dict.fromkeys((*waits, node), result), total.nodes)
 
 
-def _bias_product(rewriting: Rewriting, biases: list[Node], shape: list[int], like: torch.Tensor) -> tuple[Node, Node]:
-    """Factors whose product is the sum of the biases in each row: ones, and the biases above zeros.
+def _bias_product(rewrite: GraphRewrite, biases: list[Node], shape: list[int], like: torch.Tensor) -> tuple[Node, Node]:
+    """Make factors whose product is the sum of the biases in each row: ones, and the biases above zeros.
 
     16 bytes of ones per row, which is the least that the kernels load.
     """
     K = 16 // like.dtype.itemsize
     bias = biases[0]
     for more in biases[1:]:
-        bias = rewriting.call(aten.add.Tensor, bias, more)
-    row = rewriting.reshape(bias, [1, *bias.meta["val"].shape])
-    ones = rewriting.full([*shape, K], 1, like)
-    return ones, rewriting.call(aten.constant_pad_nd.default, row, [0, 0, 0, K - 1])
+        bias = rewrite.call(aten.add.Tensor, bias, more)
+    row = rewrite.reshape(bias, [1, *bias.meta["val"].shape])
+    ones = rewrite.full([*shape, K], 1, like)
+    return ones, rewrite.call(aten.constant_pad_nd.default, row, [0, 0, 0, K - 1])

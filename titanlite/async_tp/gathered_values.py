@@ -1,7 +1,7 @@
 """Describe what a matmul reads of a gathered tensor, in the words of `all_gather_matmul`: form, dim, scales.
 
-A matmul's operand is `[rows, columns]` of the gathered tensor, and somewhere in its atoms stand the ranks. Where they
-stand says it all: in a dim that is kept or in the contracted one, in the left or the right operand. Atoms before them
+A matmul's operand is `[rows, columns]` of the gathered tensor, and somewhere in its modes stand the ranks. Where they
+stand says it all: in a dim that is kept or in the contracted one, in the left or the right operand. Modes before them
 in the same dim (a batch, where the sequence is split) become a dim of their own if kept; if contracted, the order of
 the sum is free, and the other operand is reordered instead.
 """
@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 
 from titanlite.async_tp.graph_rewrite import CollectiveNode, Matmul, MissedError, collective_of
-from titanlite.async_tp.layout_modes import Atom, Atoms, Layout, identity, length, merged, steps
-from titanlite.async_tp.view_tracking import Movements
+from titanlite.async_tp.layout_modes import Layout, Mode, Modes, identity, length, merged, steps
+from titanlite.async_tp.view_tracking import ViewTracker
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -25,22 +25,22 @@ class Gathered(NamedTuple):
     Attributes:
         form: of the operator.
         dim: of the shard.
-        dims: atoms of the gathered tensor, over the collective's result.
+        dims: modes of the gathered tensor, over the collective's result.
         dtype: of its elements.
         out_dtype: of the products.
         scale: a node, or None.
         scale_of: "tensor" or "row".
-        scale_dims: where `scale` is all-gathered in the graph: atoms of its shard.
+        scale_dims: where `scale` is all-gathered in the graph: modes of its shard.
     """
 
     form: str
     dim: int
-    dims: tuple[Atoms, ...]
+    dims: tuple[Modes, ...]
     dtype: torch.dtype
     out_dtype: torch.dtype
     scale: Node | None
     scale_of: str
-    scale_dims: tuple[Atoms, ...] | None
+    scale_dims: tuple[Modes, ...] | None
 
 
 class Product(NamedTuple):
@@ -50,21 +50,21 @@ class Product(NamedTuple):
         matmul: the matmul.
         gathered: its operand.
         other: its other operand.
-        other_dims: atoms of the other operand, if it has to be reordered.
+        other_dims: modes of the other operand, if it has to be reordered.
         other_scale: of the other operand, or None.
     """
 
     matmul: Matmul
     gathered: Gathered
     other: Node
-    other_dims: tuple[Atoms, ...] | None
+    other_dims: tuple[Modes, ...] | None
     other_scale: Node | None
 
 
 def product_of(
     collective: CollectiveNode, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
 ) -> Product:
-    """The gathered tensor as one matmul needs it.
+    """Describe the gathered tensor as one matmul needs it.
 
     Args:
         collective: the all-gather.
@@ -90,7 +90,7 @@ def product_of(
         raise MissedError(f"{name} has another operand that depends on the gathered tensor")
     layout = moved[own]
     assert layout is not None  # noqa: S101  # a matmul reads no split
-    rows, columns = (_ranks_apart(atoms, collective) for atoms in layout.dims[-2:])
+    rows, columns = (_ranks_apart(modes, collective) for modes in layout.dims[-2:])
     if steps((rows, columns), math.prod(collective.node.meta["val"].shape)) is None:
         raise MissedError(f"{name} reads a part of the gathered tensor, as where padding was cut off")
     rank = (collective.ranks, shard_size(collective))
@@ -117,15 +117,15 @@ def product_of(
         raise MissedError(f"{name} has a scale that depends on the gathered tensor")
     batched = bool(before) and axis == kept
     if scale_of == "row":  # of the tensor as the operator takes it
-        turned = not is_left
+        transposed = not is_left
     else:
-        turned = not batched and _lies_turned(dims, rank, collective)
-    if turned:
+        transposed = not batched and _lies_transposed(dims, rank, collective)
+    if transposed:
         dims.reverse()
         axis = 1 - axis
-    form = ("left" if is_left else "right") + ("_t" if turned else "")
+    form = ("left" if is_left else "right") + ("_t" if transposed else "")
     if batched:
-        whole: tuple[Atoms, ...] = (before, (rank, *after), dims[1])
+        whole: tuple[Modes, ...] = (before, (rank, *after), dims[1])
         axis = 1
     else:
         whole = (dims[0], dims[1])
@@ -139,10 +139,10 @@ def shard_size(collective: CollectiveNode) -> int:
     return math.prod(collective.input.meta["val"].shape)
 
 
-def _ranks_apart(atoms: Atoms, collective: CollectiveNode) -> Atoms:
-    """Atoms of the gathered tensor, cut so that the ranks are one of them."""
+def _ranks_apart(modes: Modes, collective: CollectiveNode) -> Modes:
+    """Cut modes of the gathered tensor so that the ranks are one of them."""
     size, out = shard_size(collective), []
-    for n, stride in atoms:
+    for n, stride in modes:
         if stride < size < n * stride and size % stride == 0 and n % (size // stride) == 0:
             out += [(n * stride // size, size), (size // stride, stride)]
         else:
@@ -150,8 +150,8 @@ def _ranks_apart(atoms: Atoms, collective: CollectiveNode) -> Atoms:
     return tuple(out)
 
 
-def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> tuple[Atoms, ...]:
-    """The other operand with the ranks outermost in one dim."""
+def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> tuple[Modes, ...]:
+    """Arrange the other operand with the ranks outermost in one dim."""
     shape = other.meta["val"].shape[-2:]
     layout = identity(shape)
     stride = 1 if axis == 1 else shape[1]
@@ -160,29 +160,29 @@ def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> t
     return tuple(dims)
 
 
-def _lies_turned(dims: list[Atoms], rank: Atom, collective: CollectiveNode) -> bool:
+def _lies_transposed(dims: list[Modes], rank: Mode, collective: CollectiveNode) -> bool:
     """Return whether the shard is a matrix as it lies only after a transpose."""
-    own = [tuple(atom for atom in atoms if atom != rank) for atoms in dims]
+    own = [tuple(mode for mode in modes if mode != rank) for modes in dims]
     size = shard_size(collective)
-    straight, turned = steps(own, size), steps(own[::-1], size)
-    in_order = [how is not None and how.order == sorted(how.order) for how in (straight, turned)]
+    straight, transposed = steps(own, size), steps(own[::-1], size)
+    in_order = [how is not None and how.order == sorted(how.order) for how in (straight, transposed)]
     return in_order == [False, True]
 
 
 def _gathered_scale(
     scale: Node, axis: int, collective: CollectiveNode, before: int, after: int
-) -> tuple[Node, tuple[Atoms, ...]]:
-    """The all-gather that brought the scales of the gathered rows, and how they lie in its shard."""
+) -> tuple[Node, tuple[Modes, ...]]:
+    """Find the all-gather that brought the scales of the gathered rows, and how they lie in its shard."""
     reason = "scales by row that are not all-gathered beside the tensor"
-    source, layout = Movements().trace(scale)
+    source, layout = ViewTracker().trace(scale)
     if source.target != ALL_GATHER:
         raise MissedError(reason)
     theirs = collective_of(source)
-    atoms = _ranks_apart(layout.dims[axis], theirs)
+    modes = _ranks_apart(layout.dims[axis], theirs)
     rank = (collective.ranks, shard_size(theirs))
-    if (theirs.ranks, theirs.group) != (collective.ranks, collective.group) or rank not in atoms:
+    if (theirs.ranks, theirs.group) != (collective.ranks, collective.group) or rank not in modes:
         raise MissedError(reason)
-    at = atoms.index(rank)
-    if (length(atoms[:at]), length(atoms[at + 1 :])) != (before, after):
+    at = modes.index(rank)
+    if (length(modes[:at]), length(modes[at + 1 :])) != (before, after):
         raise MissedError(reason)
-    return source, (atoms[:at], atoms[at + 1 :], ())
+    return source, (modes[:at], modes[at + 1 :], ())

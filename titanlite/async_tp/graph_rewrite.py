@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from titanlite.async_tp.layout_modes import Atoms, length, steps
+from titanlite.async_tp.layout_modes import Modes, length, steps
 from titanlite.async_tp.view_tracking import SPLITS, is_static, sources
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel.calls import arguments_of
@@ -152,7 +152,7 @@ def check_ranks(collective: CollectiveNode) -> None:
         raise MissedError(f"a group of {collective.ranks} ranks; want 2 to {MAX_RANKS}")
 
 
-class Rewriting:
+class GraphRewrite:
     """A graph while it is rewritten.
 
     Attributes:
@@ -161,7 +161,7 @@ class Rewriting:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+        self._fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._mutations = [i for node, i in self._place.items() if _mutates(node)]
         self._erased: set[Node] = set()
@@ -177,10 +177,10 @@ class Rewriting:
         """Insert a call, with the fake tensor of its result."""
         node = self.graph.call_function(target, args, kwargs)
         self._new.append(node)
-        if self._mode is None:
+        if self._fake_mode is None:
             raise MissedError("a graph without fake tensors, whose shapes are not known")
         try:
-            with self._mode:
+            with self._fake_mode:
                 node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
         except ValueError as problem:  # an operator's own check
             raise MissedError(str(problem)) from problem
@@ -191,17 +191,17 @@ class Rewriting:
         return self.call(operator.getitem, node, index)
 
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
-        """The node under another shape."""
+        """Insert the node under another shape."""
         if list(node.meta["val"].shape) == list(shape):
             return node
         return self.call(aten.reshape.default, node, list(shape))
 
-    def arrange(self, node: Node, dims: Sequence[Atoms]) -> Node:
+    def arrange(self, node: Node, dims: Sequence[Modes]) -> Node:
         """Rearrange a node's elements.
 
         Args:
             node: the source.
-            dims: atoms of each dim of the result, over the flat source; all of its elements.
+            dims: modes of each dim of the result, over the flat source; all of its elements.
 
         Returns:
             The result, a view where that is possible.
@@ -211,7 +211,7 @@ class Rewriting:
         """
         total = math.prod(node.meta["val"].shape)
         if not total:  # on a rank for whose part of the weight nothing was left; it takes part in the collective
-            return self.reshape(node, [length(atoms) for atoms in dims])
+            return self.reshape(node, [length(modes) for modes in dims])
         how = steps(dims, total)
         if how is None:
             raise MissedError("rows that neither lie apart nor follow each other")
@@ -220,18 +220,28 @@ class Rewriting:
         return self.reshape(node, how.shape)
 
     def typed(self, node: Node, dtype: torch.dtype) -> Node:
-        """The same bytes as another dtype."""
+        """Insert the same bytes as another dtype."""
         return node if node.meta["val"].dtype == dtype else self.call(aten.view.dtype, node, dtype)
 
     def contiguous(self, node: Node) -> Node:
-        """The node, contiguous."""
+        """Insert the node, contiguous."""
         if node.meta["val"].is_contiguous():
             return node
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
+    def scale(self, node: Node, by_row: Sequence[int]) -> Node:
+        """Insert a scale of one number without dims, one of several rows under a shape."""
+        return self.reshape(node, [] if node.meta["val"].numel() == 1 else by_row)
+
     def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> Node:
-        """A constant of another tensor's dtype and device."""
+        """Insert a constant of another tensor's dtype and device."""
         return self.call(aten.full.default, list(shape), value, dtype=like.dtype, device=like.device)
+
+    def replace(self, instead: Mapping[Node, Node], nodes: Iterable[Node]) -> None:
+        """Have others read the new nodes, and erase the old ones and what led to them."""
+        for old, new in instead.items():
+            old.replace_all_uses_with(new)
+        self.erase([*instead, *nodes])
 
     def erase(self, nodes: Iterable[Node]) -> None:
         """Erase those of the nodes that nothing reads any more."""
@@ -243,7 +253,7 @@ class Rewriting:
                 left.remove(node)
 
     def undo(self) -> None:
-        """Erase what was inserted for a rewriting that turned out to be impossible."""
+        """Erase what was inserted for a rewrite that turned out to be impossible."""
         self.erase(self._new)
 
     def is_erased(self, node: Node) -> bool:
@@ -252,7 +262,7 @@ class Rewriting:
 
 
 def first_matmul(start: Node, passes: Callable[[Node], bool], onwards: Callable[[Node], Iterable[Node]]) -> Node | None:
-    """The first matmul from a node on, with nothing but such nodes before it; `onwards` gives a node's next ones."""
+    """Find the first matmul from a node on, past such nodes alone; `onwards` gives a node's next ones."""
     found, left = {start}, [start]
     while left:
         last = left.pop()
@@ -265,8 +275,15 @@ def first_matmul(start: Node, passes: Callable[[Node], bool], onwards: Callable[
     return None
 
 
+def batches_error(nodes: Iterable[Node]) -> UnpairedError | None:
+    """Return the error for the first node that multiplies batches of matrices, if one does."""
+    why = "multiplies batches of matrices (bmm), for which there is no operator"
+    batched = (aten.bmm.default, aten.baddbmm.default)
+    return next((UnpairedError(f"{node.name} {why}") for node in nodes if node.target in batched), None)
+
+
 def descendants(node: Node) -> set[Node]:
-    """All that depends on a node, and the node itself."""
+    """Return all that depends on a node, and the node itself."""
     found, left = {node}, [node]
     while left:
         for user in left.pop().users:
@@ -277,7 +294,7 @@ def descendants(node: Node) -> set[Node]:
 
 
 def name_of(node: Node) -> str:
-    """An operator as people call it."""
+    """Name an operator as people call it."""
     if node.op == "output":
         return "the graph's result"
     packet = getattr(node.target, "overloadpacket", None)

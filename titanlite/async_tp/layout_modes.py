@@ -1,7 +1,7 @@
 """Layouts, and their arithmetic: where the elements of a moved tensor lie in the flat tensor that they come from.
 
-The source is taken as flat, in row-major order. Each dim of a moved tensor is an ordered product of atoms
-`(size, stride)`, strides counted in the flat source, the last atom running fastest (the layouts of CuTe). A gathered
+The source is taken as flat, in row-major order. Each dim of a moved tensor is an ordered product of modes
+`(size, stride)`, strides counted in the flat source, the last mode running fastest (the layouts of CuTe). A gathered
 `[ranks·B, S, D]`, split over ranks and joined along dim 1 for `[B, ranks·S, D]`, has the dims
 
     ((B, S·D),)   ((ranks, B·S·D), (S, D))   ((D, 1),)
@@ -14,31 +14,31 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-Atom = tuple[int, int]
-Atoms = tuple[Atom, ...]
+Mode = tuple[int, int]
+Modes = tuple[Mode, ...]
 
 
 class Layout(NamedTuple):
     """The places that the elements of a moved tensor come from.
 
     Attributes:
-        dims: atoms of each dim; of a dim of length 1, none.
+        dims: modes of each dim; of a dim of length 1, none.
         offset: of the first element, in the flat source.
     """
 
-    dims: tuple[Atoms, ...]
+    dims: tuple[Modes, ...]
     offset: int = 0
 
     @property
-    def atoms(self) -> Atoms:
-        """All atoms, outermost first."""
-        return tuple(atom for dim in self.dims for atom in dim)
+    def modes(self) -> Modes:
+        """All modes, outermost first."""
+        return tuple(mode for dim in self.dims for mode in dim)
 
 
-def merged(atoms: Sequence[Atom]) -> Atoms:
-    """The same elements in as few atoms as possible."""
-    out: list[Atom] = []
-    for size, stride in atoms:
+def merged(modes: Sequence[Mode]) -> Modes:
+    """Return the same elements in as few modes as possible."""
+    out: list[Mode] = []
+    for size, stride in modes:
         if size == 1:
             continue
         if out and out[-1][1] == size * stride:
@@ -48,22 +48,22 @@ def merged(atoms: Sequence[Atom]) -> Atoms:
     return tuple(out)
 
 
-def length(atoms: Sequence[Atom]) -> int:
+def length(modes: Sequence[Mode]) -> int:
     """Return the number of elements."""
-    return math.prod(size for size, _ in atoms)
+    return math.prod(size for size, _ in modes)
 
 
 def identity(shape: Sequence[int]) -> Layout:
-    """The layout of the source itself."""
+    """Return the layout of the source itself."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return Layout(tuple(merged([atom]) for atom in zip(shape, strides, strict=True)))
+    return Layout(tuple(merged([mode]) for mode in zip(shape, strides, strict=True)))
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """The layout under another shape, or None if an atom would have to be cut unevenly."""
-    left, dims = list(reversed(merged(layout.atoms))), []
+    """Return the layout under another shape, or None if a mode would have to be cut unevenly."""
+    left, dims = list(reversed(merged(layout.modes))), []
     for size in shape:
-        taken: list[Atom] = []
+        taken: list[Mode] = []
         while size > 1:
             if not left:
                 return None
@@ -80,24 +80,24 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 
 def narrowed(layout: Layout, dim: int, start: int, size: int) -> Layout | None:
-    """A range of one dim, or None if it is not an aligned one."""
-    atoms, offset, kept = list(layout.dims[dim]), layout.offset, ()
-    while atoms:
-        (_, stride), inner = atoms[0], length(atoms[1:])
+    """Return a range of one dim, or None if it is not an aligned one."""
+    modes, offset, kept = list(layout.dims[dim]), layout.offset, ()
+    while modes:
+        (_, stride), inner = modes[0], length(modes[1:])
         if start % inner == 0 and size % inner == 0:
             offset += start // inner * stride
-            kept = merged([(size // inner, stride), *atoms[1:]])
+            kept = merged([(size // inner, stride), *modes[1:]])
             break
         if start // inner != (start + size - 1) // inner:
             return None
         offset += start // inner * stride
         start %= inner
-        atoms = atoms[1:]
+        modes = modes[1:]
     return Layout((*layout.dims[:dim], kept, *layout.dims[dim + 1 :]), offset)
 
 
 def joined(layouts: Sequence[Layout], dim: int) -> Layout | None:
-    """Pieces side by side along a dim, or None if they are not equal pieces at equal distances."""
+    """Join pieces side by side along a dim, or return None if they are not equal pieces at equal distances."""
     first = layouts[0]
     steps = {b.offset - a.offset for a, b in pairwise(layouts)}
     if len(layouts) == 1:
@@ -109,19 +109,19 @@ def joined(layouts: Sequence[Layout], dim: int) -> Layout | None:
     return Layout(tuple(dims), first.offset)
 
 
-def relocated(atoms: Atoms, places: Sequence[tuple[int, int, int]]) -> Atoms | None:
-    """The atoms in another flat tensor.
+def relocated(modes: Modes, places: Sequence[tuple[int, int, int]]) -> Modes | None:
+    """Find the modes in another flat tensor.
 
     Args:
-        atoms: in the old flat tensor.
+        modes: in the old flat tensor.
         places: how the old flat tensor lies in the new one: (size, old stride, new stride) each.
 
     Returns:
-        The atoms in the new flat tensor, or None if one of them is in no place, or cut unevenly.
+        The modes in the new flat tensor, or None if one of them is in no place, or cut unevenly.
     """
-    out: list[Atom] = []
-    for size, stride in atoms:
-        tail: list[Atom] = []
+    out: list[Mode] = []
+    for size, stride in modes:
+        tail: list[Mode] = []
         while size > 1:
             place = next((p for p in places if p[1] <= stride < p[0] * p[1]), None)
             if place is None:
@@ -147,22 +147,22 @@ class Steps(NamedTuple):
     shape: list[int]
 
 
-def steps(dims: Sequence[Atoms], total: int) -> Steps | None:
+def steps(dims: Sequence[Modes], total: int) -> Steps | None:
     """Return how to build a tensor of these dims from all of the flat source; None if some of it is missing.
 
     Args:
-        dims: atoms of each dim.
+        dims: modes of each dim.
         total: elements of the source.
     """
-    atoms = [atom for dim in dims for atom in dim]
-    by_stride = sorted(range(len(atoms)), key=lambda i: -atoms[i][1])
+    modes = [mode for dim in dims for mode in dim]
+    by_stride = sorted(range(len(modes)), key=lambda i: -modes[i][1])
     rest = total
     for i in by_stride:
-        size, stride = atoms[i]
+        size, stride = modes[i]
         if size * stride != rest:
             return None
         rest = stride
     if rest != 1:
         return None
-    order = [by_stride.index(i) for i in range(len(atoms))]
-    return Steps([atoms[i][0] for i in by_stride], order, [length(dim) for dim in dims])
+    order = [by_stride.index(i) for i in range(len(modes))]
+    return Steps([modes[i][0] for i in by_stride], order, [length(dim) for dim in dims])

@@ -56,7 +56,7 @@ def is_static(node: object) -> bool:
     return isinstance(value, torch.Tensor) and all(type(n) is int and n > 0 for n in value.shape)
 
 
-class Movements:
+class ViewTracker:
     """Traces nodes to what computed them, each once."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Movements:
         return self._known[node]
 
     def _moved(self, node: Node) -> Moved | None:
-        """One movement on top of those of its inputs, None if it cannot be expressed."""
+        """Put one movement on top of those of its inputs, None if it cannot be expressed."""
         before = [self._known[n] for n in sources(node)]
         if not before or any(b.source is not before[0].source for b in before):
             return None
@@ -119,7 +119,7 @@ class Movements:
 
 
 def sources(node: Node) -> list[Node]:
-    """The tensors that a node moves; none if it is not a movement."""
+    """Return the tensors that a node moves; none if it is not a movement."""
     target = node.target
     args: Any = node.args
     inputs: list[Any] = []
@@ -131,7 +131,7 @@ def sources(node: Node) -> list[Node]:
         inputs = []
     elif target is aten.select_scatter.default:
         inputs = [args[1]]
-    elif target in RESHAPES or target in COPIES or target in _TURNS:
+    elif target in RESHAPES or target in COPIES or target in _REORDERED:
         inputs = [args[0]]
     if not all(is_static(n) for n in [node, *inputs]):
         return []
@@ -143,11 +143,11 @@ def sources(node: Node) -> list[Node]:
     return inputs
 
 
-_TURNS = {aten.slice.Tensor, aten.select.int, aten.permute.default, aten.t.default, aten.transpose.int}
+_REORDERED = {aten.slice.Tensor, aten.select.int, aten.permute.default, aten.t.default, aten.transpose.int}
 
 
 def path(node: Node, source: Node) -> Iterator[Node]:
-    """The movements from a node back to its source: the node first, without the source, splits included."""
+    """Yield the movements from a node back to its source: the node first, without the source, splits included."""
     seen, left = {source}, [node]
     while left:
         last = left.pop()

@@ -11,12 +11,12 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from titanlite.async_tp.layout_modes import Layout, identity, joined, relocated, reshaped, steps
-from titanlite.async_tp.view_tracking import Movements, path
+from titanlite.async_tp.view_tracking import ViewTracker, path
 
 
 def indices(layout: Layout) -> list[int]:
     """Elements of the flat source, in row-major order."""
-    ranges = [range(0, size * stride, stride) for size, stride in layout.atoms]
+    ranges = [range(0, size * stride, stride) for size, stride in layout.modes]
     return [layout.offset + sum(index) for index in itertools.product(*ranges)]
 
 
@@ -68,7 +68,7 @@ def test_random_movements(shape):
     for seed in range(60):
         (sin,) = (n for n in traced(x, seed).nodes if n.target == torch.ops.aten.sin.default)
         (last,) = sin.all_input_nodes
-        source, layout = Movements().trace(last)
+        source, layout = ViewTracker().trace(last)
         if source.op != "placeholder":  # a piece that no layout describes; what is followed has to be right
             continue
         followed += 1
