@@ -21,8 +21,6 @@ from torch import Tensor
 
 from tests.gpu.collective_checks import in_graph
 from tests.gpu.shared_gpus import take_gpu
-from titanlite.kernels import all_gather_matmul as gather
-from titanlite.kernels import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.channel import set_deadline
 from titanlite.kernels.lowering import lowered
 
@@ -73,9 +71,10 @@ def operators(group: dist.ProcessGroup, n: int) -> list[tuple[Callable[[], list[
                 lefts, rights = [*lefts, normal(M, 64)], [*rights, normal(N, 64).t() if turned else normal(64, N)]
             args = (lefts, rights, 0, group.group_name, None, [], [], None, False)
         if kind in ("scatter", "sum"):
-            made.append((_one(torch.ops.titanlite.matmul_reduce_scatter, args), _one(scatter._definition, args)))
+            op, calls = torch.ops.titanlite.matmul_reduce_scatter.default, _one
         else:
-            made.append((_list(torch.ops.titanlite.all_gather_matmul, args), _list(gather._definition, args)))
+            op, calls = torch.ops.titanlite.all_gather_matmul.default, _list
+        made.append((calls(op, args), calls(op.definition, args)))
     return made
 
 

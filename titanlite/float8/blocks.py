@@ -30,10 +30,10 @@ class BlockScaledFloat8:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return `x [M, K] @ weight [N, K].T` [M, N]."""
-        return _Product.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
+        return _BlockScaledMatmul.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
 
 
-def _cast(
+def _cast_both_ways(
     x: Tensor, of: Granularity, of_transpose: Granularity, dtype: str, recipe: Float8Recipe, after: Tensor | None = None
 ) -> tuple[Either, Either]:
     """Cast a matrix [R, C] as the left operand of a product over columns, and its transpose as that over rows."""
@@ -45,7 +45,7 @@ def _cast(
     return Cast(*both[:2]) if rows else x, Cast(*both[2:]) if rows_transposed else x.t()
 
 
-def _multiply(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
+def _multiply_casts(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
     """Return `left [R, C] @ right [S, C].T` [R, S]."""
     if isinstance(left, Cast) and isinstance(right, Cast):
         return block_scaled_matmul(*left, *right, dtype)
@@ -55,15 +55,15 @@ def _multiply(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
 
 
 @torch._dynamo.allow_in_graph  # what it is given beside tensors is no business of Dynamo's
-class _Product(torch.autograd.Function):
+class _BlockScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
         of, of_weight = recipe.input, recipe.weight
-        left, kept = _cast(x, of.output, of.grad_weight, of.dtype, recipe)
-        right, _ = _cast(weight, of_weight.output, "none", of_weight.dtype, recipe)
+        left, kept = _cast_both_ways(x, of.output, of.grad_weight, of.dtype, recipe)
+        right, _ = _cast_both_ways(weight, of_weight.output, "none", of_weight.dtype, recipe)
         ctx.save_for_backward(*(kept if isinstance(kept, Cast) else (x,)), weight)
         ctx.recipe = recipe
-        return _multiply(left, right, x.dtype)
+        return _multiply_casts(left, right, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -71,11 +71,11 @@ class _Product(torch.autograd.Function):
         of, of_weight = recipe.grad_output, recipe.weight
         for_x, for_weight = ctx.needs_input_grad[:2]
         wanted = of.grad_input if for_x else "none", of.grad_weight if for_weight else "none"
-        left, transposed = _cast(grad, *wanted, of.dtype, recipe)
+        left, transposed = _cast_both_ways(grad, *wanted, of.dtype, recipe)
         d_x = d_weight = None
         if for_x:
-            _, right = _cast(weight, "none", of_weight.grad_input, of_weight.dtype, recipe, grad)
-            d_x = _multiply(left, right, grad.dtype)
+            _, right = _cast_both_ways(weight, "none", of_weight.grad_input, of_weight.dtype, recipe, grad)
+            d_x = _multiply_casts(left, right, grad.dtype)
         if for_weight:
-            d_weight = _multiply(transposed, x[0].t() if len(x) == 1 else Cast(*x), weight.dtype)
+            d_weight = _multiply_casts(transposed, x[0].t() if len(x) == 1 else Cast(*x), weight.dtype)
         return d_x, d_weight, None

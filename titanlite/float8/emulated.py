@@ -70,11 +70,11 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         scale, scale_inv = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
         return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), scale_inv)
-    scale, scale_inv = _scale_of(_amax(x, of, over), to, rounding)
+    scale, scale_inv = _scale_of(_amax_of(x, of, over), to, rounding)
     return Cast(cast_to(x, scale, to), scale_inv)
 
 
-def _amax(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
+def _amax_of(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
     """Return the greatest size of each row, [R, 1], or of all there is, [], here or on all ranks."""
     if of == "row":
         return x.abs().amax(-1, keepdim=True)
@@ -117,20 +117,20 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.recipe, ctx.over = recipe, over
-        return _product(x, weight, "output", recipe, over)
+        return _emulated_product(x, weight, "output", recipe, over)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         d_x = d_weight = None
         if ctx.needs_input_grad[0]:
-            d_x = _product(grad, weight.t(), "grad_input", ctx.recipe, ctx.over)
+            d_x = _emulated_product(grad, weight.t(), "grad_input", ctx.recipe, ctx.over)
         if ctx.needs_input_grad[1]:
-            d_weight = _product(grad.t(), x.t(), "grad_weight", ctx.recipe, ctx.over)
+            d_weight = _emulated_product(grad.t(), x.t(), "grad_weight", ctx.recipe, ctx.over)
         return d_x, d_weight, None, None
 
 
-def _product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
+def _emulated_product(left: Tensor, right: Tensor, matmul: str, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
     """Return `left [R, C] @ right [S, C].T` [R, S], one of the recipe's three."""
     of = recipe.operands(matmul)
     if of == ("none", "none"):

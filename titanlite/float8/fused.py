@@ -53,7 +53,7 @@ class FusedFloat8:
         return _Gathered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Return `reduce_scatter(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
+        """Return `reduce_scattered_product(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
         return _Scattered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def _all_over(self, group: Group) -> AmaxGroups:
@@ -61,13 +61,13 @@ class FusedFloat8:
         return AmaxGroups(group, group, group) if self.recipe.reduce_amax else ALL_HERE
 
 
-def _cast(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, over: Group | None) -> Cast:
+def _cast_contiguous(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, over: Group | None) -> Cast:
     """Cast a matrix; its bytes are contiguous."""
     qdata, scale_inv = cast(x, of, dtype, recipe.scale_rounding, over)
     return Cast(qdata.contiguous(), scale_inv)
 
 
-def _cast_weight(weight: Tensor, how: "_Product", recipe: Float8Recipe, factor: Tensor) -> Cast:
+def _cast_weight(weight: Tensor, how: "_TokenProduct", recipe: Float8Recipe, factor: Tensor) -> Cast:
     """Cast a weight [N, K], or its transpose [K, N], by its rows; it may come in float8, as FSDP has gathered it.
 
     It is transposed once there is the `factor` that it will be multiplied with.
@@ -79,7 +79,7 @@ def _cast_weight(weight: Tensor, how: "_Product", recipe: Float8Recipe, factor: 
         ones = weight.new_ones((len(weight), 1), dtype=torch.float32)
         return Cast(*cast_transpose(weight, ones, by_row, DTYPES[dtype], pow2, factor))
     else:
-        straight = _cast(weight, how.weight_of, dtype, recipe, how.weight_over)
+        straight = _cast_contiguous(weight, how.weight_of, dtype, recipe, how.weight_over)
     if not how.transposed:
         return straight
     if straight.scale_inv.ndim == 0:
@@ -118,7 +118,7 @@ def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2:
     return Cast(*cast_transpose(source, factors, of == "row", DTYPES[dtype], pow2))
 
 
-class _Product(NamedTuple):
+class _TokenProduct(NamedTuple):
     """One of the two products that move tokens: of a tensor with the weight, or with its transpose."""
 
     of: Granularity  # what of the tensor has a scale of its own
@@ -131,21 +131,21 @@ class _Product(NamedTuple):
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
         """Cast the tensor; its bytes are contiguous."""
-        return _cast(x, self.of, self.dtype, recipe, self.over)
+        return _cast_contiguous(x, self.of, self.dtype, recipe, self.over)
 
 
-def _output(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _Product:
+def _output(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _TokenProduct:
     x, w, fast = recipe.input, recipe.weight, recipe.accumulation.output == "fast"
-    return _Product(x.output, over.input, x.dtype, w.output, over.weight, transposed=False, fast=fast)
+    return _TokenProduct(x.output, over.input, x.dtype, w.output, over.weight, transposed=False, fast=fast)
 
 
-def _grad_input(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _Product:
+def _grad_input(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _TokenProduct:
     g, w, fast = recipe.grad_output, recipe.weight, recipe.accumulation.grad_input == "fast"
-    return _Product(g.grad_input, over.grad_output, g.dtype, w.grad_input, over.weight, transposed=True, fast=fast)
+    return _TokenProduct(g.grad_input, over.grad_output, g.dtype, w.grad_input, over.weight, transposed=True, fast=fast)
 
 
-def _gather(
-    x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
+def _gathered_product(
+    x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _TokenProduct, dtype: torch.dtype
 ) -> tuple[Cast, Tensor]:
     """Gather x [M/tp, K] to [M, K], and return it with its product with the weight."""
     w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
@@ -166,8 +166,8 @@ def _gather(
     return Cast(gathered, scale_invs[0] if scale_invs else x.scale_inv), y
 
 
-def _scatter(
-    x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _Product, dtype: torch.dtype
+def _scattered_product(
+    x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _TokenProduct, dtype: torch.dtype
 ) -> Tensor:
     """Multiply x [M, K] with the weight, and return this rank's part [M/tp, N] of the sum over the ranks."""
     w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
@@ -208,7 +208,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe, over: AmaxGroups
     ) -> Tensor:
         how = _output(recipe, over)
-        gathered, y = _gather(how.cast(x, recipe), weight, group, recipe, how, x.dtype)
+        gathered, y = _gathered_product(how.cast(x, recipe), weight, group, recipe, how, x.dtype)
         ctx.save_for_backward(*gathered, weight)
         ctx.group, ctx.recipe, ctx.over = group, recipe, over
         return y
@@ -220,7 +220,7 @@ class _Gathered(torch.autograd.Function):
         how = _grad_input(recipe, ctx.over)
         g = how.cast(grad, recipe)
         if ctx.needs_input_grad[0]:
-            d_x = _scatter(g, weight, group, recipe, how, grad.dtype)
+            d_x = _scattered_product(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
             source = g if is_cast_from_bytes(recipe, group is not None) else grad
             d_weight = _weight_gradient(source, Cast(qdata, scale_inv), recipe, weight.dtype)
@@ -235,13 +235,13 @@ class _Scattered(torch.autograd.Function):
         c = how.cast(x, recipe)
         ctx.save_for_backward(*(c if is_cast_from_bytes(recipe, group is not None) else (x,)), weight)
         ctx.group, ctx.recipe, ctx.over = group, recipe, over
-        return _scatter(c, weight, group, recipe, how, x.dtype)
+        return _scattered_product(c, weight, group, recipe, how, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
         how = _grad_input(recipe, ctx.over)
-        gathered, d_x = _gather(how.cast(grad, recipe), weight, ctx.group, recipe, how, grad.dtype)
+        gathered, d_x = _gathered_product(how.cast(grad, recipe), weight, ctx.group, recipe, how, grad.dtype)
         d_weight = None
         if ctx.needs_input_grad[1]:
             d_weight = _weight_gradient(gathered, x[0] if len(x) == 1 else Cast(*x), recipe, weight.dtype)
@@ -253,11 +253,11 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
         how = _output(recipe)
-        gathered, a = _gather(how.cast(x, recipe), w13, group, recipe, how, x.dtype)  # a [M, 2F/tp]
+        gathered, a = _gathered_product(how.cast(x, recipe), w13, group, recipe, how, x.dtype)  # a [M, 2F/tp]
         ctx.save_for_backward(*gathered, a, w13, w2)
         ctx.group, ctx.recipe = group, recipe
         h = Cast(*swiglu_cast(a, how.of == "row", DTYPES[how.dtype], recipe.scale_rounding == "pow2_floor"))
-        return _scatter(h, w2, group, recipe, how, x.dtype)
+        return _scattered_product(h, w2, group, recipe, how, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -265,10 +265,10 @@ class _FeedForward(torch.autograd.Function):
         how, forward = _grad_input(recipe), _output(recipe)
         # Nothing stands before it in a block, that a compiler could join its cast to.
         cast_grad = Cast(*cast_rows(grad, DTYPES[how.dtype])) if how.of == "row" else how.cast(grad, recipe)
-        g, d_h = _gather(cast_grad, w2, group, recipe, how, grad.dtype)
+        g, d_h = _gathered_product(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"
         d_qdata, d_scale_inv, h_qdata, h_scale_inv = swiglu_grad_cast(d_h, a, how.of == "row", *dtypes, pow2)
         d_w2 = _weight_gradient(g, Cast(h_qdata, h_scale_inv), recipe, w2.dtype)
         d_a = Cast(d_qdata, d_scale_inv)
-        d_x = _scatter(d_a, w13, group, recipe, how, grad.dtype) if ctx.needs_input_grad[0] else None
+        d_x = _scattered_product(d_a, w13, group, recipe, how, grad.dtype) if ctx.needs_input_grad[0] else None
         return d_x, _weight_gradient(d_a, Cast(qdata, scale_inv), recipe, w13.dtype), d_w2, None, None

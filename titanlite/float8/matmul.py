@@ -61,7 +61,7 @@ def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
     if not is_by_blocks_of_128(recipe):
         has = ", ".join(sorted({*recipe.granularities} - {"none"}))
         return f"titanlite has no lowering that multiplies {has} with {recipe.scale_rounding} scales"
-    return block_scaled_matmul.unsupported_reason(device)
+    return block_scaled_matmul.block_scaling_unsupported_reason(device)
 
 
 class Float8Matmul:

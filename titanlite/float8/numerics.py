@@ -50,7 +50,7 @@ class _Look:
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply [M, K] by [N, K] transposed, to [M, N]."""
         y, recipe = self.matmul(x, weight), self.matmul.recipe
-        exact = _gather(self.parameter, self.mesh) if isinstance(weight, GatheredWeight) else weight
+        exact = _gather_weight(self.parameter, self.mesh) if isinstance(weight, GatheredWeight) else weight
         truth = F.linear(x, exact.to(x.dtype)).float()
         over = self.matmul.over
         operands = ((x, x, recipe.input, over.input), (exact, weight, recipe.weight, over.weight))
@@ -78,7 +78,7 @@ def _count(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
     return beyond.sum(), ((cast.qdata.float() == 0) & (x != 0)).sum(), torch.tensor(x.numel(), device=x.device)
 
 
-def _gather(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
+def _gather_weight(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
     """Gather a weight that FSDP gathers in float8 in high precision: [N, K], of this tensor-parallel rank."""
     group = mesh.get_group(mesh.ndim - 1)
     return all_gather(local_data(parameter), Group(group.group_name, group.size(), group.rank()))

@@ -38,7 +38,7 @@ def float8_entry(
         applied["feed-forwards in float8 throughout"] = len(done.joined)
     if done.maxima:
         applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
-    gathered, weights = _gathered(done, recipe, shards)
+    gathered, weights = _fsdp_gathers(done, recipe, shards)
     applied["each"] = {name: _arithmetic(model, name, done, weights) for name in done.converted}
     return Entry(
         "float8",
@@ -57,7 +57,7 @@ def emulation_cost(done: Conversion, device: torch.device) -> str | None:
     return f"emulated: slower than bf16; {done.lowering.why}" if is_emulated else None
 
 
-def _gathered(done: Conversion, recipe: Float8Recipe, shards: int) -> tuple[str, str | None]:
+def _fsdp_gathers(done: Conversion, recipe: Float8Recipe, shards: int) -> tuple[str, str | None]:
     """Describe what FSDP gathers, and what that means for the weight of each layer."""
     if recipe.fsdp_all_gather != "float8":
         return recipe.fsdp_all_gather, None

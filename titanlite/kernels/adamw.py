@@ -49,10 +49,10 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], 
     """
     if state.updates.is_cuda and state.parameters:
         return Update(state).step
-    return functools.partial(_definition, state)
+    return functools.partial(_adamw_by_torch, state)
 
 
-def _definition(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+def _adamw_by_torch(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
     tensors = state.parameters, gradients, state.exp_avg, state.exp_avg_sq, state.weight_decays
     for parameter, gradient, *kept, weight_decay in zip(*tensors, strict=True):
         exp_avg, exp_avg_sq = (moment.float() for moment in kept)  # no copy if they are float32

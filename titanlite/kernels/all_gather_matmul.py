@@ -20,14 +20,13 @@ Float8 operands carry scales. G has one for the tensor, equal on all ranks ("ten
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels import lowering
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
+from titanlite.kernels.lowering import CollectiveMatmul
 from titanlite.kernels.products import (
     FLOAT8,
     GatherCall,
@@ -39,7 +38,7 @@ from titanlite.kernels.products import (
     out_shapes,
     products,
 )
-from titanlite.kernels.shapes import split
+from titanlite.kernels.shapes import dims, shapes_of, split
 
 FORMS = ("left", "right", "left_t", "right_t")
 SCALES = ("tensor", "shard", "row")
@@ -93,20 +92,15 @@ def all_gather_matmul(
     )  # fmt: skip
 
 
-def _definition(*arguments: Any) -> list[Tensor]:
-    return _gather_and_multiply(GatherCall(*arguments))
-
-
 def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
     """Run the definition: a collective, then plain matmuls."""
-    _check(call)
     gathered = gather_dim(call.shard, call.at, call.size, named_group(call.group))
     scale = gather_scale(call)
     results = [gathered, *products(call, gathered, scale)]
     return [*results, scale.contiguous()] if scale is not None and call.moves_scale else results
 
 
-def _check(call: GatherCall) -> None:
+def _check_gather(call: GatherCall) -> None:
     """Raise ValueError for operands that do not fit, with what would."""
     shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_ = call
     op, ranks = "all_gather_matmul", named_group(group)
@@ -163,73 +157,34 @@ def _check(call: GatherCall) -> None:
             raise ValueError(f"{op}: scales by shard of a tensor split along the contracted dim; want one scale")
 
 
-def _on_gpus(*arguments: Any) -> list[Tensor]:
-    """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
-    call = GatherCall(*arguments)
-    tensors = lowering.key_of(call.group, call.shard, *call.others, *call.biases, call.scale, *call.other_scales)
-    options = len(call.others), call.dim, call.size, call.form, call.scale_of, call.out_dtype, call.fast_accum
-    known = lowering.implementations.get((tensors, options))
-    if known is None:
-        known = lowering.implementations[tensors, options] = _choose(call)
-    counter, run = known
-    lowering.lowered[counter] += 1
-    return run(call)
-
-
-def _choose(call: GatherCall) -> tuple[lowering.Lowered, Callable[[GatherCall], list[Tensor]]]:
-    """Validate a call that is new, and choose with all ranks what runs it."""
-    _check(call)
-    op, shard, ranks = "all_gather_matmul", call.shard, named_group(call.group)
-    what = (
-        f"{shard.dtype} {lowering.dims(call.whole)} gathered along dim {call.at}, {call.form}, scaled by "
-        f"{call.scale_of}, to {out_dtype_of(shard.dtype, call.out_dtype)}, fast_accum {call.fast_accum}"
+def _gather_in_words(call: GatherCall) -> str:
+    return (
+        f"{call.shard.dtype} {dims(call.whole)} gathered along dim {call.at}, {call.form}, scaled by {call.scale_of}, "
+        f"to {out_dtype_of(call.shard.dtype, call.out_dtype)}, fast_accum {call.fast_accum}"
     )
-    reason = lowering.no_peer_access(call.group)
-    if reason is None:
-        from titanlite.kernels.device import gather_plan
 
-        reason = gather_plan.gather_unsupported_reason(*call[:4], ranks.size, call.form, call.scale_of)
-    reason = lowering.agree(op, call.group, what, lowering.shapes_of(*call.others), reason)
-    counter = lowering.counted(op, call.group, lowering.shapes_of(shard, *call.others), reason)
-    if reason is not None:
-        return counter, _gather_and_multiply
+
+def _unfused_gather_reason(call: GatherCall) -> str | None:
+    from titanlite.kernels.device.gather_plan import gather_unsupported_reason
+
+    return gather_unsupported_reason(*call[:4], named_group(call.group).size, call.form, call.scale_of)
+
+
+def _fused_gather(call: GatherCall) -> Callable[[GatherCall], list[Tensor]]:
     from titanlite.kernels.device.all_gather_matmul import launch_all_gather_matmul
+    from titanlite.kernels.device.gather_plan import plan_gather
 
-    return counter, partial(launch_all_gather_matmul, gather_plan.plan_gather(call, ranks))
-
-
-SCHEMA = (
-    "(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, Tensor? scale, "
-    "str scale_of, Tensor[] other_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor[]"
-)
+    return partial(launch_all_gather_matmul, plan_gather(call, named_group(call.group)))
 
 
-def _fake(*arguments):
-    call = GatherCall(*arguments)
-    _check(call)
-    shard, whole, dtype = call.shard, call.whole, out_dtype_of(call.shard.dtype, call.out_dtype)
-    shapes = out_shapes(whole, call.others, call.form)
-    results = [shard.new_empty(whole), *(shard.new_empty(shape, dtype=dtype) for shape in shapes)]
-    return [*results, shard.new_empty([*whole[:-1], 1], dtype=torch.float32)] if call.moves_scale else results
-
-
-lowering.define("all_gather_matmul", _definition, _on_gpus, _fake, SCHEMA)
-
-
-def _tensors(*arguments) -> list[Tensor]:
-    call = GatherCall(*arguments)
-    return [call.shard, *call.others, *call.biases, *([] if call.scale is None else [call.scale]), *call.other_scales]
-
-
-def _save(ctx, arguments, results) -> None:
-    call = GatherCall(*arguments)
+def _save_gathered(ctx, call: GatherCall, results) -> None:
     ctx.set_materialize_grads(False)
     ctx.dim, ctx.size, ctx.group, ctx.form = call.at, call.size, call.group, call.form
     ctx.float8, ctx.bias_dtypes = call.scale is not None, [bias.dtype for bias in call.biases]
     ctx.save_for_backward(results[0], *call.others)
 
 
-def _backward(ctx, grads):
+def _gather_backward(ctx, grads):
     """Return the gradients of shard, others and biases, in this order.
 
     The shard's is a sum of matmuls reduced and scattered: the other fused op. The others' are plain matmuls with G.
@@ -284,11 +239,24 @@ def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> 
     return grad @ (gathered.t() if form == "right" else gathered)
 
 
-lowering.differentiate("all_gather_matmul", _on_gpus, _tensors, _save, _backward)
+CollectiveMatmul(
+    name="all_gather_matmul",
+    schema="(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, "
+    "Tensor? scale, str scale_of, Tensor[] other_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor[]",
+    call=GatherCall,
+    check=_check_gather,
+    plain=_gather_and_multiply,
+    in_words=_gather_in_words,
+    shapes=lambda call: (shapes_of(*call.others), shapes_of(call.shard, *call.others)),
+    unsupported=_unfused_gather_reason,
+    fused=_fused_gather,
+    save=_save_gathered,
+    backward=_gather_backward,
+).register()
 
 
 @register_flop_formula(torch.ops.titanlite.all_gather_matmul)
-def _flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
+def _gather_flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
     G = list(shard_shape)
     G[dim] = size
     kept = math.prod(G[:-1] if form in ("left", "right_t") else G[1:])

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels import lowering
 from titanlite.kernels.float8_scales import BLOCK
+from titanlite.kernels.operators import operator
 
 
-def unsupported_reason(device: torch.device) -> str | None:
+def block_scaling_unsupported_reason(device: torch.device) -> str | None:
     """Return why a device has no such product, or None."""
     if device.type != "cuda":
         return "the device is no GPU"
@@ -48,31 +48,7 @@ def dequantise(qdata: Tensor, scale_inv: Tensor) -> Tensor:
     return (blocks * scale_inv[:, None, :, None]).flatten(2).flatten(0, 1)
 
 
-def block_scaled_matmul(
-    left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Return `left @ right.T` of the scaled numbers, accumulated in float32 and rounded once.
-
-    Args:
-        left: [R, C] float8; R and C are multiples of 128.
-        left_scale_inv: [R, C/128] or [R/128, C/128] float32, as of `dequantise`.
-        right: [S, C] float8, as `left`; not both e5m2.
-        right_scale_inv: as `left_scale_inv`; not both of 128×128 blocks.
-        dtype: of the result, bfloat16 or float32.
-
-    Returns:
-        [R, S].
-    """
-    return torch.ops.titanlite.block_scaled_matmul(left, left_scale_inv, right, right_scale_inv, dtype)
-
-
-def _definition(
-    left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
-) -> Tensor:
-    return torch.mm(dequantise(left, left_scale_inv), dequantise(right, right_scale_inv).t()).to(dtype)
-
-
-def _on_gpus(
+def _by_cublas(
     left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
 ) -> Tensor:
     left, right = left.contiguous(), right.contiguous()
@@ -88,13 +64,25 @@ def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.Scalin
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
 
 
-def _fake(left, left_scale_inv, right, right_scale_inv, dtype):
-    return left.new_empty((left.shape[0], right.shape[0]), dtype=dtype)
+@operator("block_scaled_matmul", _by_cublas)
+def block_scaled_matmul(
+    left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return `left @ right.T` of the scaled numbers, accumulated in float32 and rounded once.
 
+    Args:
+        left: [R, C] float8; R and C are multiples of 128.
+        left_scale_inv: [R, C/128] or [R/128, C/128] float32, as of `dequantise`.
+        right: [S, C] float8, as `left`; not both e5m2.
+        right_scale_inv: as `left_scale_inv`; not both of 128×128 blocks.
+        dtype: of the result, bfloat16 or float32.
 
-lowering.define("block_scaled_matmul", _definition, _on_gpus, _fake)
+    Returns:
+        [R, S].
+    """
+    return torch.mm(dequantise(left, left_scale_inv), dequantise(right, right_scale_inv).t()).to(dtype)
 
 
 @register_flop_formula(torch.ops.titanlite.block_scaled_matmul)
-def _flops(left_shape, left_scale_inv_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
+def _block_scaled_flops(left_shape, left_scale_inv_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
     return 2 * left_shape[0] * left_shape[1] * right_shape[0]

@@ -8,10 +8,11 @@ kernels here write 128 together (`titanlite/kernels/device/float8_cast.py`).
 import torch
 from torch import Tensor
 
-from titanlite.kernels import lowering
-from titanlite.kernels.float8_scales import BLOCK, cast_to, scale_of
+from titanlite.kernels.float8_scales import BLOCK, cast_to, empty_blocks, scale_of
+from titanlite.kernels.operators import operator
 
 
+@operator("cast_transpose", "float8_cast.launch_cast_transpose")
 def cast_transpose(
     x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -28,9 +29,13 @@ def cast_transpose(
     Returns:
         Bytes [K, M], contiguous; and their inverse scales, [K, 1] or [] float32.
     """
-    return torch.ops.titanlite.cast_transpose(x, factors, by_column, dtype, pow2, after)
+    transposed = (x.float() * factors).t()  # [K, M]
+    amax = transposed.abs().amax(1, keepdim=True) if by_column else transposed.abs().amax()
+    scale, scale_inv = scale_of(amax, dtype, pow2)
+    return cast_to(transposed, scale, dtype).contiguous(), scale_inv
 
 
+@operator("transpose", "float8_cast.launch_transpose")
 def transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
     """Transpose float8 bytes.
 
@@ -42,9 +47,10 @@ def transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
     Returns:
         [K, M], contiguous.
     """
-    return torch.ops.titanlite.transpose(x, after)
+    return x.t().contiguous()
 
 
+@operator("cast_rows", "float8_cast.launch_cast_rows")
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cast each row by a power of two of its own.
 
@@ -55,9 +61,11 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     Returns:
         Bytes [M, K], and their inverse scales, [M, 1] float32.
     """
-    return torch.ops.titanlite.cast_rows(x, dtype)
+    scale, scale_inv = scale_of(x.abs().amax(1, keepdim=True), dtype, pow2=True)
+    return cast_to(x, scale, dtype).contiguous(), scale_inv
 
 
+@operator("cast_by", "float8_cast.launch_cast_by")
 def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast by a scale that is known.
 
@@ -69,9 +77,10 @@ def cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         Bytes [M, K] of `x · scale`.
     """
-    return torch.ops.titanlite.cast_by(x, scale, dtype)
+    return cast_to(x, scale, dtype).contiguous()
 
 
+@operator("cast_blocks", "block_cast.launch_cast_blocks")
 def cast_blocks(
     x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -89,37 +98,7 @@ def cast_blocks(
         Bytes [M, K], and their inverse scales, [M/rows, K/128] float32; both again for the transpose. What is not
         wanted has no elements. By blocks of one row, scales are contiguous along their columns, as cuBLASLt has it.
     """
-    return torch.ops.titanlite.cast_blocks(x, rows, rows_transposed, dtype, pow2, after)
 
-
-def _cast(
-    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    transposed = (x.float() * factors).t()  # [K, M]
-    scale, scale_inv = scale_of(
-        transposed.abs().amax(1, keepdim=True) if by_column else transposed.abs().amax(), dtype, pow2
-    )
-    return cast_to(transposed, scale, dtype).contiguous(), scale_inv
-
-
-def _cast_on_gpus(
-    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    from titanlite.kernels.device import float8_cast as device
-
-    return device.launch_cast_transpose(
-        x if x.stride(1) == 1 else x.contiguous(), factors.contiguous(), by_column, dtype, pow2
-    )
-
-
-def _cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    scale, scale_inv = scale_of(x.abs().amax(1, keepdim=True), dtype, pow2=True)
-    return cast_to(x, scale, dtype), scale_inv
-
-
-def _cast_blocks(
-    x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def one(x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         qdata, scale_invs = empty_blocks(x, rows, dtype)
         if rows:
@@ -130,75 +109,3 @@ def _cast_blocks(
         return qdata, scale_invs
 
     return *one(x, rows), *one(x.t(), rows_transposed)
-
-
-def empty_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate the bytes of a matrix [R, C] and their inverse scales, laid out as `cast_blocks` has them."""
-    R, C = x.shape
-    if not rows:
-        return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
-    shape = (C // BLOCK, R) if rows == 1 else (R // rows, C // BLOCK)
-    scale_invs = x.new_empty(shape, dtype=torch.float32)
-    return x.new_empty((R, C), dtype=dtype), scale_invs.t() if rows == 1 else scale_invs
-
-
-def _cast_blocks_on_gpus(
-    x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from titanlite.kernels.device import block_cast as device
-
-    if x.shape[0] % BLOCK or x.shape[1] % BLOCK:
-        raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")
-    out = *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)
-    device.launch_cast_blocks(x if x.stride(1) == 1 else x.contiguous(), out, rows, rows_transposed, pow2)
-    return out
-
-
-def _transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
-    return x.t().contiguous()
-
-
-def _transpose_on_gpus(x: Tensor, after: Tensor | None = None) -> Tensor:
-    from titanlite.kernels.device import float8_cast as device
-
-    return device.launch_transpose(x.contiguous())
-
-
-def _cast_by_on_gpus(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    from titanlite.kernels.device import float8_cast as device
-
-    return device.launch_cast_rows(x.contiguous(), dtype, scale)[0]
-
-
-def _cast_rows_on_gpus(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from titanlite.kernels.device import float8_cast as device
-
-    return device.launch_cast_rows(x.contiguous(), dtype)
-
-
-def _fake_cast(x, factors, by_column, dtype, pow2, after=None):
-    M, K = x.shape
-    return x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
-
-
-def _fake_transpose(x, after=None):
-    return x.new_empty(x.shape[::-1])
-
-
-def _fake_cast_rows(x, dtype):
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
-
-
-def _fake_cast_by(x, scale, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def _fake_cast_blocks(x, rows, rows_transposed, dtype, pow2, after=None):
-    return *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)
-
-
-lowering.define("cast_transpose", _cast, _cast_on_gpus, _fake_cast)
-lowering.define("cast_rows", _cast_rows, _cast_rows_on_gpus, _fake_cast_rows)
-lowering.define("cast_by", cast_to, _cast_by_on_gpus, _fake_cast_by)
-lowering.define("transpose", _transpose, _transpose_on_gpus, _fake_transpose)
-lowering.define("cast_blocks", _cast_blocks, _cast_blocks_on_gpus, _fake_cast_blocks)

@@ -52,3 +52,13 @@ def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype)
+
+
+def empty_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate the bytes of a matrix [R, C] and their inverse scales, as `float8_cast.cast_blocks` lays them out."""
+    R, C = x.shape
+    if not rows:
+        return x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
+    shape = (C // BLOCK, R) if rows == 1 else (R // rows, C // BLOCK)
+    scale_invs = x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty((R, C), dtype=dtype), scale_invs.t() if rows == 1 else scale_invs

@@ -6,7 +6,7 @@ Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6; GELU in the tan
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.kernels.swiglu import BLOCK
+from titanlite.kernels.swiglu import gate_and_up
 
 
 def geglu(x: Tensor) -> Tensor:
@@ -18,5 +18,5 @@ def geglu(x: Tensor) -> Tensor:
     Returns:
         [M, F] in `x.dtype`.
     """
-    gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)  # [M, F/128, 128] each
-    return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(x.dtype).flatten(-2)
+    gate, up = gate_and_up(x)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype).flatten(-2)

@@ -1,4 +1,4 @@
-"""Registration of operators, and the choice of what runs a collective matmul on a GPU, with the record of it.
+"""The choice of what runs a collective matmul on a GPU, and the record of it.
 
 The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks compare when a call is new, on
 the group, and on the GPUs of all of its ranks. What was chosen is counted by shape, for the receipt.
@@ -9,15 +9,18 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlite.kernels.collectives import named_group
-from titanlite.kernels.products import EXPECTED, NOTHING
+from titanlite.kernels.operators import differentiate, operator
+from titanlite.kernels.products import EXPECTED, NOTHING, GatherCall, ScatterCall
+
+C = TypeVar("C", GatherCall, ScatterCall)
 
 
 class Lowered(NamedTuple):
@@ -35,92 +38,81 @@ lowered: Counter[Lowered] = Counter()
 _logger = logging.getLogger(__name__)
 
 _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
-_library = torch.library.Library("titanlite", "FRAGMENT")
 
 
-def define(
-    name: str,
-    definition: Callable[..., Any],
-    on_gpus: Callable[..., Any],
-    fake: Callable[..., Any],
-    schema: str = "",
-) -> None:
-    """Make an operator `torch.ops.titanlite.<name>` of a function.
+implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
+"""Cache of validated calls: key → (counter, implementation)."""
 
-    By hand rather than with custom_op, whose wrappers take longer than the launch.
 
-    Args:
+@dataclass(frozen=True)
+class CollectiveMatmul(Generic[C]):
+    """The functions that make up a collective matmul, all but the first of one call.
+
+    Attributes:
         name: of the operator.
-        definition: runs where no other function does.
-        on_gpus: runs for CUDA tensors.
-        fake: makes results without numbers.
-        schema: the operator's signature; the definition's if empty.
+        schema: its signature.
+        call: its arguments → one value.
+        check: raises ValueError for operands that do not fit, with what would.
+        plain: computes a call that was checked, by its definition.
+        in_words: all that must be equal on all ranks. Nothing else, so that a call is new to all or to none.
+        shapes: of the operands that need not be equal, and of those that are counted.
+        unsupported: why the kernels cannot take it, or None.
+        fused: makes what computes such a call by kernels.
+        save: (ctx, call, results), see `operators.differentiate`; backward: as there.
     """
-    schema = schema or torch.library.infer_schema(definition, mutates_args=())
-    torch.library.define(f"titanlite::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"titanlite::{name}", "default")(definition)
-    torch.library.impl(f"titanlite::{name}", "cuda")(on_gpus)
-    torch.library.register_fake(f"titanlite::{name}")(fake)
 
+    name: str
+    schema: str
+    call: Callable[..., C]
+    check: Callable[[C], None]
+    plain: Callable[[C], Any]
+    in_words: Callable[[C], str]
+    shapes: Callable[[C], tuple[str, str]]
+    unsupported: Callable[[C], str | None]
+    fused: Callable[[C], Callable[[C], Any]]
+    save: Callable[[Any, C, Any], None]
+    backward: Callable[[Any, Any], Any]
 
-def differentiate(
-    name: str,
-    on_gpus: Callable[..., Any],
-    tensors: Callable[..., list[Tensor]],
-    save: Callable[..., None],
-    backward: Callable[..., Any],
-) -> None:
-    """Give an operator of lists of tensors a gradient.
+    def register(self) -> None:
+        """Make an operator of it that has a gradient."""
+        op = operator(self.name, self._on_gpus, self.schema)(self._definition)
+        differentiate(
+            op,
+            lambda *arguments: [t for t in self.call(*arguments).operands if t is not None],
+            lambda ctx, arguments, results: self.save(ctx, self.call(*arguments), results),
+            self.backward,
+        )
 
-    By hand too: torch's wrapper walks through all arguments with pytree, which takes as long as two launches; and to be
-    dispatched once more takes as long as one.
+    def _definition(self, *arguments: Any) -> Any:
+        call = self.call(*arguments)
+        self.check(call)
+        return self.plain(call)
 
-    Args:
-        name: of the operator.
-        on_gpus: as it was defined with.
-        tensors: its arguments → all tensors among them. What is left out counts as a constant.
-        save: (ctx, arguments, results), results as the operator has them; writes down what backward needs.
-        backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
-    """
-    op = getattr(torch.ops.titanlite, name).default
+    def _on_gpus(self, *arguments: Any) -> Any:
+        """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
+        call = self.call(*arguments)
+        process_group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
+        tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in call.operands])
+        key = self.name, process_group, tensors, call.options
+        known = implementations.get(key)
+        if known is None:
+            known = implementations[key] = self._choose(call)
+        row, run = known
+        lowered[row] += 1
+        return run(call)
 
-    def below(keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...]) -> Any:
-        keys = keys & torch._C._after_ADInplaceOrView_keyset
-        with torch._C._AutoDispatchBelowAutograd():
-            if keys.highestPriorityTypeId() == torch._C.DispatchKey.CUDA:  # plain tensors, and no mode is on
-                return on_gpus(*arguments)
-            return op.redispatch(keys, *arguments)
-
-    def run(ctx: Any, keys: torch._C.DispatchKeySet, arguments: tuple[Any, ...], *own: Tensor) -> Any:
-        results = below(keys, arguments)
-        ctx.needs = ctx.needs_input_grad[2:]
-        save(ctx, arguments, results)
-        return tuple(results) if type(results) is list else results
-
-    def back(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *backward(ctx, grads))
-
-    # Profiles and error messages call the node by the name of its class.
-    methods = {"forward": staticmethod(run), "backward": staticmethod(back)}
-    node: Any = type(name, (torch.autograd.Function,), methods)
-
-    def call(keys: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        if torch.is_grad_enabled():
-            own = tensors(*arguments)
-            if any(x.requires_grad for x in own):
-                results = node.apply(keys, arguments, *own)
-                return list(results) if type(results) is tuple else results
-        return below(keys, arguments)
-
-    _library.impl(name, call, "Autograd", with_keyset=True)
-
-
-def counted(op: str, group: str, shapes: str, reason: str | None) -> Lowered:
-    """Return the row that counts a call; one rank warns of one that should have been fused and is not."""
-    row = Lowered(op, shapes, reason, reason in EXPECTED)
-    if row.reason and not row.expected and named_group(group).rank == 0:
-        _logger.warning("%s of %s is not fused: %s", op, shapes, reason)
-    return row
+    def _choose(self, call: C) -> tuple[Lowered, Callable[[C], Any]]:
+        """Validate a call that is new, and choose with all ranks what runs it; one warns if it should be fused."""
+        self.check(call)
+        own, shapes = self.shapes(call)
+        reason = no_peer_access(call.group) or self.unsupported(call)
+        reason = agree(self.name, call.group, self.in_words(call), own, reason)
+        row = Lowered(self.name, shapes, reason, reason in EXPECTED)
+        if reason is None:
+            return row, self.fused(call)
+        if not row.expected and named_group(call.group).rank == 0:
+            _logger.warning("%s of %s is not fused: %s", self.name, shapes, reason)
+        return row, self.plain
 
 
 _agreed: dict[tuple[dist.ProcessGroup, str, str, str], str | None] = {}
@@ -179,26 +171,6 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, own, group=group)
     return gathered
-
-
-implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
-"""Cache of validated calls: key → (counter, implementation)."""
-
-
-def key_of(group: str, *tensors: Tensor | None) -> tuple[object, ...]:
-    """Return what of a group and of operands a call's validation looks at."""
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return (process_group, *(None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors))
-
-
-def shapes_of(*tensors: Tensor) -> str:
-    """Write the shapes of tensors: "8×6, 6×3"."""
-    return ", ".join(dims(t.shape) for t in tensors)
-
-
-def dims(shape: Iterable[int]) -> str:
-    """Write a shape: "8×6"."""
-    return "×".join(map(str, shape))
 
 
 def no_peer_access(group: str) -> str | None:

@@ -9,15 +9,14 @@ that two runs give the same bits (`titanlite/kernels/device/`).
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels import lowering
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import named_group, scatter_dim
+from titanlite.kernels.lowering import CollectiveMatmul
 from titanlite.kernels.products import (
     FLOAT8,
     ScatterCall,
@@ -28,7 +27,7 @@ from titanlite.kernels.products import (
     product,
     product_shape,
 )
-from titanlite.kernels.shapes import split
+from titanlite.kernels.shapes import dims, shapes_of, split
 
 
 def matmul_reduce_scatter(
@@ -70,13 +69,8 @@ def matmul_reduce_scatter(
     )
 
 
-def _definition(*arguments: Any) -> Tensor:
-    return _multiply_and_scatter(ScatterCall(*arguments))
-
-
 def _multiply_and_scatter(call: ScatterCall) -> Tensor:
     """Run the definition: plain matmuls, then a collective."""
-    _check(call)
     lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum = call
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
     if len(lefts) == 1:
@@ -92,7 +86,7 @@ def _multiply_and_scatter(call: ScatterCall) -> Tensor:
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _check(call: ScatterCall) -> None:
+def _check_scatter(call: ScatterCall) -> None:
     """Raise ValueError for operands that do not fit, with what would."""
     op, (lefts, rights, dim, group, bias, left_scales, right_scales, *_) = "matmul_reduce_scatter", call
     if not lefts or len(lefts) != len(rights):
@@ -119,80 +113,41 @@ def _check(call: ScatterCall) -> None:
             if scale.numel() not in (1, rows):
                 raise ValueError(f"{op}: {name}_scales[{i}] has {scale.numel()} numbers; want one, or {rows}")
     check_together(op, [*lefts, *rights, bias], [*left_scales, *right_scales])
-    own = out_shape(lefts, rights, dim, group)[-1]
+    ranks, shape = named_group(group), product_shape(first.shape, rights[0].shape)
+    own = split(shape, dim, N, ranks.size).length(ranks.rank) if dim % first.ndim == first.ndim - 1 else N
     if bias is not None and list(bias.shape) != [own]:
         raise ValueError(f"{op}: a bias of shape {list(bias.shape)}; want [{own}]")
 
 
-def out_shape(lefts: list[Tensor], rights: list[Tensor], dim: int, group: str) -> list[int]:
-    """Return the shape of this rank's part of the sum."""
-    ranks, shape = named_group(group), product_shape(lefts[0].shape, rights[0].shape)
-    shape[dim] = split(shape, dim, shape[dim], ranks.size).length(ranks.rank)
-    return shape
+def _scatter_in_words(call: ScatterCall) -> str:
+    first = call.lefts[0]
+    return (
+        f"{dims(product_shape(first.shape, call.rights[0].shape))} scattered along dim {call.dim % first.ndim}, "
+        f"{first.dtype} to {out_dtype_of(first.dtype, call.out_dtype)}, fast_accum {call.fast_accum}"
+    )
 
 
-def _on_gpus(*arguments: Any) -> Tensor:
-    """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
-    call = ScatterCall(*arguments)
-    tensors = *call.lefts, *call.rights, call.bias, *call.left_scales, *call.right_scales
-    key = lowering.key_of(call.group, *tensors), (call.dim, len(call.lefts), call.out_dtype, call.fast_accum)
-    known = lowering.implementations.get(key)
-    if known is None:
-        known = lowering.implementations[key] = _choose(call)
-    counter, run = known
-    lowering.lowered[counter] += 1
-    return run(call)
+def _unfused_scatter_reason(call: ScatterCall) -> str | None:
+    from titanlite.kernels.device.matmul_reduce_scatter import scatter_unsupported_reason
+
+    return scatter_unsupported_reason(call.lefts, call.rights, named_group(call.group).size)
 
 
-def _choose(call: ScatterCall) -> tuple[lowering.Lowered, Callable[[ScatterCall], Tensor]]:
-    """Validate a call that is new, and choose with all ranks what runs it."""
-    _check(call)
-    op, first, ranks = "matmul_reduce_scatter", call.lefts[0], named_group(call.group)
-    shapes = lowering.shapes_of(*call.lefts, *call.rights)
-    dtypes = f"{first.dtype} to {out_dtype_of(first.dtype, call.out_dtype)}"
-    whole = lowering.dims(product_shape(first.shape, call.rights[0].shape))
-    what = f"{whole} scattered along dim {call.dim % first.ndim}, {dtypes}, fast_accum {call.fast_accum}"
-    reason = lowering.no_peer_access(call.group)
-    if reason is None:
-        from titanlite.kernels.device import matmul_reduce_scatter as device
+def _fused_scatter(call: ScatterCall) -> Callable[[ScatterCall], Tensor]:
+    from titanlite.kernels.device.matmul_reduce_scatter import launch_matmul_reduce_scatter, plan_scatter
 
-        reason = device.scatter_unsupported_reason(call.lefts, call.rights, ranks.size)
-    reason = lowering.agree(op, call.group, what, shapes, reason)
-    counter = lowering.counted(op, call.group, shapes, reason)
-    if reason is not None:
-        return counter, _multiply_and_scatter
-    return counter, partial(device.launch_matmul_reduce_scatter, device.plan_scatter(call, ranks))
+    return partial(launch_matmul_reduce_scatter, plan_scatter(call, named_group(call.group)))
 
 
-SCHEMA = (
-    "(Tensor[] lefts, Tensor[] rights, SymInt dim, str group, Tensor? bias, Tensor[] left_scales, "
-    "Tensor[] right_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor"
-)
-
-
-def _fake(*arguments):
-    call = ScatterCall(*arguments)
-    _check(call)
-    shape = out_shape(call.lefts, call.rights, call.dim, call.group)
-    return call.lefts[0].new_empty(shape, dtype=out_dtype_of(call.lefts[0].dtype, call.out_dtype))
-
-
-lowering.define("matmul_reduce_scatter", _definition, _on_gpus, _fake, SCHEMA)
-
-
-def _tensors(lefts, rights, dim, group, bias, left_scales, right_scales, *_) -> list[Tensor]:
-    return [*lefts, *rights, *([] if bias is None else [bias]), *left_scales, *right_scales]
-
-
-def _save(ctx, arguments, results) -> None:
-    lefts, rights, dim, group, bias, left_scales, *_ = arguments
+def _save_operands(ctx, call: ScatterCall, results) -> None:
+    lefts, rights, dim, group, bias, left_scales, *_ = call
     ctx.dim, ctx.group, ctx.n, ctx.float8 = dim % lefts[0].ndim, group, len(lefts), bool(left_scales)
     ctx.size = product_shape(lefts[0].shape, rights[0].shape)[dim]
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(*lefts, *rights)
 
 
-def _backward(ctx, grads):
+def _scatter_backward(ctx, grads):
     """Return the gradients of lefts, rights and bias, in this order: one gather of the gradient feeds all of them."""
     (grad,) = grads
     if ctx.float8:
@@ -218,9 +173,22 @@ def _backward(ctx, grads):
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 
-lowering.differentiate("matmul_reduce_scatter", _on_gpus, _tensors, _save, _backward)
+CollectiveMatmul(
+    name="matmul_reduce_scatter",
+    schema="(Tensor[] lefts, Tensor[] rights, SymInt dim, str group, Tensor? bias, Tensor[] left_scales, "
+    "Tensor[] right_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor",
+    call=ScatterCall,
+    check=_check_scatter,
+    plain=_multiply_and_scatter,
+    in_words=_scatter_in_words,
+    shapes=lambda call: (shapes := shapes_of(*call.lefts, *call.rights), shapes),
+    unsupported=_unfused_scatter_reason,
+    fused=_fused_scatter,
+    save=_save_operands,
+    backward=_scatter_backward,
+).register()
 
 
 @register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)
-def _flops(left_shapes, right_shapes, *args, **kwargs) -> int:
+def _scatter_flops(left_shapes, right_shapes, *args, **kwargs) -> int:
     return sum(2 * math.prod(left) * right[1] for left, right in zip(left_shapes, right_shapes, strict=True))

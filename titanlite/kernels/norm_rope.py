@@ -7,17 +7,15 @@ after it is rotated.
 Source: `rms_norm.py` and `rope.py`, which are the definition.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.kernels import lowering
+from titanlite.kernels.operators import Split, operator
 from titanlite.kernels.rms_norm import rms_norm
 from titanlite.kernels.rope import heads, rope
-from titanlite.kernels.splits import SPLITS, Split
 
 
 def norm_rope(
@@ -45,7 +43,7 @@ class _NormRope(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, ctx.queries_per_kv, ctx.eps = given
         ctx.save_for_backward(qkv, *tensors)
-        q, k = torch.ops.titanlite.norm_rope(qkv, *given)
+        q, k = _normed_and_rotated(qkv, *given)
         return q, k, heads(qkv, ctx.queries_per_kv, q.shape[-1])[2].squeeze(2)
 
     @staticmethod
@@ -55,7 +53,9 @@ class _NormRope(torch.autograd.Function):
         return *torch.ops.titanlite.norm_rope_grad(*grads, *given), None, None, None, None
 
 
-def _forward(
+# By heads: a key's and a value's with all of their queries.
+@operator("norm_rope", "norm_rope.launch_norm_rope", splits=(Split((1, None, None, None, None), 1),))
+def _normed_and_rotated(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
     q, k, _ = heads(qkv, queries_per_kv, 2 * cos.shape[1])
@@ -63,7 +63,8 @@ def _forward(
     return rope(q, cos, sin).to(qkv.dtype), rope(k, cos, sin).to(qkv.dtype)
 
 
-def _backward(
+@operator("norm_rope_grad", "norm_rope.launch_norm_rope_grad")
+def _heads_grad(
     q_grad: Tensor,
     k_grad: Tensor,
     v_grad: Tensor,
@@ -88,37 +89,3 @@ def _backward(
         parts.append((scale * (d - normed * (d * normed).mean(-1, keepdim=True))).to(qkv.dtype))
     of_qkv = torch.cat((*parts, v_grad.unsqueeze(2)), dim=2).flatten(1)
     return of_qkv, of_weights[0], of_weights[1]
-
-
-def _forward_on_gpus(qkv: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    from titanlite.kernels.device import norm_rope as device
-
-    return device.launch_norm_rope(qkv.contiguous(), *_contiguous(given))
-
-
-def _backward_on_gpus(
-    q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, *given: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    from titanlite.kernels.device import norm_rope as device
-
-    q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
-    return device.launch_norm_rope_grad(q_grad, k_grad, v_grad, qkv.contiguous(), *_contiguous(given))
-
-
-def _contiguous(given: Iterable[Any]) -> Iterator[Any]:
-    return (x.contiguous() if isinstance(x, Tensor) else x for x in given)
-
-
-def _fake(qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps):
-    heads, E = qkv.shape[1] // (2 * cos.shape[1]) // (queries_per_kv + 2), 2 * cos.shape[1]
-    return qkv.new_empty(len(qkv), heads * queries_per_kv, E), qkv.new_empty(len(qkv), heads, E)
-
-
-def _fake_grad(q_grad, k_grad, v_grad, qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps):
-    return qkv.new_empty(qkv.shape), q_weight.new_empty(q_weight.shape), k_weight.new_empty(k_weight.shape)
-
-
-lowering.define("norm_rope", _forward, _forward_on_gpus, _fake)
-lowering.define("norm_rope_grad", _backward, _backward_on_gpus, _fake_grad)
-# By heads: a key's and a value's with all of their queries.
-SPLITS[torch.ops.titanlite.norm_rope.default] = (Split((1, None, None, None, None), 1),)

@@ -39,6 +39,16 @@ class GatherCall(NamedTuple):
     fast_accum: bool
 
     @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors among the arguments."""
+        return self.shard, *self.others, *self.biases, self.scale, *self.other_scales
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """Return what else decides how the call runs."""
+        return len(self.others), self.dim, self.size, self.form, self.scale_of, self.out_dtype, self.fast_accum
+
+    @property
     def at(self) -> int:
         """Return `dim`, not negative."""
         return self.dim % self.shard.ndim
@@ -66,6 +76,16 @@ class ScatterCall(NamedTuple):
     right_scales: list[Tensor]
     out_dtype: torch.dtype | None
     fast_accum: bool
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """Return all tensors among the arguments."""
+        return *self.lefts, *self.rights, self.bias, *self.left_scales, *self.right_scales
+
+    @property
+    def options(self) -> tuple[object, ...]:
+        """Return what else decides how the call runs."""
+        return len(self.lefts), self.dim, self.out_dtype, self.fast_accum
 
 
 def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.kernels import lowering
+from titanlite.kernels.operators import operator
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,7 +76,8 @@ class _Fork(torch.autograd.Function):
         return *torch.ops.titanlite.rms_norm_grad(grad, *ctx.saved_tensors, rest, ctx.eps), None
 
 
-def _backward(
+@operator("rms_norm_grad", "rms_norm.launch_rms_norm_grad")
+def rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `x`, [..., D], with `rest` added, and of `weight`; `mean` is of the squares, [..., 1]."""
@@ -86,25 +87,3 @@ def _backward(
     grad = grad * weight.float()
     of_x = scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
     return (of_x if rest is None else of_x + rest).to(x.dtype).contiguous(), of_weight.to(weight.dtype)
-
-
-def _backward_on_gpus(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    from titanlite.kernels.device import rms_norm as device
-
-    def rows(t: Tensor) -> Tensor:
-        return t.reshape(-1, x.shape[-1]).contiguous()
-
-    rest = None if rest is None else rows(rest)
-    of_x, of_weight = device.launch_rms_norm_grad(
-        rows(grad), rows(x), weight.contiguous(), mean.contiguous(), rest, eps
-    )
-    return of_x.view(x.shape), of_weight
-
-
-def _fake(grad, x, weight, mean, rest, eps):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-lowering.define("rms_norm_grad", _backward, _backward_on_gpus, _fake)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.config.recipe_schema import RopeScaling
-from titanlite.kernels import lowering
+from titanlite.kernels.operators import operator
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
@@ -100,23 +100,11 @@ class _RotatedHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return torch.ops.titanlite.rotated_heads_grad(*grads, *ctx.saved_tensors), None, None, None
+        return rotated_heads_grad(*grads, *ctx.saved_tensors), None, None, None
 
 
-def _backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@operator("rotated_heads_grad", "rope.launch_rotated_heads_grad")
+def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the gradient of the projection that `rotated_heads` took heads out of."""
     q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
     return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)
-
-
-def _backward_on_gpus(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    from titanlite.kernels.device import rope as device
-
-    q_grad, k_grad, v_grad = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_grad, k_grad, v_grad))
-    return device.launch_rotated_heads_grad(q_grad, k_grad, v_grad, cos.contiguous(), sin.contiguous())
-
-
-def _fake(q_grad, k_grad, v_grad, cos, sin):
-    return q_grad.new_empty(len(q_grad), (q_grad.shape[1] + 2 * k_grad.shape[1]) * q_grad.shape[2])
-
-
-lowering.define("rotated_heads_grad", _backward, _backward_on_gpus, _fake)

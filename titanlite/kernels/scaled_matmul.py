@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import mm_flop, register_flop_formula
 
-from titanlite.kernels import lowering, products
+from titanlite.kernels.operators import operator
+from titanlite.kernels.products import scaled_product
 
 
+@operator("scaled_matmul", None)
 def scaled_matmul(
     left: Tensor,
     right: Tensor,
@@ -32,25 +34,7 @@ def scaled_matmul(
     Returns:
         [M, N].
     """
-    return torch.ops.titanlite.scaled_matmul(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)
-
-
-def _multiply(
-    left: Tensor,
-    right: Tensor,
-    left_scale_inv: Tensor | None,
-    right_scale_inv: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    return products.scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)
-
-
-def _fake(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum):
-    return left.new_empty((left.shape[0], right.shape[1]), dtype=out_dtype)
-
-
-lowering.define("scaled_matmul", _multiply, _multiply, _fake)
+    return scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)
 
 
 register_flop_formula(torch.ops.titanlite.scaled_matmul)(lambda left, right, *_, **__: mm_flop(left, right))

@@ -6,6 +6,7 @@ index, contiguous over dim and inner. Every gather and scatter of the runtime is
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -59,3 +60,13 @@ def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:
         shape: that `x` can be viewed in.
     """
     return torch.ops.aten._unsafe_view(x, list(shape))
+
+
+def shapes_of(*tensors: Tensor) -> str:
+    """Write the shapes of tensors: "8×6, 6×3"."""
+    return ", ".join(dims(t.shape) for t in tensors)
+
+
+def dims(shape: Iterable[int]) -> str:
+    """Write a shape: "8×6"."""
+    return "×".join(map(str, shape))

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.kernels import lowering
 from titanlite.kernels.float8_scales import cast_to, scale_of
+from titanlite.kernels.operators import operator
 
 BLOCK = 128
 """Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width, so that any split of the
@@ -40,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _swiglu(x)
+        return gated(x)
 
     @staticmethod
     @once_differentiable
@@ -48,6 +48,13 @@ class _SwiGLU(torch.autograd.Function):
         return swiglu_grad(grad, *ctx.saved_tensors)
 
 
+def gated(x: Tensor) -> Tensor:
+    """Return what `swiglu` does, without a gradient."""
+    gate, up = gate_and_up(x)
+    return (F.silu(gate) * up).to(x.dtype).flatten(-2)
+
+
+@operator("swiglu_grad", "swiglu.launch_swiglu_grad")
 def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of `swiglu`, formed in float32.
 
@@ -58,16 +65,7 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     Returns:
         [M, 2F] in `x.dtype`.
     """
-    return torch.ops.titanlite.swiglu_grad(grad, x)
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = _parts(x)
-    return (F.silu(gate) * up).to(x.dtype).flatten(-2)
-
-
-def _swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    gate, up = _parts(x)
+    gate, up = gate_and_up(x)
     grad = grad.unflatten(-1, (-1, BLOCK)).float()
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
@@ -75,11 +73,12 @@ def _swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
     return torch.stack(parts, -2).to(x.dtype).flatten(-3)
 
 
+@operator("swiglu_cast", "swiglu.launch_swiglu_cast")
 def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     """Cast `swiglu(x)`.
 
     Args:
-        x: [M, 2F], contiguous.
+        x: [M, 2F].
         by_row: whether each row has a scale; one for all otherwise.
         dtype: float8.
         pow2: round scales down to a power of two.
@@ -87,17 +86,18 @@ def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tupl
     Returns:
         Bytes [M, F], and their inverse scales, [M, 1] or [] float32.
     """
-    return torch.ops.titanlite.swiglu_cast(x, by_row, dtype, pow2)
+    return _cast_gated(gated(x), by_row, dtype, pow2)
 
 
+@operator("swiglu_grad_cast", "swiglu.launch_swiglu_grad_cast")
 def swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast `swiglu_grad(grad, x)`, and `swiglu(x)` once more: so backward has it without keeping it.
 
     Args:
-        grad: [M, F], contiguous.
-        x: [M, 2F], contiguous.
+        grad: [M, F].
+        x: [M, 2F].
         by_row: whether each row has a scale; one for all otherwise.
         dtype: float8, of the gradient.
         result_dtype: float8, of `swiglu(x)`.
@@ -107,67 +107,16 @@ def swiglu_grad_cast(
         Bytes [M, 2F] of the gradient, and their inverse scales, [M, 1] or [] float32; bytes [M, F] and inverse scales
         of `swiglu(x)`, to the bit those of `swiglu_cast`.
     """
-    return torch.ops.titanlite.swiglu_grad_cast(grad, x, by_row, dtype, result_dtype, pow2)
+    of_grad = _cast_gated(swiglu_grad.definition(grad, x), by_row, dtype, pow2)
+    return *of_grad, *_cast_gated(gated(x), by_row, result_dtype, pow2)
 
 
-def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+def gate_and_up(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up, [M, F/128, 128] float32 each."""
     gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)
     return gate.float(), up.float()
 
 
-def _cast(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+def _cast_gated(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
     scale, scale_inv = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
     return cast_to(y, scale, dtype), scale_inv
-
-
-def _swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    return _cast(_swiglu(x), by_row, dtype, pow2)
-
-
-def _swiglu_grad_cast(
-    grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_cast(_swiglu_grad(grad, x), by_row, dtype, pow2), *_cast(_swiglu(x), by_row, result_dtype, pow2)
-
-
-def _swiglu_cast_on_gpus(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    from titanlite.kernels.device import swiglu as device
-
-    return device.launch_swiglu_cast(x.contiguous(), by_row, dtype, pow2)
-
-
-def _swiglu_grad_cast_on_gpus(
-    grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from titanlite.kernels.device import swiglu as device
-
-    return device.launch_swiglu_grad_cast(grad.contiguous(), x.contiguous(), by_row, dtype, result_dtype, pow2)
-
-
-def _swiglu_grad_on_gpus(grad: Tensor, x: Tensor) -> Tensor:
-    from titanlite.kernels.device import swiglu as device
-
-    return device.launch_swiglu_grad(grad.contiguous(), x.contiguous())
-
-
-def _fake_grad(grad, x):
-    return x.new_empty(x.shape)
-
-
-def _fake_cast(x, by_row, dtype, pow2):
-    return x.new_empty((len(x), x.shape[1] // 2), dtype=dtype), _empty_scale_inv(x, by_row)
-
-
-def _fake_grad_cast(grad, x, by_row, dtype, result_dtype, pow2):
-    qdata, result = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
-    return qdata, _empty_scale_inv(x, by_row), result, _empty_scale_inv(x, by_row)
-
-
-lowering.define("swiglu_grad", _swiglu_grad, _swiglu_grad_on_gpus, _fake_grad)
-lowering.define("swiglu_cast", _swiglu_cast, _swiglu_cast_on_gpus, _fake_cast)
-lowering.define("swiglu_grad_cast", _swiglu_grad_cast, _swiglu_grad_cast_on_gpus, _fake_grad_cast)
-
-
-def _empty_scale_inv(x: Tensor, by_row: bool) -> Tensor:
-    return x.new_empty((len(x), 1) if by_row else (), dtype=torch.float32)

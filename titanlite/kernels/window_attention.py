@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels import lowering
-from titanlite.kernels.splits import SPLITS, Split
+from titanlite.kernels.operators import Split, operator
 
 
 def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -28,7 +27,7 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     Returns:
         [B, H, S, E] in `q.dtype`, tokens outermost in memory.
     """
-    return torch.ops.titanlite.window_attention(q, k, v, window)[0]
+    return _window_attention(q, k, v, window)[0]
 
 
 def kernel(q: Tensor) -> str:
@@ -41,22 +40,49 @@ def kernel(q: Tensor) -> str:
     return "flash_attention" if fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) else "math"
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    if kernel(q) == "math":
+        return _window_attention.definition(q, k, v, window)
+    S, heads = q.shape[2], [t.transpose(1, 2) for t in (q, k, v)]
+    of_window = {"window_size_left": window - 1, "window_size_right": 0}
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(*heads, None, None, S, S, 0.0, True, False, **of_window)
+    return _tokens_outermost(out.transpose(1, 2)), sums
+
+
+def _flash_grad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if kernel(q) == "math":
+        return _window_attention_grad.definition(grad, q, k, v, out, sums, window)
+    S, unused = q.shape[2], q.new_empty(2, dtype=torch.uint64)  # where dropout would find its seed
+    given = [t.transpose(1, 2) for t in (grad, q, k, v, out)]
+    of_window = {"window_size_left": window - 1, "window_size_right": 0}
+    found = torch.ops.aten._flash_attention_backward(
+        *given, sums, None, None, S, S, 0.0, True, unused, unused, **of_window
+    )
+    d_q, d_k, d_v = (_tokens_outermost(t.transpose(1, 2)) for t in found)
+    return d_q, d_k, d_v
+
+
+# By sequences, or by heads where those of queries and those of keys both divide.
+@operator("window_attention", _flash, splits=(Split((0, 0, 0), 0), Split((1, 1, 1), 1)))
+def _window_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each query's sum of exponentials, [B, H, S] float32 or wider."""
     S = q.shape[2]
-    q_, k_, v_ = _chunks(q, k, v, window)
+    q_, k_, v_ = _query_chunks(q, k, v, window)
     scores = _scores(q_, k_, window)
     sums = scores.logsumexp(-1, keepdim=True)
     out = (scores - sums).exp() @ v_
     return _tokens_outermost(_joined(out, S).to(q.dtype)), _joined(sums, S).squeeze(-1).contiguous()
 
 
-def _backward(
+@operator("window_attention_grad", _flash_grad)
+def _window_attention_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, laid out as `out` is."""
     S = q.shape[2]
-    q_, k_, v_ = _chunks(q, k, v, window)
+    q_, k_, v_ = _query_chunks(q, k, v, window)
     grad_, out_, sums_ = (_in_chunks(t, k.shape[1], window) for t in (grad, out, sums.unsqueeze(-1)))
     p = (_scores(q_, k_, window) - sums_).exp()
     of_scores = p * (grad_ @ v_.mT - (grad_ * out_).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
@@ -67,7 +93,7 @@ def _backward(
     return _tokens_outermost(d_q), _tokens_outermost(d_k), _tokens_outermost(d_v)
 
 
-def _chunks(q: Tensor, k: Tensor, v: Tensor, W: int) -> tuple[Tensor, Tensor, Tensor]:
+def _query_chunks(q: Tensor, k: Tensor, v: Tensor, W: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut queries into [B, K, R, n, W, E], with the keys and values that each chunk reads, [B, K, 1, n, 2·W, E]."""
     own = _in_chunks(q, k.shape[1], W)
     read = [F.pad(t, (0, 0, W, -t.shape[2] % W)).to(own.dtype).unfold(2, 2 * W, W).mT.unsqueeze(2) for t in (k, v)]
@@ -109,62 +135,21 @@ def _tokens_outermost(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _forward_on_gpus(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    if kernel(q) == "math":
-        return _forward(q, k, v, window)
-    S, heads = q.shape[2], [t.transpose(1, 2) for t in (q, k, v)]
-    of_window = {"window_size_left": window - 1, "window_size_right": 0}
-    out, sums, *_ = torch.ops.aten._flash_attention_forward(*heads, None, None, S, S, 0.0, True, False, **of_window)
-    return _tokens_outermost(out.transpose(1, 2)), sums
-
-
-def _backward_on_gpus(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if kernel(q) == "math":
-        return _backward(grad, q, k, v, out, sums, window)
-    S, unused = q.shape[2], q.new_empty(2, dtype=torch.uint64)  # where dropout would find its seed
-    given = [t.transpose(1, 2) for t in (grad, q, k, v, out)]
-    of_window = {"window_size_left": window - 1, "window_size_right": 0}
-    found = torch.ops.aten._flash_attention_backward(
-        *given, sums, None, None, S, S, 0.0, True, unused, unused, **of_window
-    )
-    d_q, d_k, d_v = (_tokens_outermost(t.transpose(1, 2)) for t in found)
-    return d_q, d_k, d_v
-
-
-def _fake(q, k, v, window):
-    return _empty(q), q.new_empty(q.shape[:3], dtype=_of_sums(q.dtype))
-
-
-def _fake_grad(grad, q, k, v, out, sums, window):
-    return _empty(q), _empty(k), _empty(v)
-
-
-lowering.define("window_attention", _forward, _forward_on_gpus, _fake)
-lowering.define("window_attention_grad", _backward, _backward_on_gpus, _fake_grad)
-
-
-def _empty(x: Tensor) -> Tensor:
-    B, heads, S, E = x.shape
-    return x.new_empty(B, S, heads, E).transpose(1, 2)
-
-
-def _save(ctx, inputs, output) -> None:
+def _save_window(ctx, inputs, output) -> None:
     *given, ctx.window = inputs
     ctx.save_for_backward(*given, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradients(ctx, grad, _):
+def _window_backward(ctx, grad, _):
     return *torch.ops.titanlite.window_attention_grad(grad, *ctx.saved_tensors, ctx.window), None
 
 
-torch.library.register_autograd("titanlite::window_attention", _gradients, setup_context=_save)
+torch.library.register_autograd("titanlite::window_attention", _window_backward, setup_context=_save_window)
 
 
 @register_flop_formula(torch.ops.titanlite.window_attention)
-def _flops(q_shape, k_shape, v_shape, window, *args, **kwargs) -> int:
+def _window_flops(q_shape, k_shape, v_shape, window, *args, **kwargs) -> int:
     """Two products of E for each token that a query sees."""
     B, H, S, E = q_shape
     W = min(window, S)
@@ -172,10 +157,6 @@ def _flops(q_shape, k_shape, v_shape, window, *args, **kwargs) -> int:
 
 
 @register_flop_formula(torch.ops.titanlite.window_attention_grad)
-def _flops_of_gradient(grad_shape, q_shape, k_shape, v_shape, result_shape, sums_shape, window, *args, **kwargs) -> int:
+def _window_grad_flops(grad_shape, q_shape, k_shape, v_shape, result_shape, sums_shape, window, *args, **kwargs) -> int:
     """Five products in the place of two: the scores are formed again."""
-    return _flops(q_shape, k_shape, v_shape, window) * 5 // 2
-
-
-# By sequences, or by heads where those of queries and those of keys both divide.
-SPLITS[torch.ops.titanlite.window_attention.default] = (Split((0, 0, 0), 0), Split((1, 1, 1), 1))
+    return _window_flops(q_shape, k_shape, v_shape, window) * 5 // 2

@@ -23,7 +23,7 @@ _GAPS = 5
 # titanlite's own passes over memory are counted with them. A fused kernel of communication and matmul is named for both
 # and counts as a matmul; attention kernels are built from the same libraries as matmuls and must come before them.
 _CLASSES = (
-    ("triton", r"^triton_(poi|red|per|for)_|^_(amax|cast_(transpose|rows|blocks)|transpose|swiglu_\w+)$"),
+    ("triton", r"^triton_(poi|red|per|for)_|^_(cast_(amax|transpose|rows|blocks)|transpose|swiglu_\w+)$"),
     ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),

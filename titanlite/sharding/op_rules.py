@@ -2,7 +2,7 @@
 
 DTensor has none of operators that are not decomposed. A rule says: with inputs so placed, the same operator on each
 rank's parts computes the output so placed. That everything may be whole is said for all operators in `rules.py`.
-Rules of titanlite's own operators stand beside their definitions (`kernels/splits.py`).
+Rules of titanlite's own operators stand beside their definitions (`kernels/operators.py`).
 
 Random numbers that are made from nothing are placed by what consumes them; ranks make the whole and keep their parts,
 or draw from streams of their own. Whole ones, and dropout of a whole tensor, need one stream for all ranks.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from titanlite.kernels.splits import SPLITS
+from titanlite.kernels.operators import SPLITS
 from titanlite.sharding.plan import PARTIAL, REPLICATE
 from titanlite.sharding.reshape import moved_shards
 

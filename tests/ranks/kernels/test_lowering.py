@@ -9,11 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from titanlite.kernels import all_gather_matmul as gather
 from titanlite.kernels import lowering
-from titanlite.kernels import matmul_reduce_scatter as scatter
+from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.lowering import Lowered, agree, lowered
+from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.products import NOTHING
+
+GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus
+SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus
 
 
 def test_ranks_in_two_calls_are_told_before_they_wait_for_each_other(tmp_path):
@@ -71,17 +74,17 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
             for dim in (0, -2) if rank else (0, 0):
                 none: list[Tensor] = []
                 biases = [torch.zeros(other.shape[1])] * rank
-                gather._on_gpus(shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None, False)
+                GATHER(shard, [other], dim, 7, group, "left", biases, None, "tensor", none, None, False)
                 bias = torch.zeros(other.shape[1]) if rank else None
-                scatter._on_gpus([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None, False)
+                SCATTER([torch.zeros(8, 6)], [other], dim, group, bias, none, none, None, False)
         assert next(calls) == 4  # two operators with w, and two with another shape
         for _ in range(2):  # a weight that does not divide: what stays on a rank need not be equal
-            (out,) = gather._on_gpus(
+            (out,) = GATHER(
                 shard, [torch.ones(6, 7 - rank)], 0, 7, group, "left", [], None, "tensor", none, None, False
             )[1:]
             assert out.shape == (7, 7 - rank)
             left, right = torch.ones(8, 7 - rank), torch.ones(7 - rank, 2)
-            out = scatter._on_gpus([left], [right], 0, group, None, none, none, None, False)
+            out = SCATTER([left], [right], 0, group, None, none, none, None, False)
             assert torch.equal(out, torch.full((4, 2), 13.0))
         assert next(calls) == 4 + 1 + 2
         # One rank says of each new call that it is not fused; all of the 4 × 2 + 2 are counted.
@@ -90,7 +93,7 @@ def test_a_call_is_compared_once_whatever_is_local_to_a_rank(tmp_path, monkeypat
         assert said == ([] if rank else [f"{row.op} of {row.shapes} is not fused: no GPU" for row in lowered])
         unequal = torch.zeros(6, 7 - 2 * rank)
         with pytest.raises(ValueError, match=r"rank 1  matmul_reduce_scatter: 8×5 scattered"):
-            scatter._on_gpus([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
+            SCATTER([torch.zeros(8, 6)], [unequal], 0, group, None, none, none, None, False)
 
     run_ranks(body, tmp_path)
 
@@ -143,7 +146,7 @@ def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
     def body() -> None:
         group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         shard = torch.zeros(4, 6, dtype=torch.bfloat16)
-        gather._on_gpus(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
+        GATHER(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
         assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", expected=True)]
 
     run_ranks(body, tmp_path)
@@ -163,9 +166,9 @@ def test_kernels_get_addresses_of_float32_scales_on_one_device(changed: dict, te
         given = {"scale": torch.ones(()), "other": torch.ones(())} | changed
         x, w = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((4, 6), (6, 3)))
         with pytest.raises(ValueError, match=re.escape(text)):
-            gather.all_gather_matmul(x, [w], 0, 8, group, scale=given["scale"], other_scales=[given["other"]])
+            all_gather_matmul(x, [w], 0, 8, group, scale=given["scale"], other_scales=[given["other"]])
         scales = {"left_scales": [given["scale"]], "right_scales": [given["other"]]}
         with pytest.raises(ValueError, match=re.escape(text)):
-            scatter.matmul_reduce_scatter([x], [w], 0, group, **scales)
+            matmul_reduce_scatter([x], [w], 0, group, **scales)
 
     run_ranks(body, tmp_path)

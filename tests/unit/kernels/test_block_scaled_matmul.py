@@ -13,8 +13,8 @@ from tests.support.sqnr import sqnr
 from titanlite.kernels.block_scaled_matmul import (
     as_cublas_has_it,
     block_scaled_matmul,
+    block_scaling_unsupported_reason,
     dequantise,
-    unsupported_reason,
 )
 
 PAIRS = [((1, 128), (128, 128)), ((128, 128), (1, 128)), ((1, 128), (1, 128))]
@@ -85,7 +85,7 @@ def test_floating_point_operations_are_counted() -> None:
 
 
 def test_no_gpu_is_unsupported() -> None:
-    assert unsupported_reason(torch.device("cpu")) == "the device is no GPU"
+    assert block_scaling_unsupported_reason(torch.device("cpu")) == "the device is no GPU"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_no_gpu_is_unsupported() -> None:
 def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    said = unsupported_reason(torch.device("cuda"))
+    said = block_scaling_unsupported_reason(torch.device("cuda"))
     assert said is None if why is None else why in str(said)
 
 
@@ -104,7 +104,7 @@ def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("R", "C", "S"), [*SHAPES, (4096, 14336, 4096)])
 @pytest.mark.parametrize(("left_of", "right_of"), PAIRS)
 def test_tensor_cores_against_the_definition(left_of, right_of, R: int, C: int, S: int, compiled: bool) -> None:
-    if why := unsupported_reason(torch.device("cuda")):
+    if why := block_scaling_unsupported_reason(torch.device("cuda")):
         pytest.skip(why)
     left, right = operand(R, C, left_of, 0, "cuda"), operand(S, C, right_of, 1, "cuda")
     truth = numbers(*left, left_of) @ numbers(*right, right_of).t()

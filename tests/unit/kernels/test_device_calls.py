@@ -4,6 +4,9 @@ A launch passes addresses to the kernel that it knows by a key. Three things wou
 key, an operand whose numbers do not lie as the kernel reads them, and one that TMA cannot begin at.
 """
 
+import importlib
+import inspect
+import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
@@ -32,10 +35,9 @@ pytest.importorskip("triton")
 
 import triton
 
+import titanlite.kernels
 from tests.support.compile_only import _Driver, fake_channel
-from titanlite.kernels import all_gather_matmul as gather_stem
 from titanlite.kernels import collectives, lowering
-from titanlite.kernels import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import (
     block_cast,
@@ -45,15 +47,16 @@ from titanlite.kernels.device import (
     norm_rope,
     rms_norm,
     rope,
-    specialised_matmul,
+    specialised_producer,
     swiglu,
     tiles,
 )
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
-from titanlite.kernels.float8_cast import empty_blocks
 from titanlite.kernels.products import NOTHING, SLOWER, out_shapes, scales_travel
 
+GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus
+SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus
 LOADED_FIRST = ["load", "load", "run", "run"]  # rule 4 of the kernels
 
 
@@ -155,7 +158,7 @@ def call_gather(case: Gather, rank: int, ranks: int) -> None:
         rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
         other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
     rest = (biases, scale, case.scale_of, other_scales, case.out_dtype, False)
-    gathered, out, *scales = gather_stem._on_gpus(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
+    gathered, out, *scales = GATHER(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
     assert len(scales) == (case.dtype in FLOAT8 and scales_travel(case.scale_of, case.dim, shard.ndim))
     for result, shape in ((gathered, whole), (out, product), *((scale, [*whole[:-1], 1]) for scale in scales)):
         assert (list(result.shape), result.stride()) == (shape, torch.empty(shape, device="meta").stride())
@@ -176,7 +179,7 @@ def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
     if case.dtype in FLOAT8:
         left, right = [*rows, 1] if case.left_scale_of == "row" else [], [1, N] if case.right_scale_of == "row" else []
         scales = [[torch.ones(shape) for _ in inner] for shape in (left, right)]
-    out = scatter_stem._on_gpus(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
+    out = SCATTER(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
     assert (list(out.shape), out.stride()) == (own, torch.empty(own, device="meta").stride())
 
 
@@ -201,13 +204,13 @@ def test_cases(ranks: int, launches: Launches):
 def gather_rows(x: Tensor, w: Tensor, **changed) -> list[Tensor]:
     to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None}
     to |= {"fast_accum": False} | changed
-    return gather_stem._on_gpus(x, [w], 0, 4 * x.shape[0], "g", "left", *to.values())
+    return GATHER(x, [w], 0, 4 * x.shape[0], "g", "left", *to.values())
 
 
 def scatter_rows(xs: list[Tensor], ws: list[Tensor], **changed) -> Tensor:
     to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None}
     to |= {"fast_accum": False} | changed
-    return scatter_stem._on_gpus(xs, ws, 0, "g", *to.values())
+    return SCATTER(xs, ws, 0, "g", *to.values())
 
 
 def test_biases_of_two_dtypes(launches: Launches):
@@ -235,7 +238,7 @@ def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Laun
     for rank, ranks in ((1, 4), (0, 2)):
         launches.join(rank, ranks)
         launches.arguments.clear()
-        gather_stem._on_gpus(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
+        GATHER(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
         out = scatter_rows([torch.zeros(512, 64, dtype=BF16)], [w])
         assert out.shape == (512 // ranks, 256)
         assert all(named["RANKS"] == ranks for named in launches.arguments if "RANKS" in named)
@@ -280,6 +283,24 @@ def test_nothing_to_scatter(M: int, K: int, N: int):
     assert scatter.scatter_unsupported_reason(*args, 4) == NOTHING
 
 
+def test_device_code_takes_the_arguments_of_its_operator():
+    for module in pkgutil.iter_modules(titanlite.kernels.__path__, "titanlite.kernels."):
+        importlib.import_module(module.name)
+    launched = 0
+    for name in torch._C._dispatch_get_all_op_names():
+        library, _, short = name.partition("::")
+        op = getattr(torch.ops.titanlite, short).default if library == "titanlite" else None
+        if op and (found := inspect.getclosurevars(op.on_gpus).nonlocals.get("found")):
+            wanted, given = (
+                [(p.name, p.default) for p in inspect.signature(f).parameters.values()]
+                for f in (op.definition, found())
+            )
+            assert given[: len(wanted)] == wanted, name
+            assert all(default is None for _, default in given[len(wanted) :]), name
+            launched += 1
+    assert launched == 12
+
+
 def test_casts(launches: Launches):
     for M, F, dtype, other, pow2 in product(
         (128, 384), (256, 1280), (BF16, torch.float32), (E4M3, E5M2), (False, True)
@@ -298,11 +319,10 @@ def test_casts(launches: Launches):
         swiglu.launch_swiglu_grad(grad.to(BF16), x)
         for rows, rows_transposed in ((1, 1), (128, 0), (0, 128)):
             for strided in (x, grad, x[:, :F]):
-                out = *empty_blocks(strided, rows, other), *empty_blocks(strided.t(), rows_transposed, other)
-                block_cast.launch_cast_blocks(strided, out, rows, rows_transposed, pow2)
+                block_cast.launch_cast_blocks(strided, rows, rows_transposed, other, pow2)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
-    of_float8 = {"_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
-    assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "rows", "by", "grad_rows", "grad_by")}
+    of_float8 = {"_cast_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
+    assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "amax", "rows", "by", "grad_rows", "grad_by")}
 
 
 def test_heads(launches: Launches):
@@ -330,7 +350,7 @@ def test_norms(launches: Launches):
 @pytest.mark.parametrize(("ranks", "reason"), [(4, SLOWER), (2, None)])
 def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyPatch, ranks: int, reason: str | None):
     table = {("matmul_reduce_scatter", 2, 4, 16384, 8192, 14336): tiles.Tiles(plain=True)}
-    monkeypatch.setattr(tiles, "_table", lambda: table)
+    monkeypatch.setattr(tiles, "measured_tiles", lambda: table)
     for module in (scatter, gather_plan):
         monkeypatch.setattr(module, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
@@ -362,7 +382,7 @@ def test_tiles_that_are_added_up_in_steps_are_as_wide_as_registers_allow(
 @pytest.mark.parametrize("y_tiles", [1, 6, 28])
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_tiles_are_drawn_once_each_and_a_group_of_rows_at_a_time(x_tiles: int, y_tiles: int, group: int):
-    drawn = [specialised_matmul.tile_position.fn(n, x_tiles, y_tiles, group) for n in range(x_tiles * y_tiles)]
+    drawn = [specialised_producer.tile_position.fn(n, x_tiles, y_tiles, group) for n in range(x_tiles * y_tiles)]
     assert sorted(drawn) == [(x, y) for x in range(x_tiles) for y in range(y_tiles)]
     assert [x // group for x, _ in drawn] == sorted(x // group for x, _ in drawn)
     assert all(y <= later for (x, y), (other, later) in pairwise(drawn) if x // group == other // group)

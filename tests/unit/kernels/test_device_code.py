@@ -44,7 +44,7 @@ from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_stem
 from titanlite.kernels.device import gather_plan, shard_exchange
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
-from titanlite.kernels.device.tiles import Tiles, _table
+from titanlite.kernels.device.tiles import Tiles, measured_tiles
 from titanlite.kernels.products import GatherCall, ScatterCall
 
 RANKS = 4
@@ -363,10 +363,10 @@ def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
     assert "serialized" not in said, said
 
 
-@pytest.mark.parametrize("row", _table(), ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize("row", measured_tiles(), ids=lambda row: "-".join(map(str, row)))
 def test_tiles_of_the_table_compile(row: tuple, tmp_path: Path) -> None:
     op, itemsize, ranks, M, N, K = row
-    dtype, choice = (BF16, E4M3)[itemsize == 1], _table()[row]
+    dtype, choice = (BF16, E4M3)[itemsize == 1], measured_tiles()[row]
     with compiling(ranks=ranks) as compiled:
         if op == "all_gather_matmul":
             scale_of = "tensor" if itemsize == 1 else ""

@@ -32,7 +32,7 @@ COPY_BYTES = 128
 """Bytes of each row that the specialised kernel copies at once: the width that TMA swizzles."""
 
 
-class _Memory(NamedTuple):
+class _GatherMemory(NamedTuple):
     """The tensors of one call, all allocated before the first launch; kernels read biases and scales one by one."""
 
     shard: Tensor
@@ -56,7 +56,7 @@ def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]
     to, at = channel(call.group), plan.at
     shard, scale, left = aligned(call.shard.contiguous()), call.scale, call.form.startswith("left")
     scale = None if scale is None else scale.contiguous()
-    memory = _Memory(
+    memory = _GatherMemory(
         shard,
         gathered := shard.new_empty(plan.gathered),
         plan.other.placed(call.others[0] if left else call.others[0].flatten(0, -2), transposed=left),
@@ -67,7 +67,7 @@ def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]
         call.other_scales[0].contiguous() if call.other_scales else None,
         -(-to.begin(plan.slot_bytes) // (at.columns * shard.dtype.itemsize)),
     )
-    first, second = (_specialised if plan.specialised else _general)(plan, call, to, memory)
+    first, second = (_specialised_launches if plan.specialised else _general_launches)(plan, call, to, memory)
     first()
     second()
     if not at.whole.even:
@@ -84,7 +84,7 @@ def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]
 Launches = tuple[Callable[[], None], Callable[[], None]]
 
 
-def _specialised(plan: GatherPlan, call: GatherCall, to: Channel, memory: _Memory) -> Launches:
+def _specialised_launches(plan: GatherPlan, call: GatherCall, to: Channel, memory: _GatherMemory) -> Launches:
     """Load the kernels for the common shapes."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
@@ -124,7 +124,7 @@ def _specialised(plan: GatherPlan, call: GatherCall, to: Channel, memory: _Memor
     return first, second
 
 
-def _general(plan: GatherPlan, call: GatherCall, to: Channel, memory: _Memory) -> Launches:
+def _general_launches(plan: GatherPlan, call: GatherCall, to: Channel, memory: _GatherMemory) -> Launches:
     """Load the kernels for any shape."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale

@@ -1,7 +1,5 @@
 """Device code of `titanlite.kernels.float8_cast.cast_blocks`."""
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.float8_cast import scale_from_amax, to_bytes
 from titanlite.kernels.device.launch import launch
-from titanlite.kernels.float8_scales import BLOCK
+from titanlite.kernels.float8_scales import BLOCK, empty_blocks
 
 _WORD = (
     "{{ .reg .b16 low, high; cvt.rn.satfinite.{0}x2.f32 low, $2, $1; cvt.rn.satfinite.{0}x2.f32 high, $4, $3;"
@@ -24,7 +22,7 @@ def _larger(a, b):
 
 
 @triton.jit
-def _larger_of_each(a, b):
+def _larger_each(a, b):
     """Take the larger of each two integers of 16 bits with one instruction (SM90 and later)."""
     if a.dtype.primitive_bitwidth == 16:
         larger = tl.inline_asm_elementwise(
@@ -36,7 +34,7 @@ def _larger_of_each(a, b):
 
 
 @triton.jit
-def _size(value):
+def _bits(value):
     """Return a number without its sign, as an integer as wide."""
     if value.dtype.primitive_bitwidth == 16:
         size = value.to(tl.int16, bitcast=True) & 0x7FFF
@@ -78,7 +76,7 @@ def _cast_blocks(
     d = tl.load(at + 3 * stride)
     dtype: tl.constexpr = x.dtype.element_ty
     if ROWS_TRANSPOSED:
-        sizes = _larger_of_each(_larger_of_each(_size(a), _size(b)), _larger_of_each(_size(c), _size(d)))
+        sizes = _larger_each(_larger_each(_bits(a), _bits(b)), _larger_each(_bits(c), _bits(d)))
         amax = _greatest(sizes, 0, dtype)
         if ROWS_TRANSPOSED == 1:
             at_scale_inv = i * K + k
@@ -97,8 +95,8 @@ def _cast_blocks(
         words = out_transposed.to(tl.pointer_type(tl.int32))
         tl.store(words + k[:, None].to(tl.int64) * (M // 4) + (i * (BLOCK // 4) + q)[None, :], word.T)
     if ROWS:
-        even = tl.join(_greatest(_size(a), 1, dtype), _greatest(_size(c), 1, dtype))
-        odd = tl.join(_greatest(_size(b), 1, dtype), _greatest(_size(d), 1, dtype))
+        even = tl.join(_greatest(_bits(a), 1, dtype), _greatest(_bits(c), 1, dtype))
+        odd = tl.join(_greatest(_bits(b), 1, dtype), _greatest(_bits(d), 1, dtype))
         amax = tl.join(even, odd).reshape([BLOCK])  # of rows 0, 1, 2, 3 of the first four, and so on
         row = i * BLOCK + tl.arange(0, BLOCK)
         if ROWS == 1:
@@ -118,12 +116,19 @@ def _cast_blocks(
         tl.store(at + 3 * K, to_bytes(d.to(tl.float32) * of_d[:, None], qdata))
 
 
-def launch_cast_blocks(x: Tensor, out: Sequence[Tensor], rows: int, rows_transposed: int, pow2: bool) -> None:
-    """Launch the operator's kernel; rows of `x` are contiguous, and `out` is filled with the operator's results."""
-    (M, K), stride = x.shape, x.stride(0)
-    tensors, dtype = (x, *out), out[0].dtype
+def launch_cast_blocks(
+    x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Launch the operator's kernel."""
+    M, K = x.shape
+    if M % BLOCK or K % BLOCK:
+        raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")
+    out = *empty_blocks(x, rows, dtype), *empty_blocks(x.t(), rows_transposed, dtype)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    tensors, stride = (x, *out), x.stride(0)
     launch(
         _cast_blocks, (M, K, stride, x.dtype, dtype, rows, rows_transposed, pow2),
         (M // BLOCK, K // BLOCK), tensors,
         lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, rows, rows_transposed, pow2, BLOCK), num_warps=4,
     )  # fmt: skip
+    return out

@@ -80,7 +80,7 @@ def _of_greater_size(a, b):
 
 
 @triton.jit
-def _amax(
+def _cast_amax(
     x, factors, out, M, K, stride, BY_COLUMN: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
 ):
     """Find the greatest size of `x · factors` by column or of all, as the bits of a float32: NaN's are the greatest."""
@@ -147,8 +147,14 @@ def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.c
         tl.store(out + start + k, to_bytes(value, out.dtype.element_ty), mask=start + k < K)
 
 
+def launch_cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Launch the operator's kernel."""
+    return launch_cast_rows(x, dtype, scale)[0]
+
+
 def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the operators' kernel: `cast_rows` without a scale, `cast_by` with one; `x` is contiguous."""
+    """Launch the operators' kernel: `cast_rows` without a scale, `cast_by` with one."""
+    x = x.contiguous()
     M, K = x.shape
     out = torch.empty_like(x, dtype=dtype)
     scale_inv = x.new_empty((0 if scale is not None else M, 1), dtype=torch.float32)
@@ -161,16 +167,17 @@ def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None)
 
 
 def launch_cast_transpose(
-    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool
+    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels; rows of `x`, and `factors`, are contiguous."""
+    """Launch the operator's kernels."""
+    x, factors = x if x.stride(1) == 1 else x.contiguous(), factors.contiguous()
     M, K = x.shape
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
     out, scale_inv = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
     stride = x.stride(0)
     key = M, K, stride, x.dtype, dtype, by_column, pow2
     launch(
-        _amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, amax),
+        _cast_amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, amax),
         lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 32, WIDTH), num_warps=4,
     )  # fmt: skip
     tensors = x, factors, amax, out, scale_inv
@@ -181,8 +188,9 @@ def launch_cast_transpose(
     return out, scale_inv
 
 
-def launch_transpose(x: Tensor) -> Tensor:
-    """Launch the operator's kernel; `x` is contiguous."""
+def launch_transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
+    """Launch the operator's kernel."""
+    x = x.contiguous()
     M, K = x.shape
     out = x.new_empty((K, M))
     tensors = x.view(torch.uint8), out.view(torch.uint8)

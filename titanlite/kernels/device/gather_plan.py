@@ -88,11 +88,11 @@ def gather_unsupported_reason(
         return f"{at.K} contracted, {at.K * itemsize} bytes; the kernels want a multiple of 16"
     if ranks * -(-at.rows // UNIT) > COUNTERS - COUNTERS_HEADER:
         return f"{at.rows} rows of a shard; the kernels count up to {(COUNTERS - COUNTERS_HEADER) // ranks * UNIT}"
-    M, N = _product(at, others[0], form)
+    M, N = _rows_and_columns(at, others[0], form)
     return SLOWER if tiles("all_gather_matmul", itemsize, ranks, M, N, at.K, fast_accum=True).plain else None
 
 
-def _product(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
+def _rows_and_columns(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
     """Return rows and columns of the first product."""
     if form.startswith("left"):
         return at.X, other.shape[1]
@@ -138,7 +138,7 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
     at = gather_layout(list(shard.shape), call.at, size, ranks.size, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
     dtype = out_dtype_of(shard.dtype, call.out_dtype)
-    M, N = _product(at, other, form)
+    M, N = _rows_and_columns(at, other, form)
     pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
     aligned_rows = N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even

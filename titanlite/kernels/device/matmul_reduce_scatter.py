@@ -74,7 +74,7 @@ def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
     return [scale.contiguous() for scale in scales]
 
 
-class _Memory(NamedTuple):
+class _ScatterMemory(NamedTuple):
     """The tensors of one call, all allocated before the first launch."""
 
     lefts: list[Tensor]
@@ -105,8 +105,8 @@ def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tens
     capacity = to.begin(plan.slot_bytes)
     slot_rows = -(-capacity // row_bytes)
     slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
-    memory = _Memory(a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes)
-    push = (_specialised if plan.specialised else _general)(plan, call, to, memory)
+    memory = _ScatterMemory(a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes)
+    push = (_specialised_push if plan.specialised else _general_push)(plan, call, to, memory)
     reduce = ready(
         _reduce, (plan, to.number, to.capacity), 2 * multiprocessors(to.device), (out, bias),
         lambda: (
@@ -121,7 +121,9 @@ def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tens
     return out
 
 
-def _specialised(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _Memory) -> Callable[[], None]:
+def _specialised_push(
+    plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _ScatterMemory
+) -> Callable[[], None]:
     """Load the kernel for the common shapes."""
     (a,), (b,), left_scales, right_scales, kinds, _, slot_rows, _ = memory
     pick, (a_rows,), (b_rows,) = plan.pick, plan.lefts, plan.rights
@@ -143,7 +145,7 @@ def _specialised(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _M
     )  # fmt: skip
 
 
-def _general(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _Memory) -> Callable[[], None]:
+def _general_push(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _ScatterMemory) -> Callable[[], None]:
     """Load the kernel for any shape."""
     a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes = memory
     pick, a_rows, b_rows = plan.pick, plan.lefts, plan.rights

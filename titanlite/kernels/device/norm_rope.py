@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
-from titanlite.kernels.device.rope import angles, halves, head_block, store
+from titanlite.kernels.device.rope import angles, halves, head_block, store, with_contiguous_heads
 
 BLOCKS = 8
 """Thread blocks to a multiprocessor that compute gradients; its registers have room for three at a time."""
@@ -120,7 +120,8 @@ def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int
 def launch_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernel; `qkv` is contiguous."""
+    """Launch the operator's kernel."""
+    qkv, q_weight, k_weight, cos, sin = (x.contiguous() for x in (qkv, q_weight, k_weight, cos, sin))
     M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     tensors = qkv, q_weight, k_weight, cos, sin, qkv.new_empty(M, K * R, E), qkv.new_empty(M, K, E)
     if M:
@@ -136,7 +137,9 @@ def launch_norm_rope_grad(
     q_grad: Tensor, k_grad: Tensor, v_grad: Tensor,
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the gradient's kernel; `qkv` is contiguous, and so is each head of a gradient."""
+    """Launch the gradient's kernel."""
+    q_grad, k_grad, v_grad = with_contiguous_heads(q_grad, k_grad, v_grad)
+    qkv, q_weight, k_weight, cos, sin = (x.contiguous() for x in (qkv, q_weight, k_weight, cos, sin))
     M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     blocks = min(cdiv(M, rows), BLOCKS * multiprocessors(qkv.device))
     out, parts = qkv.new_empty(qkv.shape), qkv.new_empty(blocks, 2, 2, half, dtype=torch.float32)

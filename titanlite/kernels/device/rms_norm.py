@@ -60,8 +60,10 @@ def _add_parts(parts, out, N, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.c
 def launch_rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels; all tensors are contiguous."""
-    M, D = x.shape
+    """Launch the operator's kernels."""
+    shape, D = x.shape, x.shape[-1]
+    grad, x, rest = (None if t is None else t.reshape(-1, D).contiguous() for t in (grad, x, rest))
+    M, weight, mean = len(x), weight.contiguous(), mean.contiguous()
     width = triton.next_power_of_2(D)
     rows = max(1, NUMBERS // width)
     warps = min(16, max(2, triton.next_power_of_2(D // 512 * rows)))
@@ -69,7 +71,7 @@ def launch_rms_norm_grad(
     out, of_weight = torch.empty_like(x), torch.empty_like(weight)
     parts = x.new_empty(blocks, D, dtype=torch.float32)
     if not M:
-        return out, of_weight.zero_()
+        return out.view(shape), of_weight.zero_()
     tensors = grad, x, weight, mean, x if rest is None else rest, out, parts
     launch(
         _rms_norm_grad, (M, D, eps, *(t.dtype for t in tensors), rest is None), blocks, tensors,
@@ -79,4 +81,4 @@ def launch_rms_norm_grad(
         _add_parts, (blocks, D, weight.dtype), cdiv(D, COLUMNS), (parts, of_weight),
         lambda: (parts, of_weight, blocks, D, COLUMNS, 128), num_warps=8,
     )  # fmt: skip
-    return out, of_weight
+    return out.view(shape), of_weight

@@ -68,8 +68,15 @@ def head_block(E: int) -> tuple[int, int]:
     return half, max(1, NUMBERS // (2 * half))
 
 
+def with_contiguous_heads(*grads: Tensor) -> list[Tensor]:
+    """Return tensors [M, heads, E], copied where the numbers of a head lie apart."""
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in grads]
+
+
 def launch_rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Launch the operator's kernel; each head of a gradient is contiguous."""
+    """Launch the operator's kernel."""
+    q_grad, k_grad, v_grad = with_contiguous_heads(q_grad, k_grad, v_grad)
+    cos, sin = cos.contiguous(), sin.contiguous()
     (M, heads, E), K, S, (half, rows) = q_grad.shape, k_grad.shape[1], len(cos), head_block(q_grad.shape[2])
     out = q_grad.new_empty(M, (heads + 2 * K) * E)
     if M:

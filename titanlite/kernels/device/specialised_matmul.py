@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titanlite.kernels.device.specialised_protocol import barrier, execute
+from titanlite.kernels.device.specialised_protocol import execute
 from titanlite.kernels.device.tiles import WIDE
 
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -60,10 +60,25 @@ def first_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS: gl.constexpr):
 
 
 @gluon.jit
-def _write_word(buffer, value):
-    """Write a word of shared memory, by a role of one warp."""
-    buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    barrier()
+def shared_buffers(
+    a_desc, b_desc, rest_desc, c_desc, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Allocate what producer and consumers share: operands, parts of results, numbers of tiles, and barriers."""
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
+    b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
+    rest_bufs = b_bufs  # where there is no rest they are not used
+    if rest_desc is not None:
+        rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, [STAGES, PART, BK], rest_desc.layout)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, BM // CONSUMERS, PART], c_desc.layout)
+    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty
 
 
 @gluon.jit
@@ -79,7 +94,7 @@ def _halves(x):
 
 
 @gluon.jit
-def _parts(x):
+def _column_parts(x):
     """Split a tile into parts of `PART` columns."""
     if x.shape[1] == PART:
         parts = (x,)
@@ -92,7 +107,7 @@ def _parts(x):
 
 
 @gluon.jit
-def _store(
+def _store_part(
     part, p: gl.constexpr, tile, dests, c_buf, first_row, x_blocks, y_tiles,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -109,7 +124,7 @@ def _store(
 
 
 @gluon.jit
-def _step(
+def _start_product(
     acc, use_acc, it, a_bufs, b_bufs, ready, CONSUMER: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -124,7 +139,7 @@ def _step(
 
 
 @gluon.jit
-def _release(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
+def _release_buffers(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
     """Wait until the tensor cores have done with the step before `it` in the same sum, and release its buffers."""
     sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
     if HAS_BEFORE:
@@ -133,7 +148,7 @@ def _release(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _scaled(
+def _scaled_tile(
     acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout: gl.constexpr,
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, CONSUMER: gl.constexpr, FROM: gl.constexpr,
@@ -191,20 +206,20 @@ def consume(
     tile = _read_word(tiles.index(0), WARPS)
     while tile >= 0:
         sums = gl.zeros((ROWS, BN), gl.float32, layout)
-        parts = _parts(out)
+        parts = _column_parts(out)
         for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
-            sums = _step(sums, k > 0, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
+            sums = _start_product(sums, k > 0, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
             if before >= 0:
-                _store(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
-            sums = _release(sums, it, empty, k > 0, STAGES)
+                _store_part(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            sums = _release_buffers(sums, it, empty, k > 0, STAGES)
             it += 1
         for _ in range(PARTS, steps):
-            sums = _step(sums, True, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
-            sums = _release(sums, it, empty, True, STAGES)
+            sums = _start_product(sums, True, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
+            sums = _release_buffers(sums, it, empty, True, STAGES)
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-        out = _scaled(
+        out = _scaled_tile(
             acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
             BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, 0,
         ).to(c_buf.dtype)  # fmt: skip
@@ -212,9 +227,9 @@ def consume(
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
         tile = _read_word(tiles.index(it % STAGES), WARPS)
     if before >= 0:
-        parts = _parts(out)
+        parts = _column_parts(out)
         for p in gl.static_range(PARTS):
-            _store(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            _store_part(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
     execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
 
 
@@ -247,9 +262,9 @@ def consume_in_steps(
         rest = gl.zeros((ROWS, PART), gl.float32, rest_layout)
         rest_sums = gl.zeros((ROWS, PART), gl.float32, rest_layout)
         for _ in range(steps):
-            sums = _step(sums, False, it, a_bufs, b_bufs, ready, CONSUMER, True, True, STAGES)
+            sums = _start_product(sums, False, it, a_bufs, b_bufs, ready, CONSUMER, True, True, STAGES)
             if REST > 0:
-                rest_sums = _step(rest_sums, False, it, a_bufs, rest_bufs, ready, CONSUMER, True, True, STAGES)
+                rest_sums = _start_product(rest_sums, False, it, a_bufs, rest_bufs, ready, CONSUMER, True, True, STAGES)
                 sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
                 acc += sums
                 rest_sums = warpgroup_mma_wait(num_outstanding=0, deps=(rest_sums,))
@@ -260,73 +275,18 @@ def consume_in_steps(
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
                 acc += sums
             it += 1
-        parts = _parts(_scaled(
+        parts = _column_parts(_scaled_tile(
             acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
             BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, 0,
         ).to(c_buf.dtype))  # fmt: skip
         for p in gl.static_range(FIRST // PART):
-            _store(parts[p], p, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            _store_part(parts[p], p, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
         if REST > 0:
-            part = _scaled(
+            part = _scaled_tile(
                 rest, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, rest_layout,
                 BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, FIRST,
             ).to(c_buf.dtype)  # fmt: skip
-            _store(part, FIRST // PART, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
+            _store_part(part, FIRST // PART, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
         tile = _read_word(tiles.index(it % STAGES), 4)
     execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
-
-
-@gluon.jit
-def announce(tile, tiles, empty, it, STAGES: gl.constexpr):
-    """Tell the consumers which tile the next operands are for."""
-    mbarrier.wait(empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
-    _write_word(tiles.index(it % STAGES), tile)
-
-
-@gluon.jit
-def load_operands(
-    a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, m0, n0,
-    A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Start the loads for one tile, step by step as buffers become free."""
-    n_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
-    for k in range(steps):
-        slot = it % STAGES
-        mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
-        if rest_desc is None:
-            mbarrier.expect(ready.index(slot), n_bytes)
-        else:
-            mbarrier.expect(ready.index(slot), n_bytes + rest_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                rest_desc, [n0 + b_desc.block_type.shape[0], k * BK], ready.index(slot), rest_bufs.index(slot)
-            )
-        if A_K_MAJOR:
-            tma.async_copy_global_to_shared(a_desc, [m0, k * BK], ready.index(slot), a_bufs.index(slot))
-        else:
-            tma.async_copy_global_to_shared(a_desc, [k * BK, m0], ready.index(slot), a_bufs.index(slot))
-        if B_K_MAJOR:
-            tma.async_copy_global_to_shared(b_desc, [n0, k * BK], ready.index(slot), b_bufs.index(slot))
-        else:
-            tma.async_copy_global_to_shared(b_desc, [k * BK, n0], ready.index(slot), b_bufs.index(slot))
-        it += 1
-    return it
-
-
-@gluon.jit
-def tile_position(number, x_tiles, y_tiles, GROUP: gl.constexpr):
-    """Return the block of rows and that of columns of a tile, by its number.
-
-    GROUP blocks of rows share a pass over the columns, so that the tiles on their way at once read few operands.
-    """
-    width = GROUP * y_tiles
-    first = (number // width) * GROUP
-    in_group = min(x_tiles - first, GROUP)
-    return first + (number % width) % in_group, (number % width) // in_group
-
-
-@gluon.jit
-def announce_end(tiles, ready, empty, it, STAGES: gl.constexpr):
-    """Tell the consumers that no tile is left."""
-    announce(-1, tiles, empty, it, STAGES)
-    mbarrier.arrive(ready.index(it % STAGES), count=1)

@@ -2,26 +2,21 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from titanlite.kernels.device.specialised_matmul import (
     CONSUMER_REGISTERS,
-    PART,
     WORKER_REGISTERS,
-    announce,
-    announce_end,
     consume,
     consume_in_steps,
-    first_columns,
     first_of,
-    load_operands,
-    tile_position,
+    shared_buffers,
 )
+from titanlite.kernels.device.specialised_producer import announce, announce_end, load_operands, tile_position
 from titanlite.kernels.device.specialised_protocol import HEADER, leave_kernel
 
 
 @gluon.jit
-def _produce(
+def _produce_pushed(
     given,
     RANKS: gl.constexpr, GROUP: gl.constexpr, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
@@ -60,19 +55,9 @@ def matmul_push(
     rest_desc: as of `specialised_gather.gather_matmul`.
     """
     epoch = gl.load(epoch_word)
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
-    b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
-    b_bufs = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
-    rest_bufs = b_bufs  # where there is no rest they are not used
-    if rest_desc is not None:
-        rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, [STAGES, PART, BK], rest_desc.layout)
-    c_bufs = gl.allocate_shared_memory(d0.dtype, [CONSUMERS, BM // CONSUMERS, PART], d0.layout)
-    tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
+    a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = shared_buffers(
+        a_desc, b_desc, rest_desc, d0, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES, CONSUMERS
+    )
     staged_tiles = staged_rows // BM
     y_tiles = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
@@ -88,19 +73,19 @@ def matmul_push(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 1, 0)),
-            (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+            (_produce_pushed, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [1], [WORKER_REGISTERS])  # fmt: skip
     elif FAST:
         gl.warp_specialize([
             (consume, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 0)),
             (consume, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, A_K_MAJOR, B_K_MAJOR, BM, BN, STAGES, 2, 1)),
-            (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+            (_produce_pushed, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 0)),
             (consume_in_steps, (consumer, False, OF_ROWS, OF_COLUMNS, RANKS, BM, BN, STAGES, 1)),
-            (_produce, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
+            (_produce_pushed, (producer, RANKS, GROUP, A_K_MAJOR, B_K_MAJOR, BM, BN, BK, STAGES)),
         ], [4, 1], [CONSUMER_REGISTERS, WORKER_REGISTERS])  # fmt: skip
     leave_kernel(
         counters, HEADER, epoch_word, epoch, flags, peer_flags, deadline, failure, rank, True, RANKS, CONSUMERS

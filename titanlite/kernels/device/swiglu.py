@@ -57,13 +57,13 @@ def _rounded(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _forward(x, blocks, first, BLOCKS: tl.constexpr):
+def _result(x, blocks, first, BLOCKS: tl.constexpr):
     gate, up = _gate(x, blocks, first, BLOCKS)
     return gate * _sigmoid(gate) * up
 
 
 @triton.jit
-def _backward(grad, x, blocks, first, BLOCKS: tl.constexpr):
+def _gradients(grad, x, blocks, first, BLOCKS: tl.constexpr):
     """Return the gradients of gate and up, and the result."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     gate, up = _gate(x, blocks, first, BLOCKS)
@@ -76,7 +76,7 @@ def _backward(grad, x, blocks, first, BLOCKS: tl.constexpr):
 @triton.jit
 def _swiglu_grad(grad, x, out, blocks, BLOCKS: tl.constexpr):
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
-    a, b, _ = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    a, b, _ = _gradients(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     n = first + tl.arange(0, BLOCKS)[:, None]
     at = out + row * blocks * 2 * BLOCK + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(at, _rounded(a, x.dtype.element_ty), mask=n < blocks)
@@ -84,19 +84,19 @@ def _swiglu_grad(grad, x, out, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _larger(a, b):
+def _larger_or_nan(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _most(a, dtype: tl.constexpr):
     """Return the greatest size once rounded, as the bits of a float32: those of NaN are the greatest."""
-    most = tl.reduce(tl.reduce(tl.abs(a), 1, _larger), 0, _larger)
+    most = tl.reduce(tl.reduce(tl.abs(a), 1, _larger_or_nan), 0, _larger_or_nan)
     return most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _store(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
+def _store_blocks(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
     """Store blocks of a row as bytes, `STEP` blocks apart."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     byte = to_bytes(a.to(tl.float32) * scale, out.dtype.element_ty)
@@ -109,18 +109,18 @@ def _swiglu_rows(x, out, scale_invs, blocks, most, POW2: tl.constexpr, BLOCKS: t
     row = tl.program_id(0).to(tl.int64)
     x += row * blocks * 2 * BLOCK
     out += row * blocks * BLOCK
-    a = _forward(x, blocks, 0, BLOCKS)
+    a = _result(x, blocks, 0, BLOCKS)
     amax = _most(a, dtype)
     a = _rounded(a, dtype)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            amax = tl.maximum(amax, _most(_forward(x, blocks, first, BLOCKS), dtype))
+            amax = tl.maximum(amax, _most(_result(x, blocks, first, BLOCKS), dtype))
     scale, scale_inv = scale_from_amax(amax, most, POW2)
-    _store(out, a, scale, blocks, 0, 1, BLOCKS)
+    _store_blocks(out, a, scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            a = _rounded(_forward(x, blocks, first, BLOCKS), dtype)
-            _store(out, a, scale, blocks, first, 1, BLOCKS)
+            a = _rounded(_result(x, blocks, first, BLOCKS), dtype)
+            _store_blocks(out, a, scale, blocks, first, 1, BLOCKS)
     tl.store(scale_invs + row, scale_inv)
 
 
@@ -135,31 +135,31 @@ def _swiglu_grad_rows(
     out += row * blocks * 2 * BLOCK
     grad += row * blocks * BLOCK
     h += row * blocks * BLOCK
-    a, b, c = _backward(grad, x, blocks, 0, BLOCKS)
-    amax, h_amax = _most(_larger(tl.abs(a), tl.abs(b)), dtype), _most(c, dtype)
+    a, b, c = _gradients(grad, x, blocks, 0, BLOCKS)
+    amax, h_amax = _most(_larger_or_nan(tl.abs(a), tl.abs(b)), dtype), _most(c, dtype)
     a, b, c = _rounded(a, dtype), _rounded(b, dtype), _rounded(c, dtype)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            d, e, f = _backward(grad, x, blocks, first, BLOCKS)
-            amax = tl.maximum(amax, _most(_larger(tl.abs(d), tl.abs(e)), dtype))
+            d, e, f = _gradients(grad, x, blocks, first, BLOCKS)
+            amax = tl.maximum(amax, _most(_larger_or_nan(tl.abs(d), tl.abs(e)), dtype))
             h_amax = tl.maximum(h_amax, _most(f, dtype))
     scale, scale_inv = scale_from_amax(amax, most, POW2)
     h_scale, h_scale_inv = scale_from_amax(h_amax, h_most, POW2)
-    _store(out, a, scale, blocks, 0, 2, BLOCKS)
-    _store(out + BLOCK, b, scale, blocks, 0, 2, BLOCKS)
-    _store(h, c, h_scale, blocks, 0, 1, BLOCKS)
+    _store_blocks(out, a, scale, blocks, 0, 2, BLOCKS)
+    _store_blocks(out + BLOCK, b, scale, blocks, 0, 2, BLOCKS)
+    _store_blocks(h, c, h_scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            d, e, f = _backward(grad, x, blocks, first, BLOCKS)
-            _store(out, _rounded(d, dtype), scale, blocks, first, 2, BLOCKS)
-            _store(out + BLOCK, _rounded(e, dtype), scale, blocks, first, 2, BLOCKS)
-            _store(h, _rounded(f, dtype), h_scale, blocks, first, 1, BLOCKS)
+            d, e, f = _gradients(grad, x, blocks, first, BLOCKS)
+            _store_blocks(out, _rounded(d, dtype), scale, blocks, first, 2, BLOCKS)
+            _store_blocks(out + BLOCK, _rounded(e, dtype), scale, blocks, first, 2, BLOCKS)
+            _store_blocks(h, _rounded(f, dtype), h_scale, blocks, first, 1, BLOCKS)
     tl.store(scale_invs + row, scale_inv)
     tl.store(h_scale_invs + row, h_scale_inv)
 
 
 @triton.jit
-def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+def _swiglu_amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
     """Find the greatest sizes of the result, and with `grad` of its gradients."""
     dtype: tl.constexpr = x.dtype.element_ty
     first, start = tl.program_id(1) * BLOCKS, tl.program_id(0).to(tl.int64) * ROWS
@@ -167,10 +167,10 @@ def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr
     for row in range(start, min(start + ROWS, M)):
         at = x + row * blocks * 2 * BLOCK
         if BACKWARD:
-            a, b, c = _backward(grad + row * blocks * BLOCK, at, blocks, first, BLOCKS)
-            gradient = tl.maximum(gradient, _most(_larger(tl.abs(a), tl.abs(b)), dtype))
+            a, b, c = _gradients(grad + row * blocks * BLOCK, at, blocks, first, BLOCKS)
+            gradient = tl.maximum(gradient, _most(_larger_or_nan(tl.abs(a), tl.abs(b)), dtype))
         else:
-            c = _forward(at, blocks, first, BLOCKS)
+            c = _result(at, blocks, first, BLOCKS)
         result = tl.maximum(result, _most(c, dtype))
     tl.atomic_max(amax, result, sem="relaxed")
     if BACKWARD:
@@ -181,8 +181,8 @@ def _amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr
 def _swiglu_by(x, amax, out, scale_inv, blocks, most, POW2: tl.constexpr, BLOCKS: tl.constexpr):
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     scale, one = scale_from_amax(tl.load(amax), most, POW2)
-    a = _forward(x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
-    _store(out + row * blocks * BLOCK, _rounded(a, x.dtype.element_ty), scale, blocks, first, 1, BLOCKS)
+    a = _result(x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    _store_blocks(out + row * blocks * BLOCK, _rounded(a, x.dtype.element_ty), scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
         tl.store(scale_inv, one)
 
@@ -194,19 +194,20 @@ def _swiglu_grad_by(
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     scale, one = scale_from_amax(tl.load(amax + 1), most, POW2)
     h_scale, h_one = scale_from_amax(tl.load(amax), h_most, POW2)
-    a, b, c = _backward(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+    a, b, c = _gradients(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     dtype: tl.constexpr = x.dtype.element_ty
     out += row * blocks * 2 * BLOCK
-    _store(out, _rounded(a, dtype), scale, blocks, first, 2, BLOCKS)
-    _store(out + BLOCK, _rounded(b, dtype), scale, blocks, first, 2, BLOCKS)
-    _store(h + row * blocks * BLOCK, _rounded(c, dtype), h_scale, blocks, first, 1, BLOCKS)
+    _store_blocks(out, _rounded(a, dtype), scale, blocks, first, 2, BLOCKS)
+    _store_blocks(out + BLOCK, _rounded(b, dtype), scale, blocks, first, 2, BLOCKS)
+    _store_blocks(h + row * blocks * BLOCK, _rounded(c, dtype), h_scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
         tl.store(scale_inv, one)
         tl.store(h_scale_inv, h_one)
 
 
 def launch_swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """Launch the operator's kernel; `grad` and `x` are contiguous."""
+    """Launch the operator's kernel."""
+    grad, x = grad.contiguous(), x.contiguous()
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out = torch.empty_like(x)
     tensors = grad, x, out
@@ -216,7 +217,8 @@ def launch_swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def launch_swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels; `x` is contiguous."""
+    """Launch the operator's kernels."""
+    x = x.contiguous()
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out, most = x.new_empty((M, x.shape[1] // 2), dtype=dtype), torch.finfo(dtype).max
     scale_inv = x.new_empty((M, 1) if by_row else (), dtype=torch.float32)
@@ -229,7 +231,7 @@ def launch_swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) 
         return out, scale_inv
     amax, parts = torch.zeros(1, dtype=torch.int32, device=x.device), cdiv(blocks, PART)
     launch(
-        _amax, (M, blocks, x.dtype), (cdiv(M, ROWS), parts), (x, amax),
+        _swiglu_amax, (M, blocks, x.dtype), (cdiv(M, ROWS), parts), (x, amax),
         lambda: (x, x, amax, M, blocks, False, PART, ROWS), num_warps=4,
     )  # fmt: skip
     tensors = x, amax, out, scale_inv
@@ -243,7 +245,8 @@ def launch_swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) 
 def launch_swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the operator's kernels; `grad` and `x` are contiguous."""
+    """Launch the operator's kernels."""
+    grad, x = grad.contiguous(), x.contiguous()
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out, h = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)
     most = torch.finfo(dtype).max, torch.finfo(result_dtype).max
@@ -259,7 +262,7 @@ def launch_swiglu_grad_cast(
         return out, scale_inv, h, h_scale_inv
     amax, parts = torch.zeros(2, dtype=torch.int32, device=x.device), cdiv(blocks, PART)
     launch(
-        _amax, (M, blocks, grad.dtype, x.dtype), (cdiv(M, ROWS), parts), (grad, x, amax),
+        _swiglu_amax, (M, blocks, grad.dtype, x.dtype), (cdiv(M, ROWS), parts), (grad, x, amax),
         lambda: (grad, x, amax, M, blocks, True, PART, ROWS), num_warps=4,
     )  # fmt: skip
     tensors = grad, x, amax, out, scale_inv, h, h_scale_inv

@@ -64,7 +64,7 @@ def tiles(
         # Each step's sum is added to the whole, and both take registers; or a tile on its way out takes twice the room.
         wide = out_itemsize == 2 and -N % WIDE <= N / 20
         return replace(tiles(op, itemsize, ranks, M, N, K, True), n=WIDE if wide else 128, stages=4)
-    known = _table().get((op, itemsize, ranks, M, N, K))
+    known = measured_tiles().get((op, itemsize, ranks, M, N, K))
     if known is not None:
         return known
     k = 128 // itemsize
@@ -94,7 +94,8 @@ MATMUL = 700e12
 
 
 @cache
-def _table() -> dict[tuple[str, int, int, int, int, int], Tiles]:
+def measured_tiles() -> dict[tuple[str, int, int, int, int, int], Tiles]:
+    """Return the tiles of `tiles.toml`, by operator, bytes of an element, ranks and M, N, K."""
     rows = tomllib.loads(files(__package__).joinpath("tiles.toml").read_text())["tiles"]
     shape = ("op", "itemsize", "ranks", "M", "N", "K")
     return {
