@@ -3,6 +3,8 @@
 Launches are turned into compilations, and a channel of ordinary CPU memory stands for the symmetric one. Nothing runs.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from titanlite.kernels.device import all_gather_matmul, matmul_reduce_scatter
+from titanlite.kernels.device import all_gather_matmul, matmul_reduce_scatter, norm_rope, rms_norm
 from titanlite.kernels.device import launch as launch_module
 from titanlite.kernels.device.channel import COUNTERS
 
@@ -67,7 +69,8 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
     warmup, launcher, driver = JITFunction.warmup, launch_module._Launcher, triton.runtime.driver
     run = JITFunction.__getitem__
     stems = (all_gather_matmul, matmul_reduce_scatter)
-    before = [(stem.channel, stem.multiprocessors) for stem in stems]
+    before = [(stem, name, getattr(stem, name)) for stem in stems for name in ("channel", "multiprocessors")]
+    before += [(module, "multiprocessors", module.multiprocessors) for module in (norm_rope, rms_norm)]
 
     def remembered(self, *args, grid, **kwargs):
         compiled[self.fn.__name__] = kernel = warmup(self, *args, grid=grid, **kwargs)
@@ -79,8 +82,8 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
     driver.set_active(_Driver())
     launch_module._known.clear()
     channel = fake_channel(1, ranks)
-    for stem in stems:
-        stem.channel, stem.multiprocessors = (lambda group: channel), (lambda device: 132)
+    for module, name, _ in before:
+        setattr(module, name, (lambda group: channel) if name == "channel" else lambda device: 132)
     try:
         yield compiled
     finally:
@@ -88,5 +91,11 @@ def compiling(ranks: int = 4) -> Iterator[dict[str, triton.compiler.CompiledKern
         JITFunction.warmup, launch_module._Launcher = warmup, launcher
         JITFunction.__getitem__ = run
         driver._active = None  # found anew at the next use
-        for stem, (channel_of, multiprocessors) in zip(stems, before, strict=True):
-            stem.channel, stem.multiprocessors = channel_of, multiprocessors
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def accesses(kernel: triton.compiler.CompiledKernel) -> Counter[tuple[str, int]]:
+    """How often a kernel's code loads ("ld") and stores ("st") so many words of 32 bits of global memory at once."""
+    found = re.findall(r"\b(ld|st)\.global(?:\.v([24]))?\.b32 ", kernel.asm["ptx"])
+    return Counter((way, int(words or 1)) for way, words in found)

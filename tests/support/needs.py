@@ -23,6 +23,9 @@ DOUBLE_ATTENTION = pytest.mark.skipif(
 )
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
 def slow(*cases: Any) -> list[Any]:
     """Parameters that cost seconds and show for another value what those beside them show: `pytest -m slow` has them.
 

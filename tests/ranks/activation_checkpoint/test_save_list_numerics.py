@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.held_for_backward import Compiled, build, stream
-from tests.support.needs import slow
+from tests.support.needs import DEVICES, slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
@@ -24,7 +24,6 @@ from titanlite.models.layers import Sequences
 D, S, B = 64, 48, 2
 SIZES = ModelDims("", 1, D, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 LISTS = recipes.names("activation_checkpoint")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROUNDINGS = 2 * 11  # forward: norm, wqkv, rope, attention, wo, add, norm, w13, swiglu, w2, add; and backward of each
 
 

@@ -6,12 +6,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.needs import DEVICES
 from tests.support.ranks import run_ranks
 from titanlite.kernels import cross_entropy
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.cross_entropy import IGNORE_INDEX, CrossEntropy
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32 = torch.finfo(torch.float32).eps
 M, V = 24, 64
 

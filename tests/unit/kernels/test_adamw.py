@@ -1,15 +1,14 @@
 """AdamW's update against the textbook's in float64; and the kernel's code for sm_90, compiled without a GPU."""
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compile_only import compiling
+from tests.support.compile_only import accesses, compiling
+from tests.support.needs import DEVICES
 from titanlite.kernels.adamw import AdamWState, Update, adamw
+from titanlite.kernels.device.adamw import BLOCK, WARPS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EPS = torch.finfo(torch.float32).eps
 LR, BETA1, BETA2, TINY = 1e-2, 0.9, 0.999, 1e-8
 # Less than a block, whole blocks, a piece more; and sizes that are no multiple of 16 bytes.
@@ -74,13 +73,11 @@ def test_a_step_left_out_leaves_every_bit(moment, device):
 
 @pytest.mark.parametrize(("sizes", "at_once"), [("aligned", 4), ("odd", 1)])
 def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(sizes, at_once):
-    device = pytest.importorskip("titanlite.kernels.device.adamw")
     got, one = state(SIZES[sizes], torch.float32, "cpu"), torch.ones(())
     gradients = [normal(n, 7, "cpu") for n in SIZES[sizes]]
     with compiling() as compiled:
         Update(got).step(gradients, LR, one, one * 0)
-    ptx = compiled["_adamw"].asm["ptx"]
-    moved = [(way, int(n or 1)) for way, n in re.findall(r"\b(ld|st)\.global(?:\.v([24]))?\.b32 ", ptx)]
-    times = device.BLOCK // (32 * device.WARPS) // at_once  # by each thread
-    assert moved.count(("st", at_once)) == 3 * times == sum(way == "st" for way, _ in moved)
-    assert moved.count(("ld", at_once)) >= 4 * times
+    moved = accesses(compiled["_adamw"])
+    times = BLOCK // (32 * WARPS) // at_once  # by each thread
+    assert moved["st", at_once] == 3 * times == sum(n for (way, _), n in moved.items() if way == "st")
+    assert moved["ld", at_once] >= 4 * times

@@ -1,17 +1,16 @@
 """Gradients as a reduce-scatter takes them: each rank's parts, behind one another, rounded once; so bit for bit."""
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compile_only import compiling
+from tests.support.compile_only import accesses, compiling
+from tests.support.needs import DEVICES
 from titanlite.kernels.chunk_cat import chunk_cat
+from titanlite.kernels.device.chunk_cat import BLOCK, launch_chunk_cat
 from titanlite.parallel import fsdp  # noqa: F401  takes the place of torch's operator
 
 BF16, F32 = torch.bfloat16, torch.float32
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = {
     "equal parts": [(16, 96), (8, 1024), (48,), (24, 3, 5)],
     "unequal, or none": [(17, 96), (5, 1024), (3,), (1, 7)],  # 1, 3 and 5 rows leave some of eight ranks without any
@@ -49,9 +48,8 @@ def test_parts(shapes, n_chunks, dtypes, device):
 
 @pytest.mark.parametrize(("rows", "at_once"), [(4096, True), (4095, False)])
 def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(rows, at_once):
-    device = pytest.importorskip("titanlite.kernels.device.chunk_cat")
     with compiling() as compiled:
-        device.launch_chunk_cat([torch.zeros(rows, 7, dtype=torch.bfloat16)], 8, torch.zeros(8, 7 * -(-rows // 8)))
-    ptx = compiled["_chunk_cat"].asm["ptx"]
-    assert bool(re.search(r"ld\.global\.v4\.b32", ptx)) == at_once
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == device.BLOCK // (32 * 4) // 4  # parts are whole either way
+        launch_chunk_cat([torch.zeros(rows, 7, dtype=torch.bfloat16)], 8, torch.zeros(8, 7 * -(-rows // 8)))
+    found = accesses(compiled["_chunk_cat"])
+    assert bool(found["ld", 4]) == at_once
+    assert found["st", 4] == BLOCK // (32 * 4) // 4  # parts are whole either way

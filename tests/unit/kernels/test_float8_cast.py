@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.needs import DEVICES
 from titanlite.float8 import emulated
 from titanlite.kernels import float8_cast
 from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_transpose, transpose
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(256, 128), (130, 67), (1, 48), (2500, 1)]
 

@@ -1,16 +1,15 @@
 """Normalised and rotated heads against their definition in float64, one head of a token at a time."""
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.compile_only import compiling
+from tests.support.compile_only import accesses, compiling
+from tests.support.needs import DEVICES
+from titanlite.kernels.device.norm_rope import launch_norm_rope, launch_norm_rope_grad
 from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rope import rope_table
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EPS = 1e-6
 F32 = torch.finfo(torch.float32).eps
 # Tokens, tokens of a sequence, key/value heads, queries of each, width of a head: that of no power of two, too; more
@@ -127,13 +126,10 @@ def test_two_runs_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("E", [128, 256])
-def test_code_for_sm_90_moves_16_bytes_of_a_head_at_once(E: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = pytest.importorskip("titanlite.kernels.device.norm_rope")
-    monkeypatch.setattr(device, "multiprocessors", lambda device: 132)
+def test_code_for_sm_90_moves_16_bytes_of_a_head_at_once(E: int) -> None:
     given, angles, upstream = drawn((8, 4, 2, 2, E), torch.bfloat16, "cpu")
     with compiling() as compiled:
-        device.launch_norm_rope(*given, *angles, 2, EPS)
-        device.launch_norm_rope_grad(*upstream, *given, *angles, 2, EPS)
+        launch_norm_rope(*given, *angles, 2, EPS)
+        launch_norm_rope_grad(*upstream, *given, *angles, 2, EPS)
     for name, heads in (("_norm_rope", 2), ("_norm_rope_grad", 3)):  # a query, a key and, backward, a value
-        stores = re.findall(r"\bst\.global(?:\.v([24]))?\.b32 ", compiled[name].asm["ptx"])
-        assert stores.count("4") == 2 * heads, name  # halves
+        assert accesses(compiled[name])["st", 4] == 2 * heads, name  # halves

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.needs import DEVICES
 from titanlite.kernels.float8_scales import cast_to, scale_of
 from titanlite.kernels.swiglu import BLOCK, swiglu, swiglu_cast, swiglu_grad, swiglu_grad_cast
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 F32 = torch.finfo(torch.float32).eps
 
 

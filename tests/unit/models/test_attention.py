@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.needs import DEVICES
 from titanlite.kernels.window_attention import _window_attention, _window_attention_grad, window_attention
 from titanlite.models.layers import CausalAttention
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def masked(window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
