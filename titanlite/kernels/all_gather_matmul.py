@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
-from titanlite.kernels.lowering import CollectiveMatmul
+from titanlite.kernels.lowering import MatmulOperator
 from titanlite.kernels.products import (
     FLOAT8,
     GatherCall,
@@ -239,7 +239,7 @@ def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> 
     return grad @ (gathered.t() if form == "right" else gathered)
 
 
-CollectiveMatmul(
+MatmulOperator(
     name="all_gather_matmul",
     schema="(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, "
     "Tensor? scale, str scale_of, Tensor[] other_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor[]",

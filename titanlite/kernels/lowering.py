@@ -45,7 +45,7 @@ implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
 
 
 @dataclass(frozen=True)
-class CollectiveMatmul(Generic[C]):
+class MatmulOperator(Generic[C]):
     """The functions that make up a collective matmul, all but the first of one call.
 
     Attributes:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import named_group, scatter_dim
-from titanlite.kernels.lowering import CollectiveMatmul
+from titanlite.kernels.lowering import MatmulOperator
 from titanlite.kernels.products import (
     FLOAT8,
     ScatterCall,
@@ -173,7 +173,7 @@ def _scatter_backward(ctx, grads):
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
 
 
-CollectiveMatmul(
+MatmulOperator(
     name="matmul_reduce_scatter",
     schema="(Tensor[] lefts, Tensor[] rights, SymInt dim, str group, Tensor? bias, Tensor[] left_scales, "
     "Tensor[] right_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor",
