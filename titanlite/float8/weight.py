@@ -51,9 +51,6 @@ class GatheredWeight(Tensor):
         self.qdata, self.scale_inv = qdata, scale_inv
         return self
 
-    def __init__(self, qdata: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
         return ["qdata", "scale_inv"], self.dtype
 
@@ -110,9 +107,6 @@ class WeightShard(Tensor):
         )
         self.master, self.how, self.scale, self.scale_inv = values, how, None, None
         return self
-
-    def __init__(self, values: Tensor, how: Casting) -> None:
-        super().__init__()
 
     def __tensor_flatten__(self) -> tuple[list[str], Casting]:
         return ["master"], self.how
