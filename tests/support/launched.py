@@ -238,8 +238,9 @@ def free_port() -> int:
 class Launcher:
     """A torchrun in the background, forked from here where torch is imported; its workers are fresh interpreters."""
 
-    def __init__(self, argv: list[str], log: Path) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=_launch, args=(argv, log))
+    def __init__(self, argv: list[str], log: Path, main: Callable[[list[str]], object] | None = None) -> None:
+        args = (main or torch.distributed.run.main, argv, log)
+        self._process = multiprocessing.get_context("fork").Process(target=_launch, args=args)
         with forks_beside_threads():
             self._process.start()
 
@@ -269,8 +270,8 @@ def torchrun(launcher: Sequence[str], script: str, argv: Sequence[str], log: Pat
     return Launcher([*launcher, script, *argv], log)
 
 
-def _launch(argv: list[str], log: Path) -> None:
-    """`python -m torch.distributed.run`."""
+def _launch(main: Callable[[list[str]], object], argv: list[str], log: Path) -> None:
+    """`python -m torch.distributed.run`, or another that starts torchrun's agent and returns its exit code."""
     print_to(log)
     torch._logging._init_logs()  # its messages, too
     for name in LAUNCHER_VARIABLES:
@@ -283,7 +284,7 @@ def _launch(argv: list[str], log: Path) -> None:
     os.chdir(REPOSITORY)
     # The agent takes any port, for a worker to listen on seconds later; meanwhile a neighbour's connection may get it.
     torch.distributed.elastic.rendezvous.api.get_free_port = free_port
-    torch.distributed.run.main(argv)
+    sys.exit(main(argv))  # type: ignore[arg-type]
 
 
 def train_rank(rank: int, world: int, port: int, argv: list[str], plant: Callable[[], object]) -> int:

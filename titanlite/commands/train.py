@@ -1,0 +1,118 @@
+"""Check a config once, then train it on the GPUs of this host, under torchrun's own launcher.
+
+The same as torchrun --standalone --nproc-per-node N train.py FILE, but a mistake in the config, the data or the run
+folder is one message, said before a process is started, and a run that saved when it was told to stop (SIGINT, SIGTERM,
+SIGHUP, SIGUSR1) ends with exit code 0. One process is started without a launcher. On several hosts use torchrun:
+scripts/launch has scripts for it.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from titanlite.checkpoint.publish import complete_steps
+from titanlite.commands.arguments import Command
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
+from titanlite.observe.status import now, read_status
+from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.host_memory import shows_gpus
+from titanlite.preflight.run_folder import RunFolder
+
+_COMMAND = Command(
+    "train",
+    __doc__ or "",
+    {"--gpus N": "GPUs to train on, of this host; default: all. Without GPUs: the number of processes; default: 1"},
+)
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+# Seconds from a signal until the launcher kills the processes; its own 30 are too short for a step and a large
+# checkpoint. Before torch 2.12 they are always 30.
+_STOP_S = "600"
+
+
+def run(argv: list[str]) -> int:
+    """Check the config, start the processes, and wait for their end.
+
+    Raises:
+        ConfigError: something is wrong with the config, its data or the run's folder, or there are not so many GPUs.
+    """
+    given = _COMMAND.read(argv)
+    if by := next((name for name in ("RANK", "WORLD_SIZE") if name in os.environ), None):
+        fix = f"torchrun ... train.py {given.file}, or unset {by}"
+        want = "not set: this command is itself the launcher of a run on one host"
+        raise ConfigError.of("environment", by, os.environ[by], want, fix)
+    checked = checked_run(given.flags, n := _n_processes(given.own.get("--gpus")))
+    RunFolder.of(checked.config).foresee(checked.config)
+    program = ["-m", "titanlite.train", *given.flags]
+    if n == 1:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *program])
+    return _launch(n, program, checked.config)
+
+
+def _n_processes(gpus: str | None) -> int:
+    """Return the number of processes, as asked for, or one for each GPU that is visible."""
+    if gpus is not None and (not gpus.isdecimal() or not 0 < int(gpus) < 10**6):
+        raise ConfigError.of("command line", "--gpus", gpus, "a number of GPUs, at least 1", "--gpus 8")
+    if not shows_gpus():
+        return int(gpus or 1)
+    import torch
+
+    there = torch.cuda.device_count()
+    if gpus is not None and 0 < there < int(gpus):
+        want = f"at most {there}, which this process sees"
+        fix = f"--gpus {there}, or torchrun with --nnodes on several hosts"
+        raise ConfigError.of("command line", "--gpus", gpus, want, fix)
+    return int(gpus or there or 1)
+
+
+def _launch(n: int, program: Sequence[str], config: Config) -> int:
+    """Run processes under torchrun's agent, in this process; return the exit code of the run."""
+    import torch.distributed.run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOP_S)
+    _silence_agent()
+    own = ["--standalone", "--nproc-per-node", str(n), "--signals-to-handle", _SIGNALS]
+    began = now()
+    try:
+        torchrun.run(torchrun.parse_args([*own, *program]))
+    except SignalException as signal:
+        return 0 if _has_stopped_well(RunFolder.of(config), config, began) else 128 + signal.sigval
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == 2:  # a mistake, which the rank has told
+            return 2
+        how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else failure.signal_name()
+        sys.stderr.write(f"rank {rank} ended first, with {how}; its log is {_log_of(config, rank)}\n")
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    return 0
+
+
+def _silence_agent() -> None:
+    """Keep the agent's own log off the terminal: each rank says itself what it ended of."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _has_stopped_well(folder: RunFolder, config: Config, began: str) -> bool:
+    """Return whether this start of the run ended as it was told to, with its last step saved if it saves at all."""
+    try:
+        said = read_status(folder.status)
+    except (OSError, ValueError):
+        return False
+    if said.get("started", "") < began or said["state"] not in ("stopped", "finished"):
+        return False
+    if said["state"] == "finished":
+        return True
+    at_once = str(said.get("by", "")).startswith("a second signal")
+    saved = complete_steps(folder.checkpoints)[-1:] == [said.get("step")]
+    return not at_once and (saved or not config.checkpoint.enable)
+
+
+def _log_of(config: Config, rank: int) -> str:
+    return str(RunFolder.of(config).logs / f"rank{rank}.log")
