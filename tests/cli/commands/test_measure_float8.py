@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.cli.commands.conftest import Call
 from titanlite import recipes
-from titanlite.commands import main
 from titanlite.commands.measure_float8 import Layer, Timed, layers, report, slower, time_all
 from titanlite.config.toml_file import shipped_folder
 from titanlite.models.layers import Linear
@@ -102,10 +102,9 @@ def test_recipes_that_are_all_emulated(capsys: pytest.CaptureFixture[str]) -> No
     assert "not timed: rowwise" in said
 
 
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_it_says_so(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["recipes", "float8", "--measure", *DEBUG]) == 2
-    assert "want: a GPU; this machine has none" in capsys.readouterr().err
+    assert "want: a GPU; this machine has none" in call("recipes", "float8", "--measure", *DEBUG, ends=2)
 
 
 @pytest.mark.parametrize(
@@ -117,15 +116,13 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
         (["float8", "--measure", *DEBUG, "--training.stepz", "5"], "did you mean training.steps?"),
     ],
 )
-def test_mistakes(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
-    assert main(["recipes", *argv]) == 2
-    assert part in capsys.readouterr().err
+def test_mistakes(call: Call, argv: list[str], part: str) -> None:
+    assert part in call("recipes", *argv, ends=2)
 
 
 @pytest.mark.gpu
-def test_every_recipe_is_timed_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes", "float8", "--measure", *DEBUG, "--training.mixed_precision_param", "bfloat16"]) == 0
-    said = capsys.readouterr().out
+def test_every_recipe_is_timed_on_this_gpu(call: Call) -> None:
+    said = call("recipes", "float8", "--measure", *DEBUG, "--training.mixed_precision_param", "bfloat16")
     for name in recipes.names("float8"):
         assert name in said
     assert said.count("x") >= 5

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.commands.conftest import Call
 from titanlite.commands import main
 from titanlite.commands.collective_table import collective_rows, collective_table
 from titanlite.commands.one_rank import ranks_that_move_nothing
@@ -26,21 +27,21 @@ from titanlite.training.build import build
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 TWO = ["--parallelism.tensor_parallel_degree", "2", "--model.n_layers", "4"]  # two blocks stand for all
 LARGE = str(shipped_folder("configs") / "llama3_8b.toml")
+SMALL, FOUR = [DEBUG, "--world", "2"], [LARGE, "--world", "4"]
 ASYNC = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
 
 
-def pairs(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[tuple[str, ...], str]:
+def pairs(argv: list[str], call: Call) -> dict[tuple[str, ...], str]:
     """Of a plan, (collective, pass, layer) → what becomes of it and its matmul."""
-    assert main(["plan", DEBUG, *ASYNC, *argv]) == 0
-    table = capsys.readouterr().out.partition("with its matmul")[2].strip().splitlines()
+    table = call("plan", DEBUG, *ASYNC, *argv).partition("with its matmul")[2].strip().splitlines()
     return {tuple(words[:3]): words[3] for words in (line.split(maxsplit=3) for line in table)}
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table(call: Call) -> None:
     flags = ["--training.seq_len", "64", "--training.local_batch_size", "4", "--training.global_batch_size", "24"]
     flags += ["--training.mixed_precision_param", "bfloat16"]
-    assert main(["plan", DEBUG, *TWO, *flags, "--parallelism.data_parallel_shard_degree", "2"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    out = call("plan", DEBUG, *TWO, *flags, "--parallelism.data_parallel_shard_degree", "2")
+    lines = [line.split() for line in out.splitlines()]
     weights = {line[0]: line[1:] for line in lines if len(line) == 4}
     assert weights["layers.0-3.attention.wqkv.weight"] == ["512×256", "S(0)", "annotation"]
     assert weights["layers.0-3.attention.wo.weight"] == ["256×256", "S(1)", "inferred"]
@@ -61,10 +62,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"each rank sends {total / 2**20:,.1f} MiB a step of 3 micro-steps" in [" ".join(line) for line in lines]
 
 
-def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_and_json(tmp_path: Path, call: Call) -> None:
     file = tmp_path / "plan.json"
-    assert main(["plan", DEBUG, *TWO, "--why", "layers.1.feed_forward.w2.weight", f"--json={file}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = call("plan", DEBUG, *TWO, "--why", "layers.1.feed_forward.w2.weight", f"--json={file}").splitlines()
     assert lines[0] == "layers.1.feed_forward.w2.weight: S(1)"
     assert lines[-2] == "  <- layers.1.feed_forward.w13.weight: S(0)"
     assert lines[-1] == '  <- annotation "layers.*.feed_forward.w13.weight = tp:0"'
@@ -76,12 +76,10 @@ def test_why_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     modules = [c["module"] for c in plan["collectives"] if c["kind"] == "all_gather"]
     assert sum(3 if module.startswith("layers.1.") else 1 for module in modules) == 18
     for module in ("layers.1.feed_forward", "@layers.1.feed_forward"):  # what it returns
-        assert main(["plan", DEBUG, *TWO, "--why", module]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = call("plan", DEBUG, *TWO, "--why", module).splitlines()
         assert lines[0].endswith(" of layers.1.feed_forward.w2: S(0)")
         assert lines[-1] == '  <- annotation "@tok_embeddings = tp:0"'
-    assert main(["plan", DEBUG, *TWO, "--why", "layers.3.feed_forward.w2.weight"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = call("plan", DEBUG, *TWO, "--why", "layers.3.feed_forward.w2.weight").splitlines()
     assert lines[0] == "layers.1.feed_forward.w2.weight: S(1)"
     assert lines[-1] == "layers.1 was planned for this block too: they are alike"
 
@@ -189,24 +187,23 @@ def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.M
     assert sharding_table.config_sharding_plan(run).stand_for == [[0], [1], [2], [3]]
 
 
-def test_pairs_that_are_fused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_that_are_fused(call: Call) -> None:
     pytest.importorskip("triton")
     names = [("attention.wqkv", True), ("attention.wo", False), ("feed_forward.w13", True), ("feed_forward.w2", False)]
     expected: dict[tuple[str, ...], str] = {}
     for name, gathers in [*((f"layers.0-3.{name}", gathers) for name, gathers in names), ("output", True)]:
         kinds = ("all_gather", "reduce_scatter") if gathers else ("reduce_scatter", "all_gather")
         expected |= {(kinds[0], "forward", name): "fused", (kinds[1], "backward", name): "fused"}
-    assert pairs(TWO, capsys) == expected
-    assert pairs([*TWO, "--float8.recipe", "rowwise"], capsys) == expected
+    assert pairs(TWO, call) == expected
+    assert pairs([*TWO, "--float8.recipe", "rowwise"], call) == expected
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, call: Call) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text('extends = "tensorwise"\nreduce_amax = true\n')
     flags = [*TWO, *(ASYNC if fused else ASYNC[1:]), "--float8.recipe", str(recipe)]
-    assert main(["plan", DEBUG, *flags, "--world", "4", "--training.global_batch_size", "12"]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", DEBUG, *flags, "--world", "4", "--training.global_batch_size", "12")
     table = out.partition("maximum of")[2].partition("one number each")[0].splitlines()[1:]
     whole_input = () if fused else ("attention.wqkv", "feed_forward.w13")
     whole_grad = () if fused else ("attention.wo", "feed_forward.w2")
@@ -217,53 +214,49 @@ def test_maxima_that_are_reduced(fused: bool, tmp_path: Path, capsys: pytest.Cap
     assert "no time: float8.recipe" in out
 
 
-def test_blocks_that_do_not_compute_alike_are_predicted_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks_that_do_not_compute_alike_are_predicted_each(call: Call) -> None:
     """A layer that float8 leaves alone keeps more, in those blocks that have it."""
-    flags = ["plan", LARGE, "--world", "4", "--activation_checkpoint.recipe", "none", "--float8.recipe", "rowwise"]
+    flags = ["plan", *FOUR, "--activation_checkpoint.recipe", "none", "--float8.recipe", "rowwise"]
     held: list[float] = []
     for filtered in ("output", "layers.0.", "layers."):
-        assert main([*flags, "--job.strict=false", "--float8.filter_fqns", filtered]) == 0
-        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        out = call(*flags, "--job.strict=false", "--float8.filter_fqns", filtered)
+        rows = [line.split() for line in out.splitlines()]
         held += [float(row[1]) for row in rows if row[:1] == ["activations"]]
     alike, but_one, none = held
     assert but_one - alike == pytest.approx((none - alike) / 32, abs=0.1)
     assert none > alike + 5
 
 
-def test_pairs_that_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_that_are_not(call: Call) -> None:
     pytest.importorskip("triton")
     wide = ["--model.n_heads", "16", "--model.n_kv_heads", "16", "--model.ffn_dim", "2048"]
     wide += ["--parallelism.tensor_parallel_degree", "16"]
-    found = pairs(wide, capsys)
+    found = pairs(wide, call)
     assert set(found.values()) == {"not fused: it has a group of 16 ranks; the kernels take 2 to 8"}
-    found = pairs([*TWO, "--training.mixed_precision_param", "float32"], capsys)
+    found = pairs([*TWO, "--training.mixed_precision_param", "float32"], call)
     operands = "not fused: it has torch.float32 operands; the kernels take bfloat16, float16 and float8"
     assert set(found.values()) == {operands}
     # Of one recipe for all layers but those that a filter names.
-    found = pairs([*TWO, "--float8.recipe", "rowwise_with_gw_hp", "--float8.filter_fqns", '["output", "wo"]'], capsys)
+    found = pairs([*TWO, "--float8.recipe", "rowwise_with_gw_hp", "--float8.filter_fqns", '["output", "wo"]'], call)
     assert found["all_gather", "forward", "output"] == found["reduce_scatter", "forward", "layers.0-3.attention.wo"]
     assert found["all_gather", "forward", "output"] == "fused"
     assert found["all_gather", "forward", "layers.0-3.attention.wqkv"].startswith("not fused: it has a matmul in high")
 
 
-def test_without_triton_what_is_fused_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_triton_what_is_fused_is_not_known(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    assert main(["plan", DEBUG, *TWO, *ASYNC]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", DEBUG, *TWO, *ASYNC)
     assert out.count("not known\n") == 10
     assert "what is fused is not known without Triton (pip install triton)" in out
     assert "not fused" not in out
 
 
-def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_and_time(tmp_path: Path, call: Call) -> None:
     """A row of runs.jsonl: 10,330 tok/s/GPU; 80.6 GiB, 7.5 of gradients apart, 0.4 of the last norm, 0.4 of a block
     that is in symmetric memory now."""
     file = tmp_path / "plan.json"
-    assert main(["plan", LARGE, "--world", "4", "--json", str(file)]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in call("plan", *FOUR, "--json", str(file)).splitlines()]
     assert ["activations", "42.1", "GiB"] in rows
     assert ["logits", "3.9", "GiB"] in rows
     total = rows.index(["total", "72.4", "GiB"])
@@ -290,29 +283,22 @@ def test_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert ["all_gather", "backward", "layers.0-31", str(weights), "weights", "4", "32"] in [row[:7] for row in rows]
 
 
-def test_logits_that_are_not_at_the_peak(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", LARGE, "--world", "4"]) == 0
-    assert "the logits (" not in capsys.readouterr().out
-    assert (
-        main(["plan", LARGE, "--world", "4", "--activation_checkpoint.recipe", "full", "--model.vocab_size", "8192"])
-        == 0
-    )
-    out = capsys.readouterr().out
+def test_logits_that_are_not_at_the_peak(call: Call) -> None:
+    assert "the logits (" not in call("plan", *FOUR)
+    out = call("plan", *FOUR, "--activation_checkpoint.recipe", "full", "--model.vocab_size", "8192")
     assert ["logits", "0.0", "GiB"] in [line.split() for line in out.splitlines()]
     assert "the logits (256.0 MiB) are not part of the peak: it is later in backward, after they are freed" in out
 
 
-def test_memory_of_a_small_model_is_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", DEBUG, "--world", "2"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+def test_memory_of_a_small_model_is_in_mib(call: Call) -> None:
+    rows = [line.split() for line in call("plan", *SMALL).splitlines()]
     assert ["parameters", "3.3", "MiB"] in rows  # 1,705,216 in float32, on two ranks
     assert ["fits", "NVIDIA", "H200:", "460.5", "MiB", "of", "139.8", "GiB"] in rows
 
 
-def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", LARGE, "--world", "4", "--device-gib", "75"]) == 0
-    assert "\nfits the device: 73.6 GiB of 75 GiB\n" in capsys.readouterr().out
-    assert main(["plan", LARGE, "--world", "4", "--device-gib", "74"]) == 2
+def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\nfits the device: 73.6 GiB of 75 GiB\n" in call("plan", *FOUR, "--device-gib", "75")
+    assert main(["plan", *FOUR, "--device-gib", "74"]) == 2
     out, err = capsys.readouterr()
     assert "fits" not in out
     assert ["total", "72.4", "GiB"] in [line.split() for line in out.splitlines()]
@@ -322,123 +308,111 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     )
     first = err.partition("one of these\n")[2].split()[:4]
     assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "71.6"]
-    assert main(["plan", LARGE, "--world", "4", "--device-gib", "74", *first]) == 0
-    capsys.readouterr()
-    assert main(["plan", LARGE, "--world", "4", "--training.local_batch_size", "8"]) == 2
-    assert "--device = NVIDIA H200, 139.8 GiB\n" in capsys.readouterr().err
+    call("plan", *FOUR, "--device-gib", "74", *first)
+    assert "--device = NVIDIA H200, 139.8 GiB\n" in call("plan", *FOUR, "--training.local_batch_size", "8", ends=2)
     assert main(["plan", LARGE, "--world", "2", "--device", "H100"]) == 2
     out, err = capsys.readouterr()
     assert "from rates measured on NVIDIA H100 of 80 GB" in out
     assert "--device = NVIDIA H100 of 80 GB, 79.1 GiB\n" in err
-    assert main(["plan", LARGE, "--world", "4", "--device", "h100"]) == 0
-    assert "\nfits NVIDIA H100 of 80 GB: " in capsys.readouterr().out
+    assert "\nfits NVIDIA H100 of 80 GB: " in call("plan", *FOUR, "--device", "h100")
     # No flag alone: two, or more processes.
-    assert main(["plan", LARGE, "--world", "8", "--device-gib", "24"]) == 2
-    two = capsys.readouterr().err.partition("one of these\n")[2].partition("  frees")[0].split()
+    two = (
+        call("plan", LARGE, "--world", "8", "--device-gib", "24", ends=2)
+        .partition("one of these\n")[2]
+        .partition("  frees")[0]
+        .split()
+    )
     assert two[::2] == [
         f"--{key}"
         for key in ("parallelism.tensor_parallel_degree", "training.global_batch_size", "activation_checkpoint.recipe")
     ]
     assert two[1::2] == ["2", "16", "full"]
-    assert main(["plan", LARGE, "--world", "8", "--device-gib", "24", *two]) == 0
-    capsys.readouterr()
+    call("plan", LARGE, "--world", "8", "--device-gib", "24", *two)
     huge = [str(Path(LARGE).with_name("llama3_405b.toml")), "--device-gib", "80", "--world"]
-    assert main(["plan", *huge, "64"]) == 2
-    assert "fix:  --world 128: no other save-list, layout and batch would make it fit" in capsys.readouterr().err
+    assert "fix:  --world 128: no other save-list, layout and batch would make it fit" in call(
+        "plan", *huge, "64", ends=2
+    )
     assert main(["plan", *huge, "128"]) == 0
 
 
-def test_what_is_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", LARGE, "--world", "16"]) == 0
-    assert "Collectives between hosts have not been measured" in capsys.readouterr().out
-    assert main(["plan", DEBUG, "--world", "2"]) == 0
-    out = capsys.readouterr().out
+def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
+    assert "Collectives between hosts have not been measured" in call("plan", LARGE, "--world", "16")
+    out = call("plan", *SMALL)
     assert "memory of a rank" in out
     assert "time of a step" not in out
     assert "no time: training.mixed_precision_param = float32" in out
     odd = tmp_path / "odd.toml"
     odd.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.cat.default"\naction = "save"\n')
-    assert main(["plan", DEBUG, "--world", "2", "--activation_checkpoint.recipe", str(odd)]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", *SMALL, "--activation_checkpoint.recipe", str(odd))
     assert f'no memory and no time: save-list {odd}, rules[0].op = "aten.cat.default"; want a class' in out
     file, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
     file.write_text(inspect.getsource(llama3))
     sizes.parent.mkdir()
     sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
-    assert main(["plan", DEBUG, "--world", "2", *mine]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", *SMALL, *mine)
     assert out.strip().splitlines()[-1].startswith("no time: training.mixed_precision_param = float32")
     assert "memory of a rank" in out  # of a model file there is nothing to be said
-    assert main(["plan", DEBUG, *mine, *TWO[:2]]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", DEBUG, *mine, *TWO[:2])
     assert "collectives that backward repeats are not listed" not in out
     assert "--world N adds the collectives of data-parallel ranks" in out
-    assert main(["plan", DEBUG, "--world", "2", *mine, "--device-gib", "80"]) == 0
-    capsys.readouterr()
-    assert main(["plan", DEBUG, "--world", "2", *mine, "--optimizer.weight_decay_exclude", "*norms.weight"]) == 2
-    assert 'did you mean "*norm.weight"?' in capsys.readouterr().err
+    call("plan", *SMALL, *mine, "--device-gib", "80")
+    assert 'did you mean "*norm.weight"?' in call(
+        "plan", *SMALL, *mine, "--optimizer.weight_decay_exclude", "*norms.weight", ends=2
+    )
 
 
-def test_other_architectures_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_architectures_are_predicted(tmp_path: Path, call: Call) -> None:
     gpt2 = ["--model.name", "gpt2", "--model.flavor", "1.5B", "--training.seq_len", "1024"]
-    assert main(["plan", LARGE, "--world", "4", *gpt2]) == 0
-    assert "no time: model.vocab_size = 50257; want a multiple of 8" in capsys.readouterr().out
-    assert main(["plan", LARGE, "--world", "4", *gpt2, "--model.vocab_size", "50304"]) == 0
-    assert "predicted step time" in capsys.readouterr().out
-    assert main(["plan", LARGE, "--world", "4", "--model.name", "qwen3"]) == 0
-    out = capsys.readouterr().out
+    assert "no time: model.vocab_size = 50257; want a multiple of 8" in call("plan", *FOUR, *gpt2)
+    assert "predicted step time" in call("plan", *FOUR, *gpt2, "--model.vocab_size", "50304")
+    out = call("plan", *FOUR, "--model.name", "qwen3")
     assert "predicted step time" in out
     assert "timed as" not in out
     gemma3 = ["--model.name", "gemma3", "--model.flavor", "1B"]
-    assert main(["plan", LARGE, "--world", "4", *gemma3]) == 0
-    assert "timed as" not in capsys.readouterr().out
+    assert "timed as" not in call("plan", *FOUR, *gemma3)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/gemma3-wide.toml").write_text('extends = "gemma3-1B"\nhead_dim = 512\n')
     wide = ["--model.name", "gemma3", "--model.flavor", "wide", "--job.recipe_dirs", str(tmp_path)]
-    assert main(["plan", LARGE, "--world", "4", *wide]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", *FOUR, *wide)
     assert (
         "attention with head width 512 is timed as the next wider one measured, or else the widest (measured: 64" in out
     )
     assert "windowed attention" not in out
     narrow = tmp_path / "model/gemma3-narrow.toml"
     narrow.write_text('extends = "gemma3-1B"\nwindow = 256\n')
-    assert main(["plan", LARGE, "--world", "4", *wide, "--model.flavor", "narrow"]) == 0
-    assert "windowed attention was measured with 512 tokens and head width 256" in capsys.readouterr().out
+    assert "windowed attention was measured with 512 tokens and head width 256" in call(
+        "plan", *FOUR, *wide, "--model.flavor", "narrow"
+    )
 
 
-def test_auto_is_planned_as_these_rates_choose(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_is_planned_as_these_rates_choose(call: Call) -> None:
     flags = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "65"]
-    assert main(["plan", LARGE, "--world", "4", *flags]) == 0
-    assert "with these rates auto keeps matmul attention.wqkv, attention" in capsys.readouterr().out
-    assert main(["plan", LARGE, "--world", "8", *flags, "--compile.enable", "false"]) == 0
-    assert "no memory: the save-list is chosen when the run starts" in capsys.readouterr().out
+    assert "with these rates auto keeps matmul attention.wqkv, attention" in call("plan", *FOUR, *flags)
+    assert "no memory: the save-list is chosen when the run starts" in call(
+        "plan", LARGE, "--world", "8", *flags, "--compile.enable", "false"
+    )
 
 
-def test_what_torch_knows_is_refused_without_tensor_parallelism(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_torch_knows_is_refused_without_tensor_parallelism(tmp_path: Path, call: Call) -> None:
     file, odd = tmp_path / "mine.py", tmp_path / "odd.toml"
     for op in ("aten.mmm.default", "aten.silu.default"):
         odd.write_text(f'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "{op}"\naction = "save"\n')
-        assert main(["plan", DEBUG, "--world", "2", "--activation_checkpoint.recipe", str(odd)]) == 2
-        assert f'line 4  rules[0].op = "{op}"' in capsys.readouterr().err
+        assert f'line 4  rules[0].op = "{op}"' in call(
+            "plan", *SMALL, "--activation_checkpoint.recipe", str(odd), ends=2
+        )
     file.write_text(inspect.getsource(llama3))
     sizes = tmp_path / "model" / "mine-small.toml"
     sizes.parent.mkdir()
     sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     filtered = ["--float8.recipe", "rowwise", "--float8.filter_fqns", "nosuch"]
-    assert main(["plan", DEBUG, "--world", "2", *mine, *filtered]) == 2
-    assert 'float8.filter_fqns = "nosuch"' in capsys.readouterr().err
+    assert 'float8.filter_fqns = "nosuch"' in call("plan", *SMALL, *mine, *filtered, ends=2)
 
 
-def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", LARGE, "--world", "4", "--diff", "--training.seed", "3"]) == 0
-    assert capsys.readouterr().out == "nothing differs\n"
-    assert main(["plan", LARGE, "--world", "4", "--diff", "--activation_checkpoint.recipe", "none"]) == 0
-    table, *notes = capsys.readouterr().out.split("\n\n")
+def test_diff(call: Call) -> None:
+    assert call("plan", *FOUR, "--diff", "--training.seed", "3") == "nothing differs\n"
+    table, *notes = call("plan", *FOUR, "--diff", "--activation_checkpoint.recipe", "none").split("\n\n")
     assert notes == [
         "of 7.5 GiB of gradients 0.0 GiB exist at the peak; the rest are made later, in memory that activations leave\n"
     ]
@@ -446,30 +420,26 @@ def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0] == ["before", "after"]
     assert table.splitlines()[1].split() == ["memory:", "activations", "42.1", "GiB", "73.1", "GiB"]
     assert not any("matmul" in row[0] or "parameters" in row[0] for row in rows)
-    assert main(["plan", DEBUG, *TWO, "--diff", LARGE, *TWO[:2]]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", DEBUG, *TWO, "--diff", LARGE, *TWO[:2])
     assert out.split()[:2] == [DEBUG, LARGE]
     assert "weight layers.0-31.attention.wqkv.weight" in out
-    assert main(["plan", DEBUG, *TWO, f"--diff={LARGE}", *TWO[:2]]) == 0
-    assert capsys.readouterr().out == out
+    assert call("plan", DEBUG, *TWO, f"--diff={LARGE}", *TWO[:2]) == out
     flags = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
-    assert main(["plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags]) == 0
-    table, *notes = capsys.readouterr().out.split("\n\n")
+    table, *notes = call("plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags).split(
+        "\n\n"
+    )
     assert notes == ["--world N adds the collectives of data-parallel ranks and the reductions over all ranks\n"]
     rows = [line.split() for line in table.splitlines()[1:]]
     assert {row[-2] for row in rows} == {"none"}  # nothing but pairs: placements and collectives stay as they are
     assert len(rows) == 10
 
 
-def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, call: Call) -> None:
     recipe = tmp_path / "amax.toml"
     recipe.write_text('extends = "tensorwise"\nhelp = "as tensorwise"\nreduce_amax = true\n')
     run = [LARGE, *TWO[:2], "--float8.recipe", str(recipe), "--training.mixed_precision_param", "bfloat16"]
     run += ["--parallelism.fsdp_copy_engines", "never"]
-    assert main(["plan", *run, "--world", "8", "--diff", "--world", "16"]) == 0
-    table = capsys.readouterr().out.partition("\n\n")[0]
+    table = call("plan", *run, "--world", "8", "--diff", "--world", "16").partition("\n\n")[0]
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
     assert ["all_reduce update, number of targets", *(f"1 of 0.000 MiB over {n} ranks" for n in (8, 16))] in rows
     assert not any("none" in row for row in rows)
@@ -488,24 +458,23 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(
         ([DEBUG], "fix:  --world 2, or "),  # which other tests plan; 8 do not divide its batch
         ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
         ([DEBUG, *TWO, "--why"], "--why"),
-        ([DEBUG, "--world", "2", "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
+        ([*SMALL, "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
         ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
-        ([DEBUG, "--world", "2", "--device-gib", "none"], "the GiB of a device"),
+        ([*SMALL, "--device-gib", "none"], "the GiB of a device"),
         ([DEBUG, *TWO, "--device", "h100"], "--world N as well"),
-        ([DEBUG, "--world", "2", "--device", "a100"], "h100 or h200"),
-        ([DEBUG, "--world", "2", "--diff"], "one other config, or flags that change this run"),
-        ([DEBUG, "--world", "2", "--diff", "--training.seed", "3", "--why", "norm"], "no --why together with --diff"),
+        ([*SMALL, "--device", "a100"], "h100 or h200"),
+        ([*SMALL, "--diff"], "one other config, or flags that change this run"),
+        ([*SMALL, "--diff", "--training.seed", "3", "--why", "norm"], "no --why together with --diff"),
         ([DEBUG, *TWO, "--why", "layers.3.attention.w0.weight"], "--why layers.3.attention.wo.weight"),
         ([DEBUG, *TWO, "--why", "wo"], "--why layers.0.attention.wo or --why layers.0.attention.wo.weight\n"),
         ([DEBUG, *TWO, "--why", "@norm.weight"], "--why norm.weight"),
         ([DEBUG, *TWO, "--why", "layers.4"], "--why layers.3"),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
-        ([DEBUG, "--world", "2", "--json", "/no/such/plan.json"], "--json = /no/such/plan.json (No such file"),
+        ([*SMALL, "--json", "/no/such/plan.json"], "--json = /no/such/plan.json (No such file"),
     ],
 )
-def test_mistakes(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *argv]) == 2
-    assert words in capsys.readouterr().err
+def test_mistakes(argv: list[str], words: str, call: Call) -> None:
+    assert words in call("plan", *argv, ends=2)
 
 
 @pytest.mark.parametrize(
@@ -528,10 +497,7 @@ def test_help_beside_diff(argv: list[str], capsys: pytest.CaptureFixture[str]) -
         (["--world", "2", "--training.mixed_precision_reduce", "bfloat16"], None),
     ],
 )
-def test_gradients_that_are_not_at_the_peak(
-    flags: list[str], note: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gradients_that_are_not_at_the_peak(flags: list[str], note: str | None, call: Call) -> None:
     smaller = str(Path(LARGE).with_name("llama3_3b.toml"))
-    assert main(["plan", smaller, "--world", "1", *flags]) == 0
-    out = capsys.readouterr().out
+    out = call("plan", smaller, "--world", "1", *flags)
     assert (note in out) if note else ("exist at the peak" not in out)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.commands.conftest import Call
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.commands import main
 from titanlite.commands.price_list import Totals, totals
@@ -46,14 +47,13 @@ def prices(run: CheckedRun) -> list[RuleCost]:
     return rule_costs(traced(run), run.save_list)
 
 
-def said(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 0
-    return capsys.readouterr().out
+def said(call: Call, *flags: str) -> str:
+    return call("plan", CONFIG, "--activation-checkpoint", *flags)
 
 
-def test_the_price_list_of_8b(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_price_list_of_8b(call: Call) -> None:
     """MiB per layer: attention 2 x 16384 x 4096 bytes and 4 a head and token, wqkv 6144 wide, w13 28672 wide."""
-    lines = said(capsys).splitlines()
+    lines = said(call).splitlines()
     assert "32 layers, 16,384 tokens a micro-step, tensor parallel 1, bfloat16, compiled" in lines[0]
     cells = {line[:29].strip(): line[29:].split() for line in lines}
     assert cells["save attention"] == ["32", "of", "32", "130.0", "1,099.5", "322.0"]
@@ -110,7 +110,7 @@ def test_other_architectures_have_one(name: str) -> None:
     assert 3 * sum(a.flops for a in dear) == step
 
 
-def test_a_model_of_ones_own_has_prices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_ones_own_has_prices(tmp_path: Path, call: Call) -> None:
     """Without a word about its blocks: those of the shipped file that it is a copy of."""
     mine, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-debug.toml"
     mine.write_text(inspect.getsource(llama3))
@@ -118,7 +118,7 @@ def test_a_model_of_ones_own_has_prices(tmp_path: Path, capsys: pytest.CaptureFi
     sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
     flags = ["--model.flavor", "debug", "--training.seq_len", "64"]
     own = ["--model.file", str(mine), "--job.recipe_dirs", str(tmp_path)]
-    assert said(capsys, *flags, *own).splitlines()[1:] == said(capsys, *flags).splitlines()[1:]
+    assert said(call, *flags, *own).splitlines()[1:] == said(call, *flags).splitlines()[1:]
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -208,10 +208,10 @@ def test_all_that_has_no_price_is_said_at_once() -> None:
         assert part in str(caught.value)
 
 
-def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_peak_of_the_run_where_the_number_of_processes_is_known(call: Call) -> None:
     """Measured on four H200: 80.6 and 111.6 GiB, 7.5 of them gradients apart, 0.4 in the last norm and
     0.4 a block that is in symmetric memory now."""
-    lines = said(capsys, "--world", "4").splitlines()
+    lines = said(call, "--world", "4").splitlines()
     assert lines[-8].endswith("peak of the run")
     assert all(line.endswith(" GiB") for line in lines[-7:])
     peaks = {line.split()[0]: line.split()[-2] for line in lines[-7:]}
@@ -219,25 +219,25 @@ def test_the_peak_of_the_run_where_the_number_of_processes_is_known(capsys: pyte
     assert (peaks["balanced"], peaks["none"]) == ("72.4", "103.4")
 
 
-def test_what_a_small_model_keeps_is_said_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_small_model_keeps_is_said_in_mib(call: Call) -> None:
     small = str(shipped_folder("configs") / "debug.toml")
-    assert main(["plan", small, "--activation-checkpoint", "--world", "2"]) == 0
-    heading, *lists = capsys.readouterr().out.splitlines()[-8:]
+    heading, *lists = call("plan", small, "--activation-checkpoint", "--world", "2").splitlines()[-8:]
     assert heading.endswith("  MiB  TFLOP  MiB moved  peak of the run")
     held = {line.split()[0]: line.split()[1] for line in lists}
     assert held["full"] == "1.00"  # the input of two blocks: 512 tokens of 256 in float32 each
 
 
-def test_a_list_that_will_be_chosen_has_no_rules_yet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_that_will_be_chosen_has_no_rules_yet(call: Call) -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "90")
-    lines = said(capsys, *auto, "--world", "4").splitlines()
+    lines = said(call, *auto, "--world", "4").splitlines()
     assert lines[2] == ("save-list auto: chosen when the run starts, as the fastest whose peak is at most 90 GiB")
     assert [line.split()[0] for line in lines[-7:]] == LISTS
-    assert main(["plan", CONFIG, "--activation-checkpoint", *auto[:3], "30", "--world", "4"]) == 2
-    assert "want: at least 37.5" in capsys.readouterr().err
+    assert "want: at least 37.5" in call(
+        "plan", CONFIG, "--activation-checkpoint", *auto[:3], "30", "--world", "4", ends=2
+    )
 
 
-def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_whole_blocks_have_a_price(tmp_path: Path, call: Call) -> None:
     """Half of them whole: half of what `none` keeps, half of what `full` keeps."""
     mine = tmp_path / "mine.toml"
     mine.write_text('help = "mine"\ndefault = "recompute"\n' + RULE.format("block", 'layers = "16:"\n'))
@@ -248,15 +248,15 @@ def test_whole_blocks_have_a_price(tmp_path: Path, capsys: pytest.CaptureFixture
     (whole,) = prices(run)
     assert (whole.blocks, whole.matches, whole.flops) == (16, 16, 0)
     assert 16 * whole.held == (none.held - full.held) / 2
-    rows = [line.split() for line in said(capsys, "--activation_checkpoint.recipe", str(mine)).splitlines()]
+    rows = [line.split() for line in said(call, "--activation_checkpoint.recipe", str(mine)).splitlines()]
     assert ["save", "block", "16", "of", "32", f"{whole.held / 2**20:,.1f}", "0.0", "0.0"] in rows
 
 
 @pytest.mark.parametrize("text", ['help = "mine"\n', "help = "])
-def test_a_broken_list_beside_others(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_list_beside_others(text: str, tmp_path: Path, call: Call) -> None:
     (tmp_path / "activation_checkpoint").mkdir()
     (tmp_path / "activation_checkpoint/mine.toml").write_text(text)
-    rows = said(capsys, "--job.recipe_dirs", str(tmp_path)).splitlines()[-len(LISTS) - 1 :]
+    rows = said(call, "--job.recipe_dirs", str(tmp_path)).splitlines()[-len(LISTS) - 1 :]
     assert [line.split() for line in rows if "mine" in line] == [["mine", "no", "price"]]
     assert sum("no price" not in line for line in rows) == len(LISTS)
 
@@ -270,6 +270,5 @@ def test_a_broken_list_beside_others(text: str, tmp_path: Path, capsys: pytest.C
         ([CONFIG, "--activation-checkpoint", "--activation_checkpoint.recipe", "ful"], 'did you mean "full"?'),
     ],
 )
-def test_mistakes(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *argv]) == 2
-    assert part in capsys.readouterr().err
+def test_mistakes(argv: list[str], part: str, call: Call) -> None:
+    assert part in call("plan", *argv, ends=2)

@@ -34,6 +34,8 @@ from titanlite.preflight.checked_run import checked_run
 from titanlite.recipes import load
 
 CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
+ROOT = shipped_folder("configs").parent
+DEBUG = str(shipped_folder("configs") / "debug.toml")
 LITTLE = "0.2% of the model's ids can occur"
 WORLDS = {"debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
 
@@ -775,16 +777,18 @@ def test_a_limit_of_bad_records_below_0_is_told_once(file: str, tmp_path: Path, 
     assert "data.max_bad_records = -1" in str(caught.value)
 
 
+def python(*argv: str, ends: int = 0) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == ends, done.stderr
+    return done
+
+
 def test_a_bad_file_is_refused_in_a_moment_and_without_torch(file: str) -> None:
     """Two seconds of the processor where half of one is usual; importing torch alone takes more."""
     code = "import sys; from titanlite.commands import main; x = main(sys.argv[1:]); print(*sys.modules); sys.exit(x)"
     for flags, expected in ([], 0), (["--parallelism.tensor_parallel_degree", "3", "--float8.recipe", "rowwise"], 2):
-        argv = [sys.executable, "-c", code, "validate", file, *flags]
         with cpu_of_children(2.0):
-            done = subprocess.run(
-                argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=False
-            )
-        assert done.returncode == expected, done.stderr
+            done = python("-c", code, "validate", file, *flags, ends=expected)
         modules = done.stdout.splitlines()[-1].split()
         assert "titanlite.config.check" in modules
         assert not {"torch", "torchao", "wandb", "datasets", "matplotlib"} & set(modules)
@@ -814,8 +818,7 @@ def test_help_lists_the_commands_without_importing_them() -> None:
         "import sys; from titanlite.commands import main; main(['--help']); "
         "print(*[m for m in sys.modules if m.startswith('titanlite.commands.')])"
     )
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    done = python("-c", code)
     *lines, modules = done.stdout.splitlines()
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
@@ -848,9 +851,8 @@ def test_help_lists_the_commands_without_importing_them() -> None:
 )
 def test_help_of_a_command_says_what_it_does_and_explains_its_flags(command: str, flags: list[str]) -> None:
     """In two seconds of the processor, where a quarter of one is usual."""
-    argv = [sys.executable, "-m", "titanlite", command, "--help"]
     with cpu_of_children(2.0):
-        done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+        done = python("-m", "titanlite", command, "--help")
     usage, about, _ = done.stdout.split("\n\n", 2)
     source = importlib.import_module(f"titanlite.commands.{command.replace('-', '_')}").__doc__ or ""
     assert usage.startswith(f"usage: titanlite {command} ")
@@ -864,8 +866,7 @@ def test_help_of_a_command_says_what_it_does_and_explains_its_flags(command: str
 
 def test_versions_without_importing_torch() -> None:
     code = "import sys; from titanlite.commands import main; main(['--version']); sys.exit('torch' in sys.modules)"
-    argv = [sys.executable, "-c", code]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=shipped_folder("configs").parent, check=True)
+    done = python("-c", code)
     assert done.stdout == f"titanlite {titanlite.__version__}, torch {importlib.metadata.version('torch')}\n"
 
 
@@ -914,8 +915,7 @@ def test_shards_that_fsdp_cannot_gather_in_float8(call: Call) -> None:
     ],
 )
 def test_float8_layers(flags: list[str], want: str, call: Call) -> None:
-    debug = str(shipped_folder("configs") / "debug.toml")
-    assert want in call("validate", debug, "--float8.recipe", *flags, ends=2 if want else 0)
+    assert want in call("validate", DEBUG, "--float8.recipe", *flags, ends=2 if want else 0)
 
 
 NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_tensor_parallel false;"
@@ -933,9 +933,8 @@ NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_t
     ],
 )
 def test_float8_that_leaves_no_collective_to_fuse(flags: list[str], want: str, call: Call) -> None:
-    debug = str(shipped_folder("configs") / "debug.toml")
     tp = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.async_tensor_parallel"]
-    assert want in call("validate", debug, *tp, "--float8.recipe", *flags, ends=2 if want else 0)
+    assert want in call("validate", DEBUG, *tp, "--float8.recipe", *flags, ends=2 if want else 0)
 
 
 @pytest.mark.parametrize("strict", ["true", "false"])
@@ -943,9 +942,8 @@ def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path
     recipe = tmp_path / "gradients.toml"
     recipe.write_text('extends = "tensorwise"\nhelp = "x"\nfsdp_all_gather = "high_precision"\n')
     recipe.write_text(recipe.read_text() + '[input]\noutput = "none"\n[weight]\noutput = "none"\n')
-    debug = str(shipped_folder("configs") / "debug.toml")
     flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
-    said = call("validate", debug, *flags, ends=2 if strict == "true" else 0)
+    said = call("validate", DEBUG, *flags, ends=2 if strict == "true" else 0)
     assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
 
 
@@ -984,8 +982,7 @@ def test_float8_filters_are_found_by_their_line(file: str, call: Call, filters: 
     ],
 )
 def test_a_pattern_of_weight_decay_that_matches_nothing(patterns: list[str], fix: str | None, call: Call) -> None:
-    debug = str(shipped_folder("configs") / "debug.toml")
-    said = call("validate", debug, "--optimizer.weight_decay_exclude", *patterns, ends=0 if fix is None else 2)
+    said = call("validate", DEBUG, "--optimizer.weight_decay_exclude", *patterns, ends=0 if fix is None else 2)
     if fix is not None:
         assert f'optimizer.weight_decay_exclude = "{patterns[-1]}"\n' in said
         assert "want: a pattern that matches a parameter: tok_embeddings.weight, layers.*.attention_norm.weight" in said
