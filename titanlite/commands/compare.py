@@ -1,16 +1,19 @@
 """Compare runs: plot their loss curves, tabulate results, and show how their configs differ.
 
-Reads only run folders (`metrics.jsonl`, `config.toml`, `status.json`), so it works on runs that are still going, were
-copied from elsewhere or were made by another version.
+Reads only run folders (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), so it works on runs that are
+still going, were copied from elsewhere or were made by another version.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.commands.arguments import Command
 from titanlite.comparison.picture import draw_losses
-from titanlite.comparison.runs import RESULTS, RunRecord, config_differences, read_runs, results
+from titanlite.comparison.report import write_report
+from titanlite.comparison.runs import RunRecord, read_runs
+from titanlite.comparison.tables import RESULTS, config_differences, results
 from titanlite.observe.metrics import RunError
 from titanlite.text_table import columns
 
@@ -20,6 +23,7 @@ _COMMAND = Command(
     {
         "RUN": "run folder, <dump_folder>/<name>; one or more",
         "--out FILE": "file for the plot; default: loss.png in the folder of a single run, else compare.png here",
+        "--report FILE.html": "file for a report with charts of all metrics, which a browser shows without a network",
     },
     takes="RUN [RUN ...]",
 )
@@ -31,27 +35,42 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: a flag is unknown or has no value.
         RunError: a path is not a run's folder, or no run has logged anything, all problems at once; a file of a run is
-            damaged; or `out` names no kind of picture or cannot be written.
+            damaged; or a file cannot be written, or its ending names no kind of picture or page.
         SystemExit: with 0, after `--help`.
     """
     words, given = _COMMAND.read_words(argv)
     folders = [Path(word) for word in words]
     records = read_runs(folders)
     out = Path(given.get("--out", folders[0] / "loss.png" if len(folders) == 1 else "compare.png"))
-    try:
-        draw_losses([(record.name, record.steps, record.validations) for record in records], out)
-    except OSError as error:
-        saw, want = f"{out} ({error.strerror or error})", "a file that can be written"
-        raise RunError.of("titanlite compare", "--out", saw, want, "--out with a path in a folder of yours") from None
-    sys.stdout.write(_tables(records, out))
+    report = Path(given["--report"]) if "--report" in given else None
+    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+        saw, want = str(report), "a file whose ending is html"
+        raise RunError.of("titanlite compare", "--report", saw, want, "--report compare.html")
+    with _writable("--out", out):
+        draw_losses(records, out)
+    if report is not None:
+        with _writable("--report", report):
+            write_report(records, report)
+    sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in (out, report) if path is not None))
     return 0
 
 
-def _tables(records: Sequence[RunRecord], out: Path) -> str:
-    """Return the tables and the path of the picture."""
+@contextmanager
+def _writable(flag: str, path: Path) -> Iterator[None]:
+    """Tell a failure to write a file as one of the flag that names it."""
+    try:
+        yield
+    except OSError as error:
+        saw, want = f"{path} ({error.strerror or error})", "a file that can be written"
+        fix = f"{flag} with a path in a folder of yours"
+        raise RunError.of("titanlite compare", flag, saw, want, fix) from None
+
+
+def _tables(records: Sequence[RunRecord]) -> str:
+    """Return the tables of results and of what differs in the configs."""
     text = columns(RESULTS, *map(results, records))
     if rows := config_differences(records):
         text += columns(("config", *(record.name for record in records)), *((key, *values) for key, values in rows))
     elif len(records) > 1:
         text += "the configs are the same\n"
-    return f"{text}{out}\n"
+    return text

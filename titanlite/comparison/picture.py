@@ -1,139 +1,231 @@
-"""The picture of `titanlite compare`: training loss over tokens, with the validations as points.
+"""Draw the picture of a comparison: training loss over tokens, with the validations as points, and the verdict.
 
 Tokens are the axis on which runs of different batch sizes can be compared; where all runs take the same number of
 tokens per step, the steps stand along the top. A long curve is drawn faintly with its running median on top, which,
 unlike a mean, does not bend before a spike. Curves of runs that agree lie on one another: below them is how far each is
-from the first run at the same number of tokens.
+from the first run at the same number of tokens, on a grey band of what is no more than noise. What the axes show is
+`axis.py`'s to say.
 """
 
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from titanlite.comparison.axis import fitted_limits
+from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Line, Values, metrics_of
+from titanlite.comparison.runs import RunRecord, title_of
+from titanlite.comparison.verdict import Verdict
 from titanlite.observe.metrics import RunError
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; yellow is left out, it is lost on white.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LONG = 200  # points from which on a curve is smoothed
 _WINDOW = 50  # the running median is over the 50th part of a curve, and taken at ten times as many places
+_FAINT = 4  # runs, up to which their unsmoothed curves are drawn, too
+_ABREAST = 3  # columns of a legend below it
+_NOISE = {"color": "#888888", "alpha": 0.25}
+_BESIDE = 8  # runs, up to which the legend lies within the picture
 
-Rows = Sequence[dict[str, Any]]
 
-
-def draw_losses(runs: Sequence[tuple[str, Rows, Rows]], path: Path) -> None:
+def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
     """Draw the runs into one picture.
 
     Args:
-        runs: name, rows of steps and rows of validations of each run, as `read_metrics` gives them.
+        records: the runs; losses are compared with the first one's.
         path: the picture, whose ending says its kind; its folder is created, a file is replaced.
+        verdicts: of the runs after the first, as far as there are any.
 
     Raises:
         RunError: there is no kind of picture with that ending.
         OSError: the picture cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
         raise RunError.of("titanlite compare", "--out", str(path), want, "--out losses.png")
-    differences = [less_the_first(steps, runs[0][1]) for _, steps, _ in runs]
-    has_differences = any(points for points in differences[1:])
-    figure = Figure(figsize=(9, 7.5 if has_differences else 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes, *below = figure.subplots(
-        1 + has_differences, sharex=True, squeeze=False, height_ratios=[3, 1][: 1 + has_differences]
-    )[:, 0]
-    largest = max((row["tokens"] for _, steps, _ in runs for row in steps), default=1)
-    unit, scale = _unit(largest)
-    for i, (name, steps, validations) in enumerate(runs):
-        colour, line = _COLOURS[i % len(_COLOURS)], ("-", "--", ":")[i // len(_COLOURS) % 3]
-        x = [row["tokens"] / scale for row in steps]
-        y = [math.nan if row["loss"] is None else row["loss"] for row in steps]
-        if len(y) >= _LONG:
-            axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
-            x, y = _running_median(x, y)
-        axes.plot(x, y, color=colour, linewidth=1.6, label=name, linestyle=line)
-        if below and differences[i]:
-            x, y = [tokens / scale for tokens, _ in differences[i]], [loss for _, loss in differences[i]]
-            x, y = _running_median(x, y) if len(y) >= _LONG else (x, y)
-            below[0].plot(x, y, color=colour, linewidth=1.6, linestyle=line)
-        points = [
-            (row["tokens"] / scale, row["validation_loss"]) for row in validations if row["validation_loss"] is not None
-        ]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True),
-                linestyle="none",
-                marker="o",
-                markersize=5,
-                markerfacecolor="white",
-                markeredgecolor=colour,
-                label=f"{name}, validation",
-                zorder=3,
-            )
-    axes.set_ylabel("loss (nats per token)")
-    for panel in (axes, *below):
-        panel.grid(color="#dddddd", linewidth=0.6)
-        panel.set_axisbelow(True)
-        panel.spines[["right"]].set_visible(False)
-        panel.margins(x=0.01)
-    for panel in below:
-        panel.spines[["top"]].set_visible(False)
-        panel.set_ylabel(f"difference from\n{runs[0][0]}")
-    (axes, *below)[-1].set_xlabel(f"tokens{unit}")
-    axes.legend(frameon=False)
-    per_step = _tokens_per_step(runs)
-    if per_step is None:
-        axes.spines[["top"]].set_visible(False)
-    else:
-        factor = scale / per_step
-
-        def steps_of(tokens: Any) -> Any:
-            return tokens * factor
-
-        def tokens_of(steps: Any) -> Any:
-            return steps / factor
-
-        axes.secondary_xaxis("top", functions=(steps_of, tokens_of)).set_xlabel("step")
+    figure = loss_figure(records, verdicts)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def less_the_first(steps: Rows, first: Rows) -> list[tuple[int, float]]:
-    """Return tokens, and a run's loss less that of the first at as many, where both have one."""
-    losses = {row["tokens"]: row["loss"] for row in first}
-    both = [(row["tokens"], row["loss"], losses.get(row["tokens"])) for row in steps]
-    return [(tokens, mine - its) for tokens, mine, its in both if mine is not None and its is not None]
+def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) -> Any:
+    """Return the picture as matplotlib's figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = {metric.name: metric.lines for metric in metrics_of(records)}
+    differences = lines.get(DIFFERENCE, [])
+    below = 0.18 * math.ceil(len(records) / _ABREAST) if len(records) > _BESIDE else 0.0  # inches of the legend
+    figure = Figure(figsize=(9, (7.5 if differences else 5.5) + below), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    n_panels = 2 if differences else 1
+    panels = figure.subplots(n_panels, sharex=True, squeeze=False, height_ratios=[3, 2][:n_panels])[:, 0]
+    end = max(float(line.places.tokens[-1]) for line in lines["loss"])
+    unit, scale = _token_unit(end)
+    _draw_curves(panels[0], lines["loss"], lines.get("validation_loss", []), end, scale)
+    if differences:
+        bands = _draw_noise(panels[1], verdicts, scale)
+        _draw_differences(panels[1], differences, bands, end, scale)
+        panels[1].set_ylabel(_folded(f"difference from {records[0].name}", 34))
+    for panel in panels:
+        panel.set_xlim(0, 1.01 * end / scale)
+        panel.grid(color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["right"]].set_visible(False)
+    panels[-1].set_xlabel(f"tokens{unit}")
+    _add_steps(panels[0], records, scale)
+    others = {"validation": bool(lines.get("validation_loss")), "no more than noise": any(v.band for v in verdicts)}
+    _add_legend(figure, panels[0], records, [name for name, is_drawn in others.items() if is_drawn])
+    said = [verdict.line if len(records) == 2 else f"{verdict.run}: {verdict.line}" for verdict in verdicts]
+    figure.suptitle("\n".join([_folded(title_of(records), 80), *said]), x=0.02, ha="left", fontsize=11)
+    return figure
 
 
-def _tokens_per_step(runs: Sequence[tuple[str, Rows, Rows]]) -> float | None:
+def style_of(run: int) -> dict[str, Any]:
+    """Return the colour and the dashes of a run's lines, as matplotlib takes them."""
+    dashes = DASHES[run // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[run % len(COLOURS)], "linestyle": (0, dashes) if dashes else "-"}
+
+
+def running_median(x: Values, y: Values) -> tuple[Values, Values]:
+    """Smooth a line of at least `_LONG` points.
+
+    The window shrinks at the beginning, where a loss falls steeply, so that it stays centred. At the end it does not:
+    one noisy last step would look like a turn.
+
+    Returns:
+        Places along the line, its ends included, and the median of the finite values around each; NaN if none. A
+        shorter line is returned as it is.
+    """
+    n, places = len(y), 10 * _WINDOW
+    if n < _LONG:
+        return x, y
+    at = np.unique(np.round(np.arange(places + 1) * (n - 1) / places).astype(int))
+    half = n // _WINDOW // 2
+    medians = np.full(len(at), math.nan)
+    inner = (at >= half) & (at < n - half)
+    medians[inner] = _median(sliding_window_view(y, 2 * half + 1)[at[inner] - half])
+    for i in np.flatnonzero(~inner):
+        width = min(at[i], half)
+        medians[i] = _median(y[None, at[i] - width : at[i] + width + 1])[0]
+    return x[at], medians
+
+
+def _median(windows: Values) -> Values:
+    """Return the median of each row's finite values; NaN if it has none."""
+    known = np.isfinite(windows).any(axis=1)
+    medians = np.full(len(windows), math.nan)
+    medians[known] = np.nanmedian(windows[known], axis=1)
+    return medians
+
+
+def _draw_curves(axes: Any, losses: Sequence[Line], validations: Sequence[Line], end: float, scale: float) -> None:
+    """Draw the training losses, and the validations as circles."""
+    shown: list[tuple[Values, Values]] = []
+    for line in losses:
+        style, x = style_of(line.run), line.places.tokens
+        if len(x) >= _LONG and len(losses) <= _FAINT:
+            axes.plot(x / scale, line.values, color=style["color"], alpha=0.25, linewidth=0.8)
+        shown.append(running_median(x, line.values))
+        axes.plot(shown[-1][0] / scale, shown[-1][1], linewidth=1.6, **style)
+    size = 4 if len(losses) <= _BESIDE else 2.5
+    for line in validations:
+        colour, x = style_of(line.run)["color"], line.places.tokens
+        shown.append((x, line.values))
+        axes.plot(
+            x / scale, line.values, "o", markersize=size, markerfacecolor="white", markeredgecolor=colour, zorder=3
+        )
+    axes.set_ylim(*fitted_limits(shown, 0, end, end))
+    axes.set_ylabel("loss (nats per token)")
+
+
+def _draw_differences(
+    axes: Any, lines: Sequence[Line], bands: list[tuple[Values, Values]], end: float, scale: float
+) -> None:
+    """Draw how far each run is from the first, and a line at zero, which is on the axis always."""
+    shown = [running_median(line.places.tokens, line.values) for line in lines]
+    for line, (x, y) in zip(lines, shown, strict=True):
+        if len(line.values) >= _LONG and len(lines) == 1:
+            colour = style_of(line.run)["color"]
+            axes.plot(line.places.tokens / scale, line.values, color=colour, alpha=0.15, linewidth=0.6)
+        axes.plot(x / scale, y, linewidth=1.6, **style_of(line.run))
+    axes.axhline(0, color="#555555", linewidth=0.8)
+    low, high = fitted_limits(shown, 0, end, end)
+    for edge in bands:  # a few places, of which none may be lost among many
+        least, most = fitted_limits([edge], 0, end, end)
+        low, high = min(low, least), max(high, most)
+    axes.set_ylim(min(low, -0.05 * (high - low)), max(high, 0.05 * (high - low)))
+    axes.spines[["top"]].set_visible(False)
+
+
+def _draw_noise(axes: Any, verdicts: Sequence[Verdict], scale: float) -> list[tuple[Values, Values]]:
+    """Draw the bands of what is no more than noise, and return their edges."""
+    edges: list[tuple[Values, Values]] = []
+    for band in (verdict.band for verdict in verdicts if verdict.band is not None):
+        x, low, high = (np.array(column, dtype=np.float64) for column in (band.tokens, band.low, band.high))
+        axes.fill_between(x / scale, low, high, linewidth=0, **_NOISE)
+        edges += [(x, low), (x, high)]
+    return edges
+
+
+def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], others: Sequence[str]) -> None:
+    """Add one line a run, those that logged nothing included, and what else is drawn: circles, a band."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = []
+    for run, record in enumerate(records):
+        name = record.name if record.steps else f"{record.name} (no logged step)"
+        handles.append(Line2D([], [], linewidth=1.6, label=name, **style_of(run)))
+    for other in others:
+        if other == "validation":
+            circle = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": "#555555"}
+            handles.append(Line2D([], [], linestyle="none", label=other, **circle))
+        else:
+            handles.append(Patch(label=other, **_NOISE))
+    if len(records) <= _BESIDE:
+        axes.legend(handles=handles, frameon=False, loc="upper right")
+    else:
+        figure.legend(handles=handles, frameon=False, loc="outside lower left", ncols=_ABREAST, fontsize=8)
+
+
+def _add_steps(axes: Any, records: Sequence[RunRecord], scale: float) -> None:
+    """Write the steps along the top, if all runs take as many tokens a step."""
+    per_step = _tokens_per_step(records)
+    if per_step is None:
+        axes.spines[["top"]].set_visible(False)
+        return
+    factor = scale / per_step
+
+    def steps_of(tokens: Any) -> Any:
+        return tokens * factor
+
+    def tokens_of(steps: Any) -> Any:
+        return steps / factor
+
+    axes.secondary_xaxis("top", functions=(steps_of, tokens_of)).set_xlabel("step")
+
+
+def _tokens_per_step(records: Sequence[RunRecord]) -> float | None:
     """Return the tokens per step if all runs agree; None if they do not, or if one changed in mid-run."""
-    seen = {row["tokens"] / row["step"] for _, steps, _ in runs for row in steps}
+    seen = {row["tokens"] / row["step"] for record in records for row in record.steps}
     return seen.pop() if len(seen) == 1 else None
 
 
-def _unit(largest: float) -> tuple[str, float]:
+def _folded(text: str, width: int) -> str:
+    """Break a text into lines, a long name within it too."""
+    import textwrap
+
+    return "\n".join(textwrap.wrap(text, width))
+
+
+def _token_unit(largest: float) -> tuple[str, float]:
     """Return the unit in which a count is readable, for the axis label, and its size."""
     for name, size in ((" (trillions)", 1e12), (" (billions)", 1e9), (" (millions)", 1e6), (" (thousands)", 1e3)):
         if largest >= size:
             return name, size
     return "", 1.0
-
-
-def _running_median(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return places along a curve, its ends included, and the median of the finite values around each; NaN if none.
-
-    The window shrinks at the ends, so that it stays centred.
-    """
-    n, places = len(y), 10 * _WINDOW
-    at = sorted({round(i * (n - 1) / places) for i in range(places + 1)})
-    medians: list[float] = []
-    for i in at:
-        half = min(n // _WINDOW // 2, i, n - 1 - i)
-        near = [v for v in y[i - half : i + half + 1] if not math.isnan(v)]
-        medians.append(statistics.median(near) if near else math.nan)
-    return [x[i] for i in at], medians

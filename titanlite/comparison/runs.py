@@ -4,9 +4,7 @@ Nothing else of a run is looked at, so runs that are still going, were copied fr
 version can be read. What does not hold a run's files is an error that names every such folder at once.
 """
 
-import json
 import os
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,15 +74,13 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return records
 
 
-def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Find the config keys whose values are not the same in all runs; how a run was resumed does not change it.
-
-    Returns:
-        (dotted key, its value in each run as TOML-like text, "-" where it is not set), in the order of the files.
-    """
-    keys = dict.fromkeys(key for record in records for key in record.config if key != "checkpoint.resume")
-    rows = [(key, [json.dumps(r.config[key]) if key in r.config else "-" for r in records]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+def title_of(records: Sequence[RunRecord]) -> str:
+    """Return what a comparison of the runs is called."""
+    names = [record.name for record in records]
+    if len(names) == 1:
+        return f"Run {names[0]}"
+    others = ", ".join(names[1:]) if len(names) < 5 else f"{len(names) - 1} runs"
+    return f"{others} compared with {names[0]}"
 
 
 def _read(folder: Path, name: str) -> RunRecord:
@@ -124,10 +120,17 @@ def _receipt(path: Path) -> list[dict[str, Any]] | None:
         entries = read_json(path)
     except ValueError:
         entries = None
-    if isinstance(entries, list) and all(isinstance(e, dict) and isinstance(e.get("feature"), str) for e in entries):
+    if isinstance(entries, list) and all(map(_is_entry, entries)):
         return entries
     want = "a JSON list of features, as the run wrote it"
     raise RunError.of(str(path), "receipt.json", "", want, "restore the file, or delete it to compare without it")
+
+
+def _is_entry(entry: Any) -> bool:
+    if not (isinstance(entry, dict) and isinstance(entry.get("feature"), str)):
+        return False
+    cases = entry.get("skipped")
+    return isinstance(cases, list) and all(isinstance(case, dict) and {"what", "why"} <= case.keys() for case in cases)
 
 
 def _state(status: Path) -> str:
@@ -150,28 +153,3 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(parts)):
             return names
     return [str(folder) for folder in folders]
-
-
-RESULTS = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
-
-
-def results(record: RunRecord) -> list[str]:
-    """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
-    steps = record.steps
-
-    def values(key: str, rows: list[dict[str, Any]] = steps) -> list[float]:
-        return [row[key] for row in rows if row.get(key) is not None]
-
-    def text(numbers: list[float], pick: Any, form: str) -> str:
-        return form.format(pick(numbers)) if numbers else "-"
-
-    step = steps[-1]["step"] if steps else 0
-    return [
-        record.name,
-        f"{step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
-        text(values("loss"), lambda numbers: numbers[-1], "{:.4f}"),
-        text(values("validation_loss", record.validations), min, "{:.4f}"),
-        text(values("tokens_per_second_per_gpu"), statistics.median, "{:,.0f}"),
-        text(values("mfu"), statistics.median, "{:.1%}"),
-        text(values("memory_gib"), max, "{:.1f}"),
-    ]

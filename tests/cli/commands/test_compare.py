@@ -1,29 +1,8 @@
-import json
-from dataclasses import replace
-
 import pytest
 
+from tests.support.run_folder import make_run
 from titanlite.commands.compare import run
-from titanlite.comparison.picture import draw_losses, less_the_first
-from titanlite.observe.metrics import MetricsFile, RunError, StepRow, ValidationRow
-
-ROW = StepRow(1, 5.0, 0.5, 3e-4, 1000, 0.5, 100.0, 0.1, 0.5, 1.5, 1.0, 0.25, 0.01)
-
-
-def make_run(folder, losses, lr=3e-4, batch=1, validations=(), state="finished", **row):
-    file = MetricsFile(folder / "metrics.jsonl", 0)
-    for step, loss in enumerate(losses, start=1):
-        file.write(replace(ROW, step=step, loss=loss, tokens=1000 * batch * step, **row))
-    for step, loss in validations:
-        file.write(ValidationRow(step, 1000 * batch * step, loss))
-    file.close()
-    exclude = '["*norm.weight", "[red]x"]'
-    (folder / "config.toml").write_text(
-        f'[job]\nname = "run"\n[optimizer]\nlr = {lr}\nweight_decay_exclude = {exclude}\n'
-        f"[training]\nlocal_batch_size = {batch}\n"
-    )
-    (folder / "status.json").write_text(json.dumps({"state": state}))
-    return str(folder)
+from titanlite.observe.metrics import RunError
 
 
 def has_colour(path, colour):
@@ -171,18 +150,20 @@ def test_a_picture_that_cannot_be_written(tmp_path):
         run([folder, "--out", str(tmp_path / "file/x.png")])
 
 
-def test_a_long_noisy_run_is_drawn_within_a_moment_and_keeps_its_colour(tmp_path):
-    steps = [
-        {"step": i, "tokens": i * 1e6, "loss": None if i == 500 else 2 + (i * 7919 % 13) / 10} for i in range(1, 20_001)
-    ]
-    draw_losses([("long", steps, [])], tmp_path / "p.png")
-    assert has_colour(tmp_path / "p.png", BLUE)  # the median, opaque above the faint raw curve
+def test_a_report_is_written_where_it_is_asked_for(tmp_path, capsys):
+    folder, page = make_run(tmp_path / "a", [5.0, 4.0]), tmp_path / "new/page.html"
+    assert run([folder, "--report", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(tmp_path / "a/loss.png"), str(page)]
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    with pytest.raises(RunError, match=r"--report = .*page\.pdf\n.*want: a file whose ending is html"):
+        run([folder, "--report", str(tmp_path / "page.pdf")])
+    with pytest.raises(RunError, match=r"--report = .*/page\.html/x\.html \((.|\n)*fix:  --report with a path"):
+        run([folder, "--report", str(page / "x.html")])
 
 
-def test_runs_are_compared_where_both_have_a_loss() -> None:
-    def steps(*losses: float | None) -> list[dict]:
-        return [{"tokens": 10 * i, "loss": loss} for i, loss in enumerate(losses, 1)]
-
-    first = steps(4.0, 3.0, None, 1.0)
-    assert less_the_first(steps(4.5, None, 2.0, 1.25, 1.0), first) == [(10, 0.5), (40, 0.25)]
-    assert less_the_first([{"tokens": 15, "loss": 1.0}], first) == []  # a batch of another size
+@pytest.mark.parametrize("text", ["", "{}", '[{"feature": 3}]', '[{"feature": "float8", "skipped": [1]}]'])
+def test_a_damaged_receipt_is_named(tmp_path, text):
+    folder = make_run(tmp_path / "a", [5.0])
+    (tmp_path / "a/receipt.json").write_text(text)
+    with pytest.raises(RunError, match=r"a/receipt\.json: 1 problem(.|\n)*want: a JSON list of features"):
+        run([folder])

@@ -1,0 +1,52 @@
+"""Folders of runs, as a run leaves them, for what reads them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanlite.comparison.runs import RunRecord
+from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
+
+STEP = StepRow(1, 5.0, 0.5, 3e-4, 1000, 0.5, 100.0, 0.1, 0.5, 1.5, 1.0, 0.25, 0.01)
+
+
+def make_run(
+    folder: Path,
+    losses: Sequence[float],
+    lr: float = 3e-4,
+    batch: int = 1,
+    validations: Sequence[tuple[int, float]] = (),
+    state: str = "finished",
+    receipt: Sequence[Mapping[str, Any]] | None = None,
+    **row: Any,
+) -> str:
+    """Write a run's folder of 1,000 tokens a step and sequence, and return its path."""
+    file = MetricsFile(folder / "metrics.jsonl", 0)
+    for step, loss in enumerate(losses, start=1):
+        file.write(replace(STEP, step=step, loss=loss, tokens=1000 * batch * step, **row))
+    for step, loss in validations:
+        file.write(ValidationRow(step, 1000 * batch * step, loss))
+    file.close()
+    exclude = '["*norm.weight", "[red]x"]'
+    (folder / "config.toml").write_text(
+        f'[job]\nname = "run"\n[optimizer]\nlr = {lr}\nweight_decay_exclude = {exclude}\n'
+        f"[training]\nlocal_batch_size = {batch}\n"
+    )
+    (folder / "status.json").write_text(json.dumps({"state": state}))
+    if receipt is not None:
+        (folder / "receipt.json").write_text(json.dumps(receipt))
+    return str(folder)
+
+
+def record(name: str, steps: int, loss: Callable[[int], float | None], every: int = 1) -> RunRecord:
+    """A run as it is read, of 1,000 tokens and half a second a step."""
+    taken = range(every, steps + 1, every)
+    rows = [{"step": step, "tokens": 1000 * step, "loss": loss(step), "seconds": 0.5} for step in taken]
+    return RunRecord(name, rows, {"job.name": name}, "finished", None)
+
+
+def falling(step: int) -> float:
+    """A loss that begins at 12.5 and falls by a power law, with noise of ±0.05 that is the same in each run."""
+    return 2.6 + 9.9 / (1 + step / 20) ** 0.6 + 0.05 * ((step * 7919 % 1009) / 504.5 - 1)

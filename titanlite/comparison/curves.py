@@ -1,0 +1,214 @@
+"""Make curves of the rows of runs: each metric with a line per run, over steps, tokens and time, and packed for a page.
+
+A line of many thousand points is wider than any screen. It is cut into pieces of 2, 4, 8, … rows, and of each piece the
+mean, the least and the greatest value are kept: a mean, unlike a choice of points, leaves a smoothed curve where it
+was, and the extremes keep each spike. Pieces of powers of two end at equal steps in runs of unequal length.
+
+Time is that of training: the sum of the steps' `seconds`, in which validations and checkpoints do not count.
+"""
+
+import base64
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.comparison.runs import RunRecord
+
+Values = NDArray[np.float64]
+LONGEST = 4_000  # values of a line, up to which it is kept whole
+DIFFERENCE = "loss difference"
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; yellow is left out, it is lost on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ((), (8, 4), (2, 3))  # of lines 1 to 7, 8 to 14, 15 to 21; then they repeat
+
+# Metric → group, what it is, unit.
+_KNOWN = {
+    "loss": ("Loss", "training loss", "nats per token"),
+    DIFFERENCE: ("Loss", "training loss", "nats per token"),
+    "validation_loss": ("Loss", "validation loss", "nats per token"),
+    "grad_norm": ("Optimization", "gradient norm before clipping", ""),
+    "lr": ("Optimization", "learning rate", ""),
+    "epoch": ("Optimization", "times through the data", ""),
+    "tokens_per_second_per_gpu": ("Speed", "tokens per second and GPU", ""),
+    "tflops_per_gpu": ("Speed", "model TFLOP/s per GPU", ""),
+    "mfu": ("Speed", "model FLOPs utilization", "share of the peak"),
+    "seconds": ("Speed", "time per step", "seconds"),
+    "data_wait_seconds": ("Speed", "wait for data per step", "seconds"),
+    "memory_gib": ("Memory", "peak reserved", "GiB"),
+    "memory_allocated_gib": ("Memory", "peak allocated", "GiB"),
+}
+_EXACT = {"lr", "epoch", "memory_gib", "memory_allocated_gib"}  # without noise: smoothing would bend them
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the values of a line stand. Arrays are [n].
+
+    Attributes:
+        steps: optimizer steps done.
+        tokens: trained on until then.
+        seconds: of training until then; None where the run's steps do not say how long they took.
+    """
+
+    steps: Values
+    tokens: Values
+    seconds: Values | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run's values of one metric.
+
+    Attributes:
+        run: the run's number in the comparison.
+        places: of each value.
+        values: [n], NaN where a value was not finite.
+    """
+
+    run: int
+    places: Places
+    values: Values
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of all runs that have it.
+
+    Attributes:
+        name: as in metrics.jsonl.
+        group: of the charts among which it stands.
+        label: what it is, with its unit.
+        is_noisy: whether smoothing helps.
+        lines: at most one a run.
+    """
+
+    name: str
+    group: str
+    label: str
+    is_noisy: bool
+    lines: list[Line]
+
+
+def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
+    """Collect every metric that any run has logged, and the differences of the losses from those of the first run.
+
+    Returns:
+        The metrics, the known ones first and in the order of their groups, others as they come in the files.
+    """
+    lines: dict[str, list[Line]] = {name: [] for name in _KNOWN}
+    for run, record in enumerate(records):
+        by_metric: dict[str, list[dict[str, Any]]] = {}
+        for row in record.rows:
+            for key, value in row.items():
+                if key not in ("step", "tokens") and (value is None or isinstance(value, int | float)):
+                    by_metric.setdefault(key, []).append(row)
+        clock = _clock(record)
+        places: dict[tuple[int, ...], Places] = {}  # shared by the metrics of the same rows
+        for key, rows in by_metric.items():
+            steps = tuple(row["step"] for row in rows)
+            if steps not in places:
+                places[steps] = _places(rows, clock)
+            values = np.array([math.nan if row[key] is None else row[key] for row in rows], dtype=np.float64)
+            lines.setdefault(key, []).append(Line(run, places[steps], values))
+    lines[DIFFERENCE] = _differences(lines["loss"])
+    return [_metric(name, found, records[0].name) for name, found in lines.items() if found]
+
+
+def rows_a_piece(rows: int) -> int:
+    """Return the length of the pieces of a line, a power of two; 1 if it is drawn whole."""
+    return 1 if rows <= LONGEST else 2 ** math.ceil(math.log2(3 * rows / LONGEST))  # a piece has three values
+
+
+def thin(line: Line) -> tuple[int, Places, Values, Values, Values]:
+    """Cut a long line into pieces.
+
+    Returns:
+        Rows a piece (1: the line is whole), the pieces' mean places, and their mean, least and greatest finite values,
+        NaN where there is none.
+    """
+    size, where = rows_a_piece(len(line.values)), line.places
+    if size == 1:
+        return 1, where, line.values, line.values, line.values
+    seconds = None if where.seconds is None else _mean(_pieces(where.seconds, size))
+    at = Places(_mean(_pieces(where.steps, size)), _mean(_pieces(where.tokens, size)), seconds)
+    pieces = _pieces(line.values, size)
+    known = np.isfinite(pieces)
+    some = known.any(axis=1)
+    least = np.where(some, np.where(known, pieces, math.inf).min(axis=1), math.nan)
+    greatest = np.where(some, np.where(known, pieces, -math.inf).max(axis=1), math.nan)
+    return size, at, _mean(pieces), least, greatest
+
+
+def packed(values: Values, kind: str = "f4") -> str:
+    """Write numbers as base64 of little-endian floats."""
+    return base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
+
+
+def differences_from(line: Line, first: Line) -> Line | None:
+    """Subtract the first run's values at equal numbers of tokens; None if there is none that both have."""
+    tokens, ours, its = np.intersect1d(line.places.tokens, first.places.tokens, return_indices=True)
+    if not len(tokens):
+        return None
+    seconds = line.places.seconds
+    where = Places(line.places.steps[ours], tokens, None if seconds is None else seconds[ours])
+    return Line(line.run, where, line.values[ours] - first.values[its])
+
+
+def _differences(losses: Sequence[Line]) -> list[Line]:
+    first = next((line for line in losses if line.run == 0), None)
+    if first is None:
+        return []
+    return [found for line in losses if line.run > 0 and (found := differences_from(line, first)) is not None]
+
+
+def _metric(name: str, lines: list[Line], first: str) -> Metric:
+    group, what, unit = _KNOWN.get(name) or (*_unknown(name), "")
+    if name == DIFFERENCE:
+        what = f"difference in training loss from {first}"
+    return Metric(name, group, f"{what} ({unit})" if unit else what, name not in _EXACT, lines)
+
+
+def _unknown(name: str) -> tuple[str, str]:
+    """Group a metric by its name: before a slash, "float8_<what>" of a layer, or all others."""
+    group, slash, rest = name.partition("/")
+    if slash:
+        return group, rest
+    float8 = re.match(r"float8_(\w+)\.(.+)", name)
+    if float8:
+        return f"float8: {float8[1].replace('_', ' ')}", float8[2]
+    return "Other", name
+
+
+def _clock(record: RunRecord) -> tuple[Values, Values] | None:
+    """Return steps, and the seconds of training until then; None if a row lacks the time per step."""
+    rows = record.steps
+    if not rows or any(not isinstance(row.get("seconds"), int | float) for row in rows):
+        return None
+    steps = np.array([0, *(row["step"] for row in rows)], dtype=np.float64)
+    return steps, np.concatenate([[0.0], np.cumsum(np.diff(steps) * [row["seconds"] for row in rows])])
+
+
+def _places(rows: Sequence[dict[str, Any]], clock: tuple[Values, Values] | None) -> Places:
+    steps = np.array([row["step"] for row in rows], dtype=np.float64)
+    tokens = np.array([row["tokens"] for row in rows], dtype=np.float64)
+    return Places(steps, tokens, None if clock is None else np.interp(steps, *clock))
+
+
+def _pieces(values: Values, size: int) -> Values:
+    """Return [n / size, size], the last row filled up with NaN."""
+    filled = np.full(math.ceil(len(values) / size) * size, math.nan)
+    filled[: len(values)] = values
+    return filled.reshape(-1, size)
+
+
+def _mean(pieces: Values) -> Values:
+    """Return the mean of each row's finite values; NaN if it has none."""
+    known = np.isfinite(pieces)
+    with np.errstate(invalid="ignore"):
+        return np.where(known, pieces, 0.0).sum(axis=1) / known.sum(axis=1)

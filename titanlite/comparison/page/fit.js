@@ -1,0 +1,90 @@
+"use strict";
+// Numbers to draw: unpacking, smoothing, and what an axis shows (the rule of axis.py).
+
+function unpacked(text, kind) {
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
+  const numbers = kind === "f8" ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
+  return Array.from(numbers, v => Number.isNaN(v) ? null : v);
+}
+
+// An average over about `span` steps back, weighted by exp(-steps/span). It starts without a bias; gaps stay gaps.
+function smoothed(steps, values, span) {
+  if (!span) return values;
+  let sum = 0, weight = 0, before = 0;
+  return values.map((v, i) => {
+    if (v === null) return null;
+    const keep = Math.exp((before - steps[i]) / span);
+    before = steps[i];
+    sum = sum * keep + v * (1 - keep);
+    weight = weight * keep + 1 - keep;
+    return sum / weight;
+  });
+}
+
+function fittedLimits(lines, left, right, end) {
+  const after = right > 0.04 * end ? 0.02 * end : -Infinity;
+  const from = Math.max(left, after), values = [];
+  for (const [x, y] of lines)
+    for (let i = 0; i < x.length; i++)
+      if (x[i] >= from && x[i] <= right && y[i] !== null) values.push(y[i]);
+  if (!values.length) return [0, 1];
+  values.sort((a, b) => a - b);
+  let low = values[0], high = values[values.length - 1];
+  if (values.length > 50) {
+    const some = values[Math.floor(0.01 * (values.length - 1))], most = values[Math.floor(0.95 * (values.length - 1))];
+    const room = 0.5 * (most - some);
+    low = some - low <= room ? low : some;
+    high = high - most <= room ? high : most;
+  }
+  return withMargin(low, high);
+}
+
+function fullLimits(lines, left, right) {
+  let low = Infinity, high = -Infinity;
+  for (const [x, y] of lines)
+    for (let i = 0; i < x.length; i++)
+      if (x[i] >= left && x[i] <= right && y[i] !== null) {
+        low = Math.min(low, y[i]);
+        high = Math.max(high, y[i]);
+      }
+  return low > high ? [0, 1] : withMargin(low, high);
+}
+
+function withMargin(low, high) {
+  const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
+  return [low - margin, high + margin];
+}
+
+// The number of the value of ascending numbers that is nearest to x.
+function nearest(numbers, x) {
+  let low = 0, high = numbers.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < x) low = middle; else high = middle;
+  }
+  return Math.abs(numbers[low] - x) <= Math.abs(numbers[high] - x) ? low : high;
+}
+
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 });
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+
+function written(v) {
+  if (v === null || v === undefined) return "–";
+  const size = Math.abs(v);
+  if (v !== 0 && (size < 1e-3 || size >= 1e6)) return v.toExponential(3).replace("-", "−");
+  return v.toLocaleString("en", { minimumSignificantDigits: 5, maximumSignificantDigits: 5 }).replace("-", "−");
+}
+
+// A tick of an axis, with as many digits as tell it from the next.
+function tickText(v, step) {
+  const power = Math.floor(Math.log10(step) + 1e-9), isHalf = Math.abs(step / 10 ** power - 2.5) < 1e-6;
+  const digits = Math.max(0, isHalf - power);
+  if (digits > 4 && v !== 0) return v.toExponential(Math.max(0, Math.floor(Math.log10(Math.abs(v)) + 1e-9) + digits)).replaceAll("-", "−");
+  return Math.abs(v) >= 1e9 ? short.format(v) : v.toLocaleString("en", { minimumFractionDigits: Math.min(digits, 4), maximumFractionDigits: 4 }).replace("-", "−");
+}
+
+function duration(seconds) {
+  for (const [size, unit] of [[86400, "days"], [3600, "h"], [60, "min"]])
+    if (seconds >= size) return `${(seconds / size).toFixed(2)} ${unit}`;
+  return `${seconds.toFixed(1)} s`;
+}

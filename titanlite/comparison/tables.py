@@ -1,0 +1,129 @@
+"""Make the tables of a comparison: results, speed and memory, and what configs and receipts do not have in common."""
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titanlite.comparison.runs import RunRecord
+from titanlite.preflight.same_run import dotted
+
+RESULTS = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
+# Heading, metric, what of its values, format.
+_SPEED: tuple[tuple[str, str, Any, str], ...] = (
+    ("tok/s/GPU", "tokens_per_second_per_gpu", statistics.median, "{:,.0f}"),
+    ("TFLOP/s/GPU", "tflops_per_gpu", statistics.median, "{:,.1f}"),
+    ("MFU", "mfu", statistics.median, "{:.1%}"),
+    ("step, s", "seconds", statistics.median, "{:.4g}"),
+    ("wait for data, s", "data_wait_seconds", statistics.median, "{:.2g}"),
+    ("reserved, GiB", "memory_gib", max, "{:.2f}"),
+    ("allocated, GiB", "memory_allocated_gib", max, "{:.2f}"),
+)
+
+
+def results(record: RunRecord) -> list[str]:
+    """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
+    steps = record.steps
+
+    def values(key: str, rows: list[dict[str, Any]] = steps) -> list[float]:
+        return [row[key] for row in rows if row.get(key) is not None]
+
+    def text(numbers: list[float], pick: Any, form: str) -> str:
+        return form.format(pick(numbers)) if numbers else "-"
+
+    step = steps[-1]["step"] if steps else 0
+    return [
+        record.name,
+        f"{step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
+        text(values("loss"), lambda numbers: numbers[-1], "{:.4f}"),
+        text(values("validation_loss", record.validations), min, "{:.4f}"),
+        text(values("tokens_per_second_per_gpu"), statistics.median, "{:,.0f}"),
+        text(values("mfu"), statistics.median, "{:.1%}"),
+        text(values("memory_gib"), max, "{:.1f}"),
+    ]
+
+
+def speed_table(records: Sequence[RunRecord]) -> list[list[str]]:
+    """Return the table of speed and memory, medians over the steps and peaks, the headings first."""
+    rows = [["run", *(heading for heading, *_ in _SPEED)]]
+    rates: list[float | None] = []  # the first column's numbers
+    for record in records:
+        row, steps = [record.name], record.steps
+        for i, (_, key, pick, form) in enumerate(_SPEED):
+            values = [step[key] for step in steps if step.get(key) is not None]
+            number = pick(values) if values else None
+            row.append("-" if number is None else form.format(number))
+            rates += [number] * (i == 0)
+        rows.append(row)
+    if len(records) > 1:
+        first = rates[0]
+        shares = [f"{rate / first:.1%}" if rate is not None and first else "-" for rate in rates]
+        rows = [[*row[:2], share, *row[2:]] for row, share in zip(rows, ("of the first's", *shares), strict=True)]
+    return rows
+
+
+def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Find the config keys whose values are not the same in all runs; how a run was resumed does not change it.
+
+    Returns:
+        (dotted key, its value in each run as TOML-like text, "-" where it is not set), in the order of the files.
+    """
+    rows = config_table(records)
+    return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "checkpoint.resume"]
+
+
+def config_table(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Return every config key of any run, with what `config_differences` says of each."""
+    keys = dict.fromkeys(key for record in records for key in record.config)
+    return [(key, [json.dumps(r.config[key]) if key in r.config else "-" for r in records]) for key in keys]
+
+
+def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Find what the receipts do not have in common.
+
+    Returns:
+        (feature and what of it, what each run says of that, "-" where it says nothing), in the order of the receipts.
+    """
+    by_run = [None if record.receipt is None else _flat(record.receipt) for record in records]
+    flat = [entries for entries in by_run if entries is not None]
+    keys = dict.fromkeys(key for entries in flat for key in entries)
+    found = [key for key in keys if len({entries.get(key) for entries in flat}) > 1]
+    return [(key, ["no receipt" if said is None else _short(said.get(key, "-")) for said in by_run]) for key in found]
+
+
+def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]] | None:
+    """Return a row per feature: its name, what was requested, applied and skipped."""
+    if receipt is None:
+        return None
+    rows = []
+    for entry in receipt:
+        applied = entry.get("applied")
+        said = "\n".join(f"{k}: {_plain_json(v)}" for k, v in applied.items()) if isinstance(applied, dict) else None
+        skipped = "\n".join(f"{case['what']}: {case['why']}" for case in entry.get("skipped", []))
+        rows.append(
+            [entry["feature"], _plain_json(entry.get("requested")), said or _plain_json(applied), skipped or "-"]
+        )
+    return rows
+
+
+def _flat(receipt: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return feature, and what of it → its value as text; of what was skipped, the cases of each reason."""
+    flat: dict[str, str] = {}
+    for entry in receipt:
+        said = {key: entry.get(key) for key in ("requested", "applied")}
+        flat |= {f"{entry['feature']}: {key}": json.dumps(value) for key, value in dotted(said).items()}
+        cases: dict[str, list[str]] = {}
+        for case in entry.get("skipped", []):
+            cases.setdefault(case["why"], []).append(case["what"])
+        of_why = {why: f"{len(names)}: {', '.join(names)}" for why, names in cases.items()}
+        flat |= {f"{entry['feature']}: skipped, {why}": names for why, names in of_why.items()}
+    return flat
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def _plain_json(value: object) -> str:
+    """Write a value for a table: a text without quotes, nothing as "-"."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
