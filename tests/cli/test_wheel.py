@@ -45,9 +45,11 @@ def test_wheel_carries_configs_and_recipes(wheel: Path) -> None:
         p.relative_to(REPOSITORY) for kind in ("configs", "recipes") for p in (REPOSITORY / kind).rglob("*.toml")
     ]
     modules = [p.relative_to(REPOSITORY) for p in (REPOSITORY / "titanlite").rglob("*.py")]
+    page = [p.relative_to(REPOSITORY) for p in (REPOSITORY / "titanlite/comparison/page").iterdir()]
+    assert any(path.name == "uPlot.LICENSE" for path in page)
     assert len(shipped) > 10
     assert {f"titanlite/_shipped/{path}" for path in shipped} <= inside
-    assert {str(path) for path in modules} <= inside
+    assert {str(path) for path in modules + page} <= inside
     assert not [name for name in inside if name.startswith(("tests/", "scripts/", "configs/", "recipes/"))]
 
 

@@ -66,10 +66,10 @@ def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) 
     panels = figure.subplots(n_panels, sharex=True, squeeze=False, height_ratios=[3, 2][:n_panels])[:, 0]
     end = max(float(line.places.tokens[-1]) for line in lines["loss"])
     unit, scale = _token_unit(end)
-    _draw_curves(panels[0], lines["loss"], lines.get("validation_loss", []), end, scale)
+    _draw_curves(panels[0], lines["loss"], lines.get("validation_loss", []), len(records), end, scale)
     if differences:
         bands = _draw_noise(panels[1], verdicts, scale)
-        _draw_differences(panels[1], differences, bands, end, scale)
+        _draw_differences(panels[1], differences, bands, len(records), end, scale)
         panels[1].set_ylabel(_folded(f"difference from {records[0].name}", 34))
     for panel in panels:
         panel.set_xlim(0, 1.01 * end / scale)
@@ -85,10 +85,14 @@ def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) 
     return figure
 
 
-def style_of(run: int) -> dict[str, Any]:
-    """Return the colour and the dashes of a run's lines, as matplotlib takes them."""
+def style_of(run: int, runs: int) -> dict[str, Any]:
+    """Return how matplotlib draws the lines of one of some runs.
+
+    Of a few runs, each is drawn on a wider line of the one before it: those that agree are seen, too.
+    """
     dashes = DASHES[run // len(COLOURS) % len(DASHES)]
-    return {"color": COLOURS[run % len(COLOURS)], "linestyle": (0, dashes) if dashes else "-"}
+    width = 1.6 + (0.9 * (runs - 1 - run) if runs <= _FAINT else 0.0)
+    return {"color": COLOURS[run % len(COLOURS)], "linestyle": (0, dashes) if dashes else "-", "linewidth": width}
 
 
 def running_median(x: Values, y: Values) -> tuple[Values, Values]:
@@ -123,18 +127,20 @@ def _median(windows: Values) -> Values:
     return medians
 
 
-def _draw_curves(axes: Any, losses: Sequence[Line], validations: Sequence[Line], end: float, scale: float) -> None:
+def _draw_curves(
+    axes: Any, losses: Sequence[Line], validations: Sequence[Line], runs: int, end: float, scale: float
+) -> None:
     """Draw the training losses, and the validations as circles."""
     shown: list[tuple[Values, Values]] = []
     for line in losses:
-        style, x = style_of(line.run), line.places.tokens
+        style, x = style_of(line.run, runs), line.places.tokens
         if len(x) >= _LONG and len(losses) <= _FAINT:
             axes.plot(x / scale, line.values, color=style["color"], alpha=0.25, linewidth=0.8)
         shown.append(running_median(x, line.values))
-        axes.plot(shown[-1][0] / scale, shown[-1][1], linewidth=1.6, **style)
+        axes.plot(shown[-1][0] / scale, shown[-1][1], **style)
     size = 4 if len(losses) <= _BESIDE else 2.5
     for line in validations:
-        colour, x = style_of(line.run)["color"], line.places.tokens
+        colour, x = style_of(line.run, runs)["color"], line.places.tokens
         shown.append((x, line.values))
         axes.plot(
             x / scale, line.values, "o", markersize=size, markerfacecolor="white", markeredgecolor=colour, zorder=3
@@ -144,15 +150,15 @@ def _draw_curves(axes: Any, losses: Sequence[Line], validations: Sequence[Line],
 
 
 def _draw_differences(
-    axes: Any, lines: Sequence[Line], bands: list[tuple[Values, Values]], end: float, scale: float
+    axes: Any, lines: Sequence[Line], bands: list[tuple[Values, Values]], runs: int, end: float, scale: float
 ) -> None:
     """Draw how far each run is from the first, and a line at zero, which is on the axis always."""
     shown = [running_median(line.places.tokens, line.values) for line in lines]
     for line, (x, y) in zip(lines, shown, strict=True):
         if len(line.values) >= _LONG and len(lines) == 1:
-            colour = style_of(line.run)["color"]
+            colour = style_of(line.run, runs)["color"]
             axes.plot(line.places.tokens / scale, line.values, color=colour, alpha=0.15, linewidth=0.6)
-        axes.plot(x / scale, y, linewidth=1.6, **style_of(line.run))
+        axes.plot(x / scale, y, **style_of(line.run, runs))
     axes.axhline(0, color="#555555", linewidth=0.8)
     low, high = fitted_limits(shown, 0, end, end)
     for edge in bands:  # a few places, of which none may be lost among many
@@ -180,7 +186,7 @@ def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], others: Se
     handles: list[Any] = []
     for run, record in enumerate(records):
         name = record.name if record.steps else f"{record.name} (no logged step)"
-        handles.append(Line2D([], [], linewidth=1.6, label=name, **style_of(run)))
+        handles.append(Line2D([], [], label=name, **(style_of(run, len(records)) | {"linewidth": 2})))
     for other in others:
         if other == "validation":
             circle = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": "#555555"}

@@ -12,7 +12,7 @@ RESULTS = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", 
 # Heading, metric, what of its values, format.
 _SPEED: tuple[tuple[str, str, Any, str], ...] = (
     ("tok/s/GPU", "tokens_per_second_per_gpu", statistics.median, "{:,.0f}"),
-    ("TFLOP/s/GPU", "tflops_per_gpu", statistics.median, "{:,.1f}"),
+    ("TFLOP/s/GPU", "tflops_per_gpu", statistics.median, "{:.4g}"),
     ("MFU", "mfu", statistics.median, "{:.1%}"),
     ("step, s", "seconds", statistics.median, "{:.4g}"),
     ("wait for data, s", "data_wait_seconds", statistics.median, "{:.2g}"),

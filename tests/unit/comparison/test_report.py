@@ -24,8 +24,9 @@ const settle = () => new Promise(done => setTimeout(done, 200));
 const note = async name => {
   await settle();
   const numbers = text => text?.split(",").map(Number);
-  noted[name] = Object.fromEntries([...document.querySelectorAll("figure")].map(({ dataset: { metric, x, y, lines } }) =>
-    [metric, { x: numbers(x), y: numbers(y), lines }]));
+  noted[name] = {};
+  for (const { dataset: { metric, x, y, lines } } of document.querySelectorAll("figure"))
+    noted[name][metric] = { x: numbers(x), y: numbers(y), lines };
 };
 const mouse = (target, name, x) => {
   const { left, top } = loss.querySelector(".u-over").getBoundingClientRect();
@@ -133,6 +134,9 @@ def test_axes_of_the_page_are_those_of_the_picture(used: tuple) -> None:
     assert start["loss"]["y"] == pytest.approx(fitted_limits(losses, 0, 150_000, 150_000), rel=1e-6)  # float32
     low, high = start["loss difference"]["y"]
     assert low < -0.03 < 0.02 < high < 0.1  # the band
+    low, high = used[2]["full"]["loss difference"]["y"]
+    assert low < -0.03
+    assert 0.02 < high < 0.1
     full = used[2]["full"]["loss"]["y"]
     assert full[1] > max(falling(step) for step in range(1, 5)) > start["loss"]["y"][1]
     assert used[2]["steps"]["loss"]["x"] == [0, 150]

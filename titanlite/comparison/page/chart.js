@@ -48,7 +48,7 @@ class Chart {
         number++;
       }
       table.push(main);
-      list.push(series(line, { isMain: true, width: 2, dash: this.page.dash(line.run), points: { size: 5 } }));
+      list.push(series(line, { isMain: true, width: this.page.width(line.run), dash: this.page.dash(line.run), points: { size: 5 } }));
       number++;
       tables.push(table);
     }
@@ -87,16 +87,18 @@ class Chart {
 
   limits() {
     const [left, right] = this.page.range(), lines = this.drawn.map(({ x, main }) => [x, main]);
-    if (this.page.view.isFull)
-      return fullLimits([...lines, ...this.drawn.flatMap(({ x, values, low, high }) => low ? [[x, low], [x, high]] : [[x, values]])], left, right);
+    const { bands } = this.metric, edges = this.bands().flatMap(([x, ...sides]) => sides.map(side => [x, side]));
+    if (this.page.view.isFull) {
+      const all = this.drawn.flatMap(({ x, values, low, high }) => low ? [[x, low], [x, high]] : [[x, values]]);
+      return fullLimits([...lines, ...all, ...edges, ...(bands ? [[[left], [0]]] : [])], left, right);
+    }
     let [low, high] = fittedLimits(lines, left, right, this.page.end());
-    for (const [x, ...edges] of this.bands())
-      for (const edge of edges) {
-        if (!x.some((v, i) => v >= left && v <= right && edge[i] !== null)) continue;
-        const [least, most] = fittedLimits([[x, edge]], left, right, this.page.end());
-        [low, high] = [Math.min(low, least), Math.max(high, most)];
-      }
-    if (this.metric.bands) [low, high] = [Math.min(low, -0.05 * (high - low)), Math.max(high, 0.05 * (high - low))];
+    for (const [x, edge] of edges) { // a few places, of which none may be lost among many
+      if (!x.some((v, i) => v >= left && v <= right && edge[i] !== null)) continue;
+      const [least, most] = fittedLimits([[x, edge]], left, right, this.page.end());
+      [low, high] = [Math.min(low, least), Math.max(high, most)];
+    }
+    if (bands) [low, high] = [Math.min(low, -0.05 * (high - low)), Math.max(high, 0.05 * (high - low))];
     const lack = this.metric.leastShare * Math.abs(high) - (high - low);
     return lack > 0 ? [low - lack / 2, high + lack / 2] : [low, high];
   }

@@ -96,6 +96,12 @@ class Page {
     return colours[run % colours.length];
   }
 
+  // Of a few runs, each is drawn on a wider line of the one before it: those that agree are seen, too.
+  width(run) {
+    const { length } = this.data.runs;
+    return 2 + (length <= 4 ? length - 1 - run : 0);
+  }
+
   dash(run) { return this.data.dashes[Math.floor(run / this.data.colours.light.length) % this.data.dashes.length]; }
 
   isDark() {
