@@ -35,6 +35,7 @@ const mouse = (target, name, x) => {
 };
 const key = (target, name) => target.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
 (async () => {
+  while (document.querySelector("figure:not([data-y])")) await settle();
   await note("start");
   get('[name=limits][value=full]').click(); await note("full"); get('[name=limits][value=fitted]').click();
   get('[name=axis][value=steps]').click(); await note("steps");
