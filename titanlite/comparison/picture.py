@@ -186,7 +186,8 @@ def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], others: Se
     handles: list[Any] = []
     for run, record in enumerate(records):
         name = record.name if record.steps else f"{record.name} (no logged step)"
-        handles.append(Line2D([], [], label=name, **(style_of(run, len(records)) | {"linewidth": 2})))
+        handles.append(Line2D([], [], label=name, **style_of(run, len(records))))
+        handles[-1].set_linewidth(2)
     for other in others:
         if other == "validation":
             circle = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": "#555555"}
