@@ -23,6 +23,7 @@ from titanlite.forecast.activation_cost import rule_costs
 from titanlite.forecast.check_save_list import check_matches, check_names_of_list
 from titanlite.forecast.traced_run import traced_run
 from titanlite.models.find import model_class
+from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 
@@ -132,7 +133,7 @@ class ByKeyword(Llama3):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok_embeddings(tokens)
         for block in self.layers:
-            x = block(x, sin=self.sin, cos=self.cos)
+            x = block(x, sequences=Sequences(self.seq_len), sin=self.sin, cos=self.cos)
         return self.output(self.norm(x))
 
 
