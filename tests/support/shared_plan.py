@@ -13,8 +13,6 @@ def plan_for_all_ranks(asked: CheckedRun) -> None:
     Args:
         asked: the run; where it has no plan, its ranks say so.
     """
-    training, ranks = asked.config.training, asked.config.parallelism.tensor_parallel_degree
-    if ranks > 1 and not asked.config.model.file:
-        tokens, dtype = training.local_batch_size * training.seq_len, training.mixed_precision_param
+    if asked.config.parallelism.tensor_parallel_degree > 1 and not asked.config.model.file:
         with suppress(TitanliteError):
-            sharding_plan(asked.config.model, asked.dims, training.seq_len, tokens, ranks, dtype)
+            sharding_plan(asked.config, asked.dims)

@@ -35,7 +35,7 @@ def save_list_entry(
         requested,
         applied,
         count=len(rules) - len(unmatched) if rules else 1,  # what rules do not say, `default` says
-        missed=tuple(Skipped(rules[i], f"matched no operation{_place(save_list, i)}") for i in unmatched),
+        missed=tuple(Skipped(rules[i], f"matched no operation{_line_of_rule(save_list, i)}") for i in unmatched),
         key="activation_checkpoint.recipe",
     )
 
@@ -46,7 +46,7 @@ def rule_labels(rules: Sequence[SaveRule]) -> list[str]:
     return [f"{rule} (rule {i})" if rule in words[: i - 1] else rule for i, rule in enumerate(words, 1)]
 
 
-def _place(save_list: SaveList, rule: int) -> str:
+def _line_of_rule(save_list: SaveList, rule: int) -> str:
     """Return the file and the line of a rule in brackets, if it is from a file."""
     place = save_list.origin.of(f"rules[{rule}].op")
     return f" ({place.source}, line {place.line})" if place.line is not None else ""

@@ -121,6 +121,7 @@ def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
         ConfigError: it is of a version that did not say them.
     """
     given = {key: value for key, value in state.get("model", {}).items() if value is not None}
+    given.pop("block", None)  # which former versions wrote
     problems = Problems(Origin(str(folder)))
     dims = from_table(ModelDims, {"help": "", **given}, problems)
     problems.raise_all()

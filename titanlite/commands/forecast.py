@@ -157,7 +157,7 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
         predicted: of a run.
         device_gib: as `check_device` takes it, which refuses what is not said to fit here.
     """
-    text, (gib, device) = "", _device(predicted, device_gib)
+    text, (gib, device) = "", _gib_and_name(predicted, device_gib)
     if predicted.memory is not None:
         title = "peak memory of a rank (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
@@ -168,7 +168,7 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 
-def _device(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
+def _gib_and_name(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
     """GiB and name of the device of --device-gib, or of the one that a forecast is for."""
     rates = predicted.rates
     return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
@@ -190,7 +190,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
             return
         want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
         raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
-    gib, device = _device(predicted, device_gib)
+    gib, device = _gib_and_name(predicted, device_gib)
     where, saw = ("--device-gib", f"{gib:g}") if device_gib else ("--device", f"{device}, {gib:g} GiB")
     if predicted.on_device <= usable(gib):
         return

@@ -1,7 +1,7 @@
 """Tell which collectives of a run would be fused with their matmuls on one NVLink host, and why others are not.
 
-Nothing is decided here. The layers are those that the trainer builds (`one_rank.py`). Each says itself whether its
-arithmetic can be fused, and runs forward and backward; the kernels are asked about every operator that it calls.
+Nothing is decided here. The layers are those that the trainer builds. Each says itself whether its arithmetic can be
+fused, and runs forward and backward; the kernels are asked about every operator that it calls.
 """
 
 import importlib.util
@@ -38,12 +38,12 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Colle
     """Ask every tensor-parallel linear layer of a run about its collectives.
 
     Args:
-        model: as `titanlite.commands.one_rank.as_a_rank_has_it` makes it, of a run with async tensor parallelism.
+        model: as `titanlite.forecast.traced_run.rank_model` makes it, of a run with async tensor parallelism.
         tokens: M of a micro-step.
         dtype: that it computes in.
 
     Returns:
-        Two of each layer: of forward, and of backward. On a machine with a GPU that has no float8, that is a reason.
+        Two of each layer: of forward, and of backward.
     """
     known: dict[object, list[str | None]] = {}
     pairs: list[CollectiveMatmul] = []
@@ -63,8 +63,7 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Colle
 def _answers(layer: ParallelLinear, tokens: int, dtype: torch.dtype) -> list[str | None]:
     """Return what the kernels say of the collectives of one layer, forward and backward."""
     rows = tokens // layer.group.size if isinstance(layer, ColumnParallelLinear) else tokens
-    weight = layer.weight.to_local()  # type: ignore[attr-defined]
-    x = torch.empty(rows, weight.shape[1], dtype=dtype, device="meta", requires_grad=True)
+    x = torch.empty(rows, layer.weight.shape[1], dtype=dtype, device="meta", requires_grad=True)
     with _Asking(layer.group.size) as asking:
         layer(x).sum().backward()
     return asking.answers

@@ -63,7 +63,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         price = "--activation-checkpoint for what the save-list costs"
         fix = f"--world 2, or --parallelism.tensor_parallel_degree 2, or {price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
-    check_with_torch(checked, world)
+    rank = check_with_torch(checked, world)
     fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
     memory = MemoryModel(config, checked.dims, checked.float8, world or fewest)
     each, shards = memory.run.tokens, memory.shards
@@ -73,15 +73,18 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         traffic, notes = _traffic(memory, world)
         return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes)
     import torch
+    import torch.nn.functional as F
 
     from titanlite.commands.fused_pairs import NOT_ASKED, fused_pairs
-    from titanlite.commands.one_rank import as_a_rank_has_it, gathered_in_float8
-    from titanlite.commands.sharding_table import config_sharding_plan, token_traffic, whole_gradients
+    from titanlite.commands.sharding_table import token_traffic, whole_gradients
+    from titanlite.forecast.traced_run import sharding_plan
+    from titanlite.parallel.tensor import ParallelLinear
 
-    sharding, dtype = config_sharding_plan(checked), getattr(torch, config.training.mixed_precision_param)
-    with as_a_rank_has_it(checked, sharding.layers, shards) as (model, maxima):
-        pairs = fused_pairs(model, each, dtype) if mesh.async_tensor_parallel else ()
-        in_float8 = gathered_in_float8(model)
+    sharding, dtype = sharding_plan(config, checked.dims), getattr(torch, config.training.mixed_precision_param)
+    pairs = fused_pairs(rank.model, each, dtype) if mesh.async_tensor_parallel else ()
+    layers = {name: layer for name, layer in rank.model.named_modules() if isinstance(layer, ParallelLinear)}
+    in_float8 = [name for name, layer in layers.items() if layer.fused is not None and layer.matmul is not F.linear]
+    maxima = rank.float8.maxima if rank.float8 is not None else ()
     repeated, unknown = _repeated(memory, checked.save_list or (predicted and predicted.save_list))
     of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps)
     of_tokens.append(of_loss(each, t, memory.micro_steps))

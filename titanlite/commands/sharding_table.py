@@ -13,28 +13,9 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.comm_volume import Traffic
 from titanlite.forecast.step_time import token_bytes
-from titanlite.forecast.traced_run import sharding_plan
-from titanlite.preflight.checked_run import CheckedRun
 from titanlite.sharding.plan import placement_text
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 from titanlite.text_table import columns
-
-
-def config_sharding_plan(checked: CheckedRun) -> PlannedLayers:
-    """Derive the tensor-parallel plan of a config, on the meta device, as the trainer does.
-
-    Args:
-        checked: the config, with its model's dimensions.
-
-    Returns:
-        The plan of one micro-step.
-
-    Raises:
-        ShardingError: there is none.
-    """
-    config, training = checked.config, checked.config.training
-    tokens, t = training.local_batch_size * training.seq_len, config.parallelism.tensor_parallel_degree
-    return sharding_plan(config.model, checked.dims, training.seq_len, tokens, t, training.mixed_precision_param)
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:

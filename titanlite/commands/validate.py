@@ -1,9 +1,9 @@
 """Check a config, its recipes, its data and its run folder, and print what would run, without starting it.
 
 train.py runs the same checks before it starts. A config that passes with --world N also starts on N processes of this
-machine, except for what only torch can tell: whether torch has the single operations that a save-list names and, where
-shapes do not show it, whether they run; and the layers and parameters of your own architecture (model.file). Nor does
-it look for damage inside a checkpoint's large files, or know for certain whether another job is using the run folder.
+machine, except for what only the model itself can tell, for which torch is imported: whether patterns, filters and
+save-lists match its parameters and layers, and what float8 makes of these. `titanlite plan` says that. Nor does this
+look for damage inside a checkpoint's large files, or know for certain whether another job is using the run folder.
 """
 
 import sys
@@ -13,7 +13,7 @@ from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.commands.arguments import Command
-from titanlite.config.architectures import block_of, n_parameters
+from titanlite.config.architectures import n_parameters
 from titanlite.config.check import sequences_per_step
 from titanlite.config.schema import Config
 from titanlite.data.inputs import check_cache
@@ -150,11 +150,9 @@ def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0,
 
 def _model(checked: CheckedRun) -> str:
     """Return the architecture, its size, and its parameters where they can be counted without importing its file."""
-    model, block = checked.config.model, block_of(checked.config.model, checked.dims)
-    if block is None:
+    model, count = checked.config.model, n_parameters(checked.config.model, checked.dims)
+    if count is None:
         return f"{model.file} {model.flavor}, not imported"
-    by = " by its recipe" if model.file else ""
     over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
     other = f" with {', '.join(over)}" if over else ""
-    count = f"{n_parameters(block, checked.dims):,} parameters{by}"
-    return f"{model.file or model.name} {model.flavor}{other}, {count}"
+    return f"{model.name} {model.flavor}{other}, {count:,} parameters"

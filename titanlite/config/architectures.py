@@ -1,17 +1,16 @@
 """List what is known of each architecture before its file is imported: its place, the keys of its recipes, its size.
 
 This imports no torch, so that a config can be checked and its parameters counted within a second. The file of an
-architecture is `titanlite/models/<name>.py`; a user's own is given by `model.file`, and known is what its recipe says
-under `[block]`.
+architecture is `titanlite/models/<name>.py`; a user's own is given by `model.file`, and nothing is known of it here.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import Block, ModelDims
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import nearest
 
@@ -26,49 +25,38 @@ class Architecture:
         class_name: in `titanlite/models/<name>.py`.
         needs: of the keys that only some architectures have, those that its recipes must give.
         may_have: those that they may.
-        block: what its blocks are made of.
+        vectors: number of a block's parameters outside matrices, by the dimensions and the width of its queries, keys
+            and values together: those of norms, and biases.
+        projections: matrices of a feed-forward.
+        last_norm: vectors of the norm behind the blocks.
     """
 
     class_name: str
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
-    block: Block
+    vectors: Callable[[ModelDims, int], int]
+    projections: int = 3
+    last_norm: int = 1
 
 
 ARCHITECTURES = {
-    "llama3": Architecture("Llama3", ("rope_theta",), ("rope_scaling",), Block()),
-    "qwen3": Architecture("Qwen3", ("rope_theta",), ("head_dim",), Block(qk_norms=True)),
+    "llama3": Architecture("Llama3", ("rope_theta",), ("rope_scaling",), lambda dims, _: 2 * dims.dim),
+    "qwen3": Architecture("Qwen3", ("rope_theta",), ("head_dim",), lambda dims, _: 2 * dims.dim + 2 * dims.head_width),
     "gemma3": Architecture(
         "Gemma3",
         ("rope_theta", "local_rope_theta", "window", "global_every"),
         ("head_dim",),
-        Block("geglu", qk_norms=True, post_norms=True),
+        lambda dims, _: 4 * dims.dim + 2 * dims.head_width,
     ),
-    "gpt2": Architecture("GPT2", ("max_seq_len",), (), Block("gelu", is_rotary=False, layer_norms=True, biases=True)),
+    "gpt2": Architecture(
+        "GPT2",
+        ("max_seq_len",),
+        (),
+        lambda dims, qkv: qkv + dims.ffn_dim + 6 * dims.dim,
+        projections=2,
+        last_norm=2,
+    ),
 }
-
-
-def block_of(model: Model, dims: ModelDims) -> Block | None:
-    """Return what the blocks of a config's model are made of; None if it is the user's own and its recipe does not say.
-
-    Args:
-        model: `[model]`.
-        dims: its dimensions.
-    """
-    return dims.block if model.file else ARCHITECTURES[model.name].block
-
-
-def linear_layers(block: Block, dims: ModelDims, ranks: int = 1) -> dict[str, tuple[int, int]]:
-    """Give the shapes [N, K] of all linear layers' weights on one of so many tensor-parallel ranks.
-
-    Args:
-        block: what the model's blocks are made of.
-        dims: its dimensions.
-        ranks: a divisor of n_kv_heads and vocab_size.
-    """
-    of_a_block = block.weights(dims, ranks).items()
-    layers = {f"layers.{n}.{name}": shape for n in range(dims.n_layers) for name, shape in of_a_block}
-    return {**layers, "output": (dims.vocab_size // ranks, dims.dim)}
 
 
 def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
@@ -87,15 +75,20 @@ def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
     return nearest(name, [*last_names, *layers])
 
 
-def n_parameters(block: Block, dims: ModelDims) -> int:
-    """Count the parameters, embeddings included; tied ones once.
+def n_parameters(model: Model, dims: ModelDims) -> int | None:
+    """Count the parameters, embeddings included; tied ones once. None of a file of the user's own: that needs torch.
 
     Args:
-        block: what the model's blocks are made of.
+        model: `[model]`.
         dims: its dimensions.
     """
-    rows = dims.vocab_size * (1 if dims.tied_embeddings else 2) + dims.max_seq_len
-    return dims.n_layers * block.n_parameters(dims) + rows * dims.dim + block.norm(dims)
+    if model.file:
+        return None
+    known, qkv = ARCHITECTURES[model.name], (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_width
+    of_attention = (qkv + dims.n_heads * dims.head_width) * dims.dim
+    of_block = of_attention + known.projections * dims.ffn_dim * dims.dim + known.vectors(dims, qkv)
+    rows = dims.vocab_size * (1 if dims.tied_embeddings else 2) + dims.max_seq_len + known.last_norm
+    return dims.n_layers * of_block + rows * dims.dim
 
 
 def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
@@ -109,9 +102,6 @@ def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
     if model.file:
         return
     known = ARCHITECTURES[model.name]
-    if recipe.block is not None:
-        want = f"no such table in the recipe {model.name}-{model.flavor}: titanlite knows the blocks of {model.name}"
-        problems.add("[block]", "a table", want, "remove it from the recipe; it is for a model file of your own")
     defaults = {field.name: field.default for field in dataclasses.fields(ModelDims)}
     for key in _OPTIONAL:
         value = getattr(recipe, key)

@@ -25,51 +25,6 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
-class Block:
-    """The parts of a block besides attention, `wqkv` and `wo` around it, and a norm before each sublayer."""
-
-    gate: Literal["swiglu", "geglu", "gelu"] = "swiglu"  # of the feed-forward; that of "gelu" has no second factor
-    qk_norms: bool = False  # each head's queries and keys are normalised
-    post_norms: bool = False  # a norm is behind each sublayer, too
-    is_rotary: bool = True  # queries and keys are rotated
-    layer_norms: bool = False  # norms are LayerNorms, with a shift; RMSNorms otherwise
-    biases: bool = False  # linear layers have them
-
-    @property
-    def gate_width(self) -> int:
-        """Width of the gate's input, in widths of its result."""
-        return 1 if self.gate == "gelu" else 2
-
-    @property
-    def layers(self) -> tuple[str, str, str, str]:
-        """Return the names of the linear layers, in the order in which they run."""
-        first = "w1" if self.gate == "gelu" else "w13"
-        return "attention.wqkv", "attention.wo", f"feed_forward.{first}", "feed_forward.w2"
-
-    @property
-    def norms(self) -> int:
-        """Number of norms of the residual stream's width."""
-        return 4 if self.post_norms else 2
-
-    def weights(self, dims: "ModelDims", ranks: int = 1) -> dict[str, tuple[int, int]]:
-        """Return the shapes [N, K] of the linear layers' weights on one of so many tensor-parallel ranks."""
-        D, F, E = dims.dim, dims.ffn_dim, dims.head_width
-        H, K = dims.n_heads, dims.n_kv_heads
-        shapes = ((H + 2 * K) * E // ranks, D), (D, H * E // ranks), (self.gate_width * F // ranks, D), (D, F // ranks)
-        return dict(zip(self.layers, shapes, strict=True))
-
-    def n_parameters(self, dims: "ModelDims", ranks: int = 1) -> int:
-        """Count the parameters on one of so many tensor-parallel ranks; norms are whole, biases split as outputs."""
-        shapes = self.weights(dims, ranks).values()
-        norms = self.norms * self.norm(dims) + (2 * dims.head_width if self.qk_norms else 0)
-        return sum(n * k for n, k in shapes) + norms + (sum(n for n, _ in shapes) if self.biases else 0)
-
-    def norm(self, dims: "ModelDims") -> int:
-        """Count the parameters of a norm of the residual stream."""
-        return dims.dim * (2 if self.layer_norms else 1)
-
-
-@dataclass(frozen=True)
 class ModelDims:
     """The dimensions of one model size. Keys whose default is 0 are not for every architecture."""
 
@@ -89,7 +44,6 @@ class ModelDims:
     local_rope_theta: float = 0.0  # rope_theta of local layers
     global_every: int = 0  # every so many layers, the last of them attends to all tokens
     max_seq_len: int = 0  # positions that have a learned embedding
-    block: Block | None = None  # of a model file of one's own: what predictions are made of
     refs: tuple[str, ...] = ()
 
     @property

@@ -1,5 +1,6 @@
 """Tell from a recipe alone, without torch, whether titanlite's own float8 products carry it out, and what they keep."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from titanlite.config.architectures import nearest_layer
@@ -63,13 +64,14 @@ def require_equal_shards(rows: Mapping[str, int], shards: int) -> None:
     """Refuse weights that FSDP cannot gather in float8: it pads what it gathers itself, but not what a weight casts.
 
     Args:
-        rows: of each such weight, on one tensor-parallel rank.
+        rows: of each such weight, on one tensor-parallel rank. Blocks are alike: a layer of several is said once.
         shards: ranks over which FSDP splits them.
 
     Raises:
         RecipeError: some do not divide; ranks would send unequal parts.
     """
-    if uneven := [f"{name} has {n}" for name, n in rows.items() if n % shards]:
+    alike = {re.sub(r"^layers\.\d+\.", "", name): n for name, n in rows.items()}
+    if uneven := [f"{name} has {n}" for name, n in alike.items() if n % shards]:
         want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
         fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))

@@ -112,7 +112,7 @@ def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choi
                 continue
             peak = model.peak(fewer.blocks[:n] + more.blocks[n:]).total
             if peak <= usable(budget_gib):
-                best = Choice(_save_list(fewer, more, n, n_layers), peak, seconds)
+                best = Choice(_two_part_list(fewer, more, n, n_layers), peak, seconds)
     if best is None:
         raise ValueError(f"no save-list keeps to {budget_gib:g} GiB")
     tokens, t = model.run.tokens, model.run.tensor_parallel
@@ -147,7 +147,7 @@ def _selection(rules: tuple[SaveRule, ...], run: TracedRun, times: RecomputeTime
     return _Selection(rules, blocks, [times.seconds(block) for block in blocks])
 
 
-def _save_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:
+def _two_part_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:
     """One list of two selections, the first for n blocks; whole blocks first, as rules for them must be."""
     rules: list[SaveRule] = []
     for rule in dict.fromkeys([*more.rules, *fewer.rules]):

@@ -98,10 +98,10 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
     """The median of a few runs, after two that compile and choose."""
     for _ in range(2):
         action()
-    return statistics.median(_once(action, device) for _ in range(_REPEATS))
+    return statistics.median(_time_once(action, device) for _ in range(_REPEATS))
 
 
-def _once(action: Callable[[], object], device: torch.device) -> float:
+def _time_once(action: Callable[[], object], device: torch.device) -> float:
     if device.type != "cuda":
         begin = time.perf_counter()
         action()

@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Model
 from titanlite.errors import Problem, TitanliteError
-from titanlite.float8.convert import apply_float8
+from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import TracedBlock
@@ -119,50 +119,71 @@ def traced_run(
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split
     if model is not None or key not in _runs:
-        _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8))
+        _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8).model)
     return _runs[key]
 
 
-@functools.lru_cache(maxsize=4)
-def sharding_plan(model: Model, dims: ModelDims, seq_len: int, tokens: int, ranks: int, dtype: str) -> PlannedLayers:
-    """Derive the tensor-parallel plan of a model; once in a process.
+def sharding_plan(config: Config, dims: ModelDims) -> PlannedLayers:
+    """Derive the tensor-parallel plan of a run's model, of one micro-step; once in a process.
 
     Args:
-        model: `[model]`.
-        dims: its dimensions.
-        seq_len: S.
-        tokens: M of a micro-step.
-        ranks: tensor-parallel ones.
-        dtype: that the step computes in.
+        config: checked.
+        dims: the model's dimensions.
 
     Raises:
         ShardingError: there is none.
     """
+    training, t = config.training, config.parallelism.tensor_parallel_degree
+    tokens = training.local_batch_size * training.seq_len
+    return _derived_plan(config.model, dims, training.seq_len, tokens, t, training.mixed_precision_param)
+
+
+@functools.lru_cache(maxsize=4)
+def _derived_plan(model: Model, dims: ModelDims, seq_len: int, tokens: int, ranks: int, dtype: str) -> PlannedLayers:
     planned = plan_layers(build_model(model, dims, seq_len), tokens, ranks, getattr(torch, dtype), dims.widths)
     _plans[model, dims] = planned.layers
     return planned
 
 
-def rank_model(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> nn.Module:
+class RankModel(NamedTuple):
+    """The model of a run as one tensor-parallel rank has it, and what float8 has converted of it."""
+
+    model: nn.Module
+    float8: Conversion | None
+
+
+def rank_model(
+    config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module | None = None, shards: int = 1
+) -> RankModel:
     """Make the model of a run as one tensor-parallel rank has it, without the other ranks.
 
     Args:
         config: checked.
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
+        model: on the meta device, to be changed in place; None: one is built.
+        shards: ranks over which FSDP splits each weight.
+
+    Returns:
+        It; its parameters have the dtype that a step computes in.
+
+    Raises:
+        TitanliteError: it cannot be built, split or converted.
     """
     training, mesh = config.training, config.parallelism
-    model, t = build_model(config.model, dims, training.seq_len), mesh.tensor_parallel_degree
-    tokens = training.local_batch_size * training.seq_len
+    t, tokens = mesh.tensor_parallel_degree, training.local_batch_size * training.seq_len
+    made: nn.Module = model or build_model(config.model, dims, training.seq_len)
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(getattr(torch, training.mixed_precision_param))
     if t > 1:
         if (config.model, dims) not in _plans:  # that of other degrees says the same of each layer
-            sharding_plan(config.model, dims, training.seq_len, tokens, t, training.mixed_precision_param)
-        split_layers(model, _plans[config.model, dims], _group(t), mesh.async_tensor_parallel, _part(t))
-    if float8 is not None:
-        # As on a device that has what the recipe needs.
-        recipe = replace(float8, min_compute_capability=0)
-        apply_float8(model, recipe, config.float8.filter_fqns, torch.device("cpu"), tokens, 1)
-    return model
+            sharding_plan(config, dims)
+        split_layers(made, _plans[config.model, dims], _group(t), mesh.async_tensor_parallel, _part(t))
+    if float8 is None:
+        return RankModel(made, None)
+    recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs
+    converted = apply_float8(made, recipe, config.float8.filter_fqns, torch.device("cpu"), tokens, shards)
+    return RankModel(made, converted)
 
 
 def _part(ranks: int) -> Any:
@@ -226,7 +247,7 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
 
 def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
     elements = gathered = scales = scaled_whole = 0
-    for weight in map(_local, parameters):
+    for weight in map(_rank_part, parameters):
         is_narrow = isinstance(weight, WeightShard)
         elements += weight.numel()
         gathered += weight.numel() * (1 if is_narrow else dtype.itemsize)
@@ -236,14 +257,14 @@ def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
     return UnitSize(elements, gathered, scales, scaled_whole)
 
 
-def _local(parameter: Tensor) -> Tensor:
+def _rank_part(parameter: Tensor) -> Tensor:
     """Give this rank's part of a parameter, which may be one that FSDP casts before it gathers it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _gathered(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Make what FSDP makes of a parameter for compute."""
-    local = _local(parameter)
+    local = _rank_part(parameter)
     if not isinstance(local, WeightShard):
         return torch.empty(local.shape, dtype=dtype, device="meta")
     bits = torch.empty(local.shape, dtype=local.how.dtype, device="meta")
@@ -262,14 +283,14 @@ def _traces(model: nn.Module, kinds: list[str], tokens: int, dtype: torch.dtype)
     for module in fewer.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                plain[id(parameter)] = nn.Parameter(_gathered(parameter, dtype), parameter.requires_grad)
+                plain[id(parameter)] = nn.Parameter(_gathered_for_compute(parameter, dtype), parameter.requires_grad)
         if isinstance(module, Linear):
             plain[id(module.matmul)] = module.matmul
     fewer = copy.deepcopy(fewer, plain)
     calls: dict[nn.Module, tuple[Any, Any, Any]] = {}
     watched = {*fewer.layers, fewer.norm, fewer.output}  # type: ignore[misc]
     for module in watched:
-        module.forward = functools.partial(_once, module, module.forward, calls)
+        module.forward = functools.partial(_run_once, module, module.forward, calls)
     try:
         with OneKernel():
             fewer(torch.empty(tokens, dtype=torch.long, device="meta"))
@@ -285,7 +306,7 @@ def _traces(model: nn.Module, kinds: list[str], tokens: int, dtype: torch.dtype)
     return found
 
 
-def _once(
+def _run_once(
     module: nn.Module, forward: Any, calls: dict[nn.Module, tuple[Any, Any, Any]], *args: Any, **kwargs: Any
 ) -> Any:
     """Run a module the first time, and give the same result from then on."""

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.architectures import ARCHITECTURES, linear_layers, n_parameters
-from titanlite.config.recipe_schema import Block, ModelDims
+from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.models.layers import Linear, RMSNorm
+from titanlite.models.layers import RMSNorm
 from titanlite.models.mistakes import mistake, nearest_method, of_function
 from titanlite.models.own_model import require_trainable
 
@@ -78,7 +78,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
 
     Raises:
         ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, or holds
-            what no run can train; or its blocks are not what its recipe says. A model of the user's own that returns
+            what no run can train. A model of the user's own that returns
             no logits raises it when called.
     """
     made_by = model_class(model)
@@ -99,8 +99,6 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
         if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
             made.norm.fork = functools.partial(_require_call, model.file)
-    if dims.block is not None:  # of a shipped architecture it has been refused
-        _require_such_blocks(made, dims.block, model, dims)
     return made
 
 
@@ -139,25 +137,3 @@ def _require_call(file: str, x: Tensor) -> NoReturn:
     """Refuse a call of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
     want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
     raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))
-
-
-def _require_such_blocks(made: nn.Module, block: Block, model: Model, dims: ModelDims) -> None:
-    """Raise if a recipe's `[block]` has other linear layers or another number of parameters than the model."""
-    has = {name: tuple(m.weight.shape) for name, m in made.named_modules() if isinstance(m, Linear)}
-    says, count = linear_layers(block, dims), sum(parameter.numel() for parameter in made.parameters())
-    wrong = [name for name in {**says, **has} if says.get(name) != has.get(name)]
-    if wrong:  # blocks are alike: those of the first, or else the head
-        first = [name for name in wrong if name.split(".")[:2] == wrong[0].split(".")[:2]]
-        saw, want = (
-            ", ".join(f"{name} {list(found[name])}" for name in first if name in found) or "nothing"
-            for found in (says, has)
-        )
-        keys = "gate, or the dimensions above the table"
-    elif n_parameters(block, dims) != count:
-        saw, want = f"{n_parameters(block, dims):,} parameters", f"{count:,}"
-        keys = "qk_norms, post_norms, layer_norms and biases, and max_seq_len and tied_embeddings above the table"
-    else:
-        return
-    fix = f"{keys}; or remove [block], and there are no predictions"
-    problem = Problem("[block]", saw, f"{want}, as {model.file} has", fix)
-    raise ConfigError(describe(f"model recipe {Path(model.file).stem}-{model.flavor}", [problem]))

@@ -1,50 +1,111 @@
-"""The checks of a run that need torch: of a model file of the user's own, and of what follows from its traced blocks.
+"""The checks of a run that need torch: they look at the model as one of its ranks has it, on the meta device.
 
 `titanlite plan` and training make them before anything else that takes time; `titanlite validate` cannot.
 """
 
+import re
+from typing import TYPE_CHECKING
+
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK
+from titanlite.config.build import show
+from titanlite.config.problems import Problems
 from titanlite.config.weight_decay import without_decay
-from titanlite.float8.scope import require_matches
+from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteError
+from titanlite.float8.scope import obstacle, odd_sizes, require_matches
 from titanlite.forecast.check_save_list import check_matches, check_names_of_list
 from titanlite.preflight.checked_run import CheckedRun
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def check_with_torch(checked: CheckedRun, world: int | None = None) -> None:
-    """Refuse what `checked_run` lets pass because torch would have to be imported: only where something is left.
+    from titanlite.float8.convert import Conversion
+    from titanlite.forecast.traced_run import RankModel
+
+
+def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankModel":
+    """Refuse what `checked_run` lets pass because torch would have to be imported.
 
     Args:
         checked: the run.
         world: number of processes, if it is known.
 
+    Returns:
+        The model as one of its ranks has it.
+
     Raises:
-        TitanliteError: of a model of the user's own, a pattern matches no parameter or no layer; a save-list names an
+        TitanliteError: the model cannot be built or split; a pattern matches no parameter or no layer; float8 converts
+            no layer, not all that it is to, what is to be fused, or what FSDP cannot gather; a save-list names an
             operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no save-list
             keeps to the budget.
     """
-    config, save_list, model = checked.config, checked.save_list, None
-    if config.model.file:
-        from titanlite.models.find import build_model
-        from titanlite.models.layers import Linear
+    from titanlite.forecast.traced_run import rank_model, traced_run
+    from titanlite.models.find import build_model
 
-        model = build_model(config.model, checked.dims, config.training.seq_len)
-        without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), checked.origin)
-        if checked.float8 is not None:
-            layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
-            require_matches(config.float8.filter_fqns, layers, checked.origin)
+    config, dims, save_list, mesh = checked.config, checked.dims, checked.save_list, checked.config.parallelism
+    model = build_model(config.model, dims, config.training.seq_len)
+    _check_patterns(checked, model)
+    shards = world // mesh.tensor_parallel_degree // mesh.data_parallel_replicate_degree if world else 1
+    rank = rank_model(config, dims, checked.float8, model, shards)
+    if rank.float8 is not None and config.job.strict:
+        _check_converted(checked, rank.float8)
     if save_list is None and world is not None:
         from titanlite.forecast.suggest_flags import check_budget
 
-        check_budget(config, checked.dims, checked.float8, world, checked.origin)
-    if save_list is None or not save_list.rules:
-        return
-    from titanlite.activation_checkpoint.apply import check_names
-    from titanlite.forecast.traced_run import traced_run
+        traced_run(config, dims, checked.float8, rank.model)
+        check_budget(config, dims, checked.float8, world, checked.origin)
+    if save_list is not None and save_list.rules:
+        from titanlite.activation_checkpoint.apply import check_names
 
-    run = traced_run(config, checked.dims, checked.float8)
-    if any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
-        check_names(save_list, run.layers)
-    if model is not None and run.no_trace_reason is None:
-        check_names_of_list(save_list, run.layers, len(run.blocks), config.job.strict)
-    check_matches(save_list, run, config.job.strict)
+        run = traced_run(config, dims, checked.float8, rank.model)
+        if any(rule.op not in (BLOCK, *CLASSES, *OPERATIONS) for rule in save_list.rules):
+            check_names(save_list, run.layers)
+        check_matches(save_list, run, config.job.strict)
+    return rank
+
+
+def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:
+    """Refuse patterns, filters and rules that name no parameter, layer or block of the model."""
+    from titanlite.models.layers import Linear
+
+    config, origin, save_list = checked.config, checked.origin, checked.save_list
+    layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in layers if name.startswith("layers.")]
+    reports: list[ErrorReport] = []
+    for check in (
+        lambda: without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), origin),
+        lambda: checked.float8 and require_matches(config.float8.filter_fqns, layers, origin),
+        lambda: (
+            save_list
+            and check_names_of_list(save_list, [*dict.fromkeys(in_blocks)], checked.dims.n_layers, config.job.strict)
+        ),
+    ):
+        try:
+            check()
+        except TitanliteError as error:
+            reports += error.args
+    if reports:
+        raise ConfigError(*reports)
+
+
+def _check_converted(checked: CheckedRun, done: "Conversion") -> None:
+    """Refuse a recipe that converts no layer, not all that the filters leave to it, or all that is to be fused."""
+    config, problems, why = checked.config, Problems(checked.origin), checked.float8 and obstacle(checked.float8)
+    filters, recipe = config.float8.filter_fqns, show(config.float8.recipe)
+    odd = odd_sizes(done.skipped, filters)
+    if not done.converted:
+        first, why = next(iter(done.skipped.items()))
+        want = f"at least one linear layer to convert; all are skipped, e.g. {first} ({why})"
+        fix = "change float8.recipe or what the reason names; job.strict = false trains without float8"
+        problems.add("float8.recipe", recipe, want, fix)
+    elif odd:
+        names = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in odd))
+        first, why = next(iter(odd.items()))
+        want = f"filters that name what float8.recipe = {recipe} leaves alone: {first} ({why})"
+        fix = f"filter_fqns = {show([*filters, *names])}; job.strict = false trains with what is converted"
+        problems.add("float8.filter_fqns", show(filters), want, fix, against="float8.recipe")
+    elif config.parallelism.async_tensor_parallel and why and not done.skipped:
+        want = f"false where all linear layers are in float8 and float8.recipe = {recipe} {why}"
+        fix = "async_tensor_parallel = false; job.strict = false trains with nothing fused"
+        problems.add("parallelism.async_tensor_parallel", "true", want, fix, against="float8.recipe")
+    problems.raise_all(RecipeError)

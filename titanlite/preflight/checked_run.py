@@ -14,7 +14,7 @@ from titanlite.checkpoint.resume import (
     read_state,
     saved_dims,
 )
-from titanlite.config.architectures import ARCHITECTURES, block_of
+from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
@@ -24,18 +24,9 @@ from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
-from titanlite.config.weight_decay import parameter_names, without_decay
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, TitanliteError
-from titanlite.forecast.check_save_list import check_names_of_list
-from titanlite.preflight.float8_checks import (
-    check_collectives,
-    check_filters,
-    check_gathers,
-    check_layers,
-    check_numerics,
-)
 from titanlite.preflight.hints import (
     cut_schedule,
     not_chosen,
@@ -48,8 +39,6 @@ from titanlite.preflight.hints import (
 from titanlite.preflight.run_folder import RunFolder
 
 T = TypeVar("T")
-
-_OF_SHAPES = ("training.seq_len", "training.local_batch_size", "training.mixed_precision_param")
 
 
 @dataclass(frozen=True)
@@ -123,7 +112,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     checks, origin = _Checks(problems), problems.origin
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))
-    dims = attempt(lambda: _dims(config, origin), "model", "job.recipe_dirs")
+    dims = attempt(lambda: _dims_of_run(config, origin), "model", "job.recipe_dirs")
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
@@ -138,9 +127,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         saved = attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
-        attempt(lambda: check_numerics(config, float8, origin), *needs)
-    if dims is not None:
-        _check_shapes(checks, config, dims, save_list, float8, world_size)
+        attempt(lambda: _check_numerics(config, float8, origin), *needs)
     named = config.data.tokenizer if "data.tokenizer" in origin.places else port.tokenizer
     is_text = inputs is None or inputs.sources["data.source"].kind != "tokens"
     if BOS in port.left_out and not (is_text and has_bos(named)):
@@ -184,30 +171,14 @@ def _under_current_name(config: Config) -> tuple[Config, str | None]:
     return replace(config, float8=replace(config.float8, recipe=name)), hint
 
 
-def _check_shapes(
-    checks: _Checks,
-    config: Config,
-    dims: ModelDims,
-    save_list: SaveList | None,
-    float8: Float8Recipe | None,
-    world_size: int | None,
-) -> None:
-    """Check what depends on the dimensions of the model besides the config."""
-    origin, attempt, shapes = checks.origin, checks.attempt, ("model", "parallelism", *_OF_SHAPES)
-    block = block_of(config.model, dims)
-    if not config.model.file:
-        attempt(lambda: _check_decay(config, dims, origin), "optimizer.weight_decay_exclude", "model")
-    if float8 and block is not None:
-        attempt(lambda: check_filters(config, dims, block, origin), "float8", "model")
-        attempt(lambda: check_layers(config, dims, float8, block, origin), "float8", *shapes)
-        needs = ("parallelism.async_tensor_parallel", "float8", "job.strict", *shapes)
-        attempt(lambda: check_collectives(config, dims, float8, block, origin), *needs)
-        if world_size is not None:
-            attempt(lambda: check_gathers(config, dims, float8, block, world_size), "float8", *shapes)
-    if save_list and block is not None:
-        needs = ("activation_checkpoint", "float8.recipe", *shapes)
-        layers, strict = block.layers, config.job.strict
-        attempt(lambda: check_names_of_list(save_list, layers, dims.n_layers, strict), *needs)
+def _check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> None:
+    """Refuse to measure outputs in float8 where there are none."""
+    if config.job.strict and config.metrics.float8_numerics_freq and float8.input.output == "none":
+        given, recipe = str(config.metrics.float8_numerics_freq), show(config.float8.recipe)
+        want = f'0 with float8.recipe = {recipe}, whose input.output is "none": no output is in float8'
+        problems = Problems(origin)
+        problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
+        problems.raise_all()
 
 
 def _resumes(config: Config) -> bool:
@@ -230,14 +201,8 @@ def _check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
     return saved
 
 
-def _dims(config: Config, origin: Origin) -> ModelDims:
+def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
     """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
     if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
         return saved_dims(RunFolder.of(config).checkpoints, config.checkpoint.resume)
     return recipes.model_dims(config, origin)
-
-
-def _check_decay(config: Config, dims: ModelDims, origin: Origin) -> None:
-    """Refuse patterns that match no parameter of a shipped architecture."""
-    names = parameter_names(ARCHITECTURES[config.model.name].block, dims)
-    without_decay(config.optimizer.weight_decay_exclude, names, origin)

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from titanlite.byte_size import byte_size
-from titanlite.config.architectures import block_of, n_parameters
+from titanlite.config.architectures import n_parameters
 from titanlite.config.build import show
 from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import ModelDims
@@ -27,13 +27,13 @@ def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int
         The refusal of a start, which a host with GPUs need not heed; None if there is enough, or the model's size is
         not known without its file.
     """
-    block = block_of(config.model, dims)
-    if block is None:
+    count = n_parameters(config.model, dims)
+    if count is None:
         return None
     each = 8 + optimizer_cost(config.optimizer).state
     replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
-    need, there = n_parameters(block, dims) * each * replicas * on_host // world, _memory_of_host()
+    need, there = count * each * replicas * on_host // world, _memory_of_host()
     if need <= there:
         return None
     want = f"weights, gradients and moments that fit in {byte_size(there, need)}, which it has; in float32"

@@ -116,12 +116,10 @@ def build(
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
     receipt.add(Entry("environment", None, _environment(device), count=1))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
-    tokens = config.training.local_batch_size * config.training.seq_len  # M
 
     model = build_model(config.model, dims, config.training.seq_len)
     if mesh.tp_group is not None:
-        S, dtype = config.training.seq_len, config.training.mixed_precision_param
-        plan = sharding_plan(config.model, dims, S, tokens, mesh.tp_size, dtype).layers
+        plan = sharding_plan(config, dims).layers
         if config.model.file:
             receipt.add(require_parity(model, plan, mesh, config))
         is_asynchronous = config.parallelism.async_tensor_parallel

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.cli.commands.conftest import Call
+from tests.support.fake_ranks import ranks_that_move_nothing
 from titanlite.commands import main
 from titanlite.commands.collective_table import collective_rows, collective_table
-from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.commands.planned_run import plan_run
 from titanlite.commands.sharding_table import weight_rows, why
 from titanlite.config.toml_file import shipped_folder
@@ -107,14 +107,14 @@ def test_why_takes_every_name_of_the_tables() -> None:
 def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.commands.sharding_table import config_sharding_plan, sharding_table, token_traffic, whole_gradients
+    from titanlite.commands.sharding_table import sharding_table, token_traffic, whole_gradients
 
     run = checked_run(["--config", DEBUG, *TWO, *flags])
-    few = config_sharding_plan(run)
-    traced_run.sharding_plan.cache_clear()
+    few = traced_run.sharding_plan(run.config, run.dims)
+    traced_run._derived_plan.cache_clear()
     monkeypatch.setattr(layers, "representative_blocks", lambda model: (model, [[n] for n in range(len(model.layers))]))
-    all_of_them = config_sharding_plan(run)
-    traced_run.sharding_plan.cache_clear()
+    all_of_them = traced_run.sharding_plan(run.config, run.dims)
+    traced_run._derived_plan.cache_clear()
     assert len(few.stand_for) < len(all_of_them.stand_for) == run.dims.n_layers
     assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dims.n_layers))
 
@@ -178,13 +178,12 @@ def test_what_the_trainer_refuses_is_refused_in_its_words(
 
 
 def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlite.commands import sharding_table
     from titanlite.models.llama3 import Llama3
 
     first_whole = {**Llama3.sharding, "layers.0.feed_forward.w13.weight": "tp:0"}
     monkeypatch.setattr(Llama3, "sharding", first_whole)
     run = checked_run(["--config", DEBUG, *TWO])
-    assert sharding_table.config_sharding_plan(run).stand_for == [[0], [1], [2], [3]]
+    assert traced_run.sharding_plan(run.config, run.dims).stand_for == [[0], [1], [2], [3]]
 
 
 def test_pairs_that_are_fused(call: Call) -> None:

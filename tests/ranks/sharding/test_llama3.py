@@ -17,9 +17,9 @@ from tests.support.count_collectives import CountCollectives
 from tests.support.ranks import run_ranks
 from tests.support.sharding.execute import compare_with_one_process
 from titanlite import recipes
-from titanlite.commands.sharding_table import config_sharding_plan
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
+from titanlite.forecast.traced_run import sharding_plan
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import (
@@ -99,7 +99,7 @@ def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bo
     argv = ["--config", str(config), *(word for key, value in flags.items() for word in (f"--{key}", str(value)))]
     checked = checked_run(argv, world_size=tp)
     began = time.process_time()  # of this process: other work on the machine does not count
-    planned = config_sharding_plan(checked)
+    planned = sharding_plan(checked.config, checked.dims)
     took = time.process_time() - began
     assert len(planned.stand_for) == (model.dims.n_layers if every_block else 2)
     placements, collectives = hand_written(model)

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.count_collectives import CountCollectives
+from tests.support.fake_ranks import ranks_that_move_nothing
 from tests.support.held_for_backward import Held, build, held_compiled, held_eager, stream
 from tests.support.needs import SCALES_BY_ROW, slow
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.commands.one_rank import ranks_that_move_nothing
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Float8, Model, Parallelism, Training
 from titanlite.forecast.activation_cost import costs, held_without_checkpointing

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.dtensor_llama import Block, Norm, parallel
-from titanlite.commands.one_rank import ranks_that_move_nothing
+from tests.support.fake_ranks import ranks_that_move_nothing
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.llama3 import Llama3
 from titanlite.sharding.derive import plan_model
