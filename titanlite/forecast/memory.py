@@ -29,6 +29,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
+from titanlite.parallel.fsdp import frees_after_forward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,9 +146,8 @@ class MemoryModel:
         self.optimizer = optimizer_cost(config.optimizer)
         self.alone = data_ranks == 1
         self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)
-        reshard = mesh.fsdp_reshard_after_forward
-        self.ends_freed = reshard == "always"
-        self.blocks_stay = reshard == "never" or (reshard == "default" and self.shards == 1)
+        frees_blocks, self.ends_freed = frees_after_forward(config, self.shards)
+        self.blocks_stay = not frees_blocks
         self.copy_engines = uses_copy_engines(config, self.shards)
         self.reduced_block = self.run.itemsize if self.copy_engines else self.reduced
         of_blocks, first, last = self.run.block_units, self.run.embedding, self.run.output

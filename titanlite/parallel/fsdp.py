@@ -46,6 +46,19 @@ class FSDPUnit:
     is_block: bool = False
 
 
+def frees_after_forward(config: Config, shards: int) -> tuple[bool, bool]:
+    """Return whether gathered blocks are freed after forward, and whether the head is, or an embedding tied to it.
+
+    What is not sharded need not be freed: gathering it is a copy.
+
+    Args:
+        config: `parallelism.fsdp_reshard_after_forward`.
+        shards: ranks over which FSDP splits each weight.
+    """
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    return reshard == "always" or (reshard == "default" and shards > 1), reshard == "always"
+
+
 def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
     """Each block, the embedding and the head are a unit; of tied ones, all but the blocks is.
 
@@ -59,9 +72,8 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
     Returns:
         The units in the order in which FSDP wants them: the model is the last.
     """
-    reshard, on = config.parallelism.fsdp_reshard_after_forward, mesh.fsdp
-    # Parameters that are not sharded need not be freed: gathering them is a copy.
-    frees_blocks, frees_ends = reshard == "always" or (reshard == "default" and on.size(-1) > 1), reshard == "always"
+    on = mesh.fsdp
+    frees_blocks, frees_ends = frees_after_forward(config, on.size(-1))
     units = [FSDPUnit((block,), on, frees_blocks, is_block=True) for block in model.layers]  # type: ignore[union-attr]
     embedding, head = model.tok_embeddings, (model.norm, model.output)
     if model.output.weight is not embedding.weight:  # type: ignore[union-attr]
