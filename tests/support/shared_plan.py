@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from titanlite.errors import TitanliteError
-from titanlite.forecast.traced_run import sharding_plan
+from titanlite.forecast.rank_model import sharding_plan
 from titanlite.preflight.checked_run import CheckedRun
 
 

@@ -38,7 +38,7 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Colle
     """Ask every tensor-parallel linear layer of a run about its collectives.
 
     Args:
-        model: as `titanlite.forecast.traced_run.rank_model` makes it, of a run with async tensor parallelism.
+        model: as `titanlite.forecast.rank_model.rank_model` makes it, of a run with async tensor parallelism.
         tokens: M of a micro-step.
         dtype: that it computes in.
 

@@ -77,7 +77,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
 
     from titanlite.commands.fused_pairs import NOT_ASKED, fused_pairs
     from titanlite.commands.sharding_table import token_traffic, whole_gradients
-    from titanlite.forecast.traced_run import sharding_plan
+    from titanlite.forecast.rank_model import sharding_plan
     from titanlite.parallel.tensor import ParallelLinear
 
     sharding, dtype = sharding_plan(config, checked.dims), getattr(torch, config.training.mixed_precision_param)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.float8.convert import Conversion
-    from titanlite.forecast.traced_run import RankModel
+    from titanlite.forecast.rank_model import RankModel
 
 
 def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankModel":
@@ -39,7 +39,8 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
             operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no save-list
             keeps to the budget.
     """
-    from titanlite.forecast.traced_run import rank_model, traced_run
+    from titanlite.forecast.rank_model import rank_model
+    from titanlite.forecast.traced_run import traced_run
     from titanlite.models.find import build_model
 
     config, dims, save_list, mesh = checked.config, checked.dims, checked.save_list, checked.config.parallelism

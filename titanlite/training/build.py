@@ -34,8 +34,8 @@ from titanlite.float8.receipt import emulation_cost, float8_entry
 from titanlite.forecast.activation_cost import RuleCost, rule_costs
 from titanlite.forecast.choose_save_list import Choice, choose
 from titanlite.forecast.memory import Memory, MemoryModel
+from titanlite.forecast.rank_model import sharding_plan
 from titanlite.forecast.time_activations import time_block
-from titanlite.forecast.traced_run import sharding_plan
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile

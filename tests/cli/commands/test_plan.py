@@ -17,7 +17,7 @@ from titanlite.commands.planned_run import plan_run
 from titanlite.commands.sharding_table import weight_rows, why
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import TitanliteError
-from titanlite.forecast import traced_run
+from titanlite.forecast import rank_model
 from titanlite.models import llama3
 from titanlite.preflight.checked_run import checked_run
 from titanlite.receipt import Entry
@@ -110,11 +110,11 @@ def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     from titanlite.commands.sharding_table import sharding_table, token_traffic, whole_gradients
 
     run = checked_run(["--config", DEBUG, *TWO, *flags])
-    few = traced_run.sharding_plan(run.config, run.dims)
-    traced_run._derived_plan.cache_clear()
+    few = rank_model.sharding_plan(run.config, run.dims)
+    rank_model._derived_plan.cache_clear()
     monkeypatch.setattr(layers, "representative_blocks", lambda model: (model, [[n] for n in range(len(model.layers))]))
-    all_of_them = traced_run.sharding_plan(run.config, run.dims)
-    traced_run._derived_plan.cache_clear()
+    all_of_them = rank_model.sharding_plan(run.config, run.dims)
+    rank_model._derived_plan.cache_clear()
     assert len(few.stand_for) < len(all_of_them.stand_for) == run.dims.n_layers
     assert sorted(n for numbers in few.stand_for for n in numbers) == list(range(run.dims.n_layers))
 
@@ -183,7 +183,7 @@ def test_a_block_that_is_split_otherwise_stands_for_itself(monkeypatch: pytest.M
     first_whole = {**Llama3.sharding, "layers.0.feed_forward.w13.weight": "tp:0"}
     monkeypatch.setattr(Llama3, "sharding", first_whole)
     run = checked_run(["--config", DEBUG, *TWO])
-    assert traced_run.sharding_plan(run.config, run.dims).stand_for == [[0], [1], [2], [3]]
+    assert rank_model.sharding_plan(run.config, run.dims).stand_for == [[0], [1], [2], [3]]
 
 
 def test_pairs_that_are_fused(call: Call) -> None:

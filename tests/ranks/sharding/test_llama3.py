@@ -19,7 +19,7 @@ from tests.support.sharding.execute import compare_with_one_process
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
-from titanlite.forecast.traced_run import sharding_plan
+from titanlite.forecast.rank_model import sharding_plan
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import (
