@@ -14,10 +14,6 @@ PACKAGE = Path(__file__).parents[2] / "titanlite"
 ENTRIES = {"run", "main"}
 # Still in two modules; a name that is unique leaves the list.
 DOUBLE = {
-    "Block",
-    "_device",
-    "_dims",
-    "_once",
 }
 
 

@@ -154,7 +154,7 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
 
 def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
     elements = gathered = scales = scaled_whole = 0
-    for weight in map(_rank_part, parameters):
+    for weight in map(_part_of_rank, parameters):
         is_narrow = isinstance(weight, WeightShard)
         elements += weight.numel()
         gathered += weight.numel() * (1 if is_narrow else dtype.itemsize)
@@ -164,14 +164,14 @@ def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
     return UnitSize(elements, gathered, scales, scaled_whole)
 
 
-def _rank_part(parameter: Tensor) -> Tensor:
+def _part_of_rank(parameter: Tensor) -> Tensor:
     """Give this rank's part of a parameter, which may be one that FSDP casts before it gathers it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Make what FSDP makes of a parameter for compute."""
-    local = _rank_part(parameter)
+    local = _part_of_rank(parameter)
     if not isinstance(local, WeightShard):
         return torch.empty(local.shape, dtype=dtype, device="meta")
     bits = torch.empty(local.shape, dtype=local.how.dtype, device="meta")
