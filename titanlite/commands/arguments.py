@@ -110,12 +110,12 @@ class Command:
             {"FILE": "a config, as configs/debug.toml; --config FILE is the same"} if self.takes == TAKES_CONFIG else {}
         )
         rows = {**file, **self.rows}
-        width = max(map(len, rows))
+        width = max(map(len, rows), default=0)
         table = "\n".join(
             textwrap.fill(text, 120, initial_indent=f"  {flag:{width}}  ", subsequent_indent=" " * (width + 4))
             for flag, text in rows.items()
         )
-        return f"{self._usage}\n\n{self.about.strip()}\n\n{table}"
+        return f"{self._usage}\n\n{self.about.strip()}\n\n{table}".rstrip()
 
     @property
     def _own(self) -> dict[str, str]:

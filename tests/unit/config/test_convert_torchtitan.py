@@ -15,8 +15,9 @@ print_config = false
 [profiling]
 enable_profiling = true
 profile_freq = 100
+enable_memory_snapshot = false
 [metrics]
-enable_tensorboard = true # a comment of theirs
+save_for_all_ranks = true # a comment of theirs
 [model]
 name = "llama3"
 flavor = "debugmodel"
@@ -31,8 +32,7 @@ dataset = "c4_test"
 steps = 50
 stepz = 5
 [parallelism]
-context_parallel_degree = 2
-pipeline_parallel_degree = 1
+pipeline_parallel_degree = 2
 [validation]
 enable = false
 dataset = "c4_validation"
@@ -76,7 +76,7 @@ def test_what_differs_has_a_comment(convert) -> None:
 def test_what_has_no_counterpart_is_a_comment_and_is_listed_with_its_line(convert) -> None:
     _, made, said = convert(THEIRS)
     in_parallelism = made.partition("[parallelism]\n")[2].partition("\n\n")[0]
-    assert "# context_parallel_degree = 2: titanlite has no context parallelism" in in_parallelism
+    assert "# pipeline_parallel_degree = 2: titanlite has no pipeline parallelism: split the model" in in_parallelism
     assert made.endswith(
         "# Of sections that titanlite has not:\n"
         "# fault_tolerance.enable = true: titanlite has no torchft: restart with torchrun --max-restarts\n"
@@ -87,14 +87,14 @@ def test_what_has_no_counterpart_is_a_comment_and_is_listed_with_its_line(conver
     line = THEIRS.splitlines().index("stepz = 5") + 1
     assert "\n    5 without a counterpart, now comments:\n" in said
     assert f"\n        line {line}  training.stepz = 5: {unknown}\n" in said
-    assert f"\n        line {line + 2}  parallelism.context_parallel_degree = 2: titanlite has no context" in said
+    assert f"\n        line {line + 2}  parallelism.pipeline_parallel_degree = 2: titanlite has no pipeline" in said
 
 
 def test_what_asks_for_nothing_is_counted_in_one_line(convert) -> None:
     _, made, said = convert(THEIRS)
     assert "# Left out: 3 keys that asked for nothing.\n" in made
     assert "\n    3 left out, which asked for nothing\n" in said
-    for name in ("pipeline", "print_config", "mine"):
+    for name in ("memory_snapshot", "print_config", "mine"):
         assert name not in made
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import tomli
 import tomli_w
+from jsonschema import Draft7Validator
 from tokenizers import Tokenizer, models
 
 from titanlite.commands import main
+from titanlite.config.json_schema import config_json_schema
 from titanlite.config.port import stands_for
 from titanlite.config.read import read_config, read_what_is_right, schema_keys
 from titanlite.config.renamed import _OLDER, replacement
@@ -508,6 +510,7 @@ def test_each_of_its_files_is_ported_by_the_messages_alone_in_one_round(name: st
     assert LEFT_OUT not in said
     assert converted(keys) == config
     assert checked_run(["ours.toml"], 64).port.hint() == ()
+    Draft7Validator(config_json_schema()).validate(tomli.loads(Path("ours.toml").read_text()))
     for key, (default, answer) in KEYS.items():
         value, here = keys.get(key, default), SHOWN_AS.get(key, key)
         off = any(not keys.get(switch) for switch, under in SWITCHES.items() if key != switch and key.startswith(under))
