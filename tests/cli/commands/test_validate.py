@@ -818,7 +818,7 @@ def test_help_lists_the_commands_without_importing_them() -> None:
     *lines, modules = done.stdout.splitlines()
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
-    assert list(shown) == ["validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume"]
+    assert list(shown) == ["train", "validate", "plan", "recipes", "prepare", "compare", "export", "verify-resume"]
     assert all(len(line) <= 120 for line in lines)
 
 
