@@ -62,7 +62,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One run's values of one metric.
 
     Attributes:
@@ -92,7 +92,7 @@ class Metric:
     group: str
     label: str
     is_noisy: bool
-    lines: list[Line]
+    lines: list[Curve]
 
 
 def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
@@ -101,7 +101,7 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
     Returns:
         The metrics, the known ones first and in the order of their groups, others as they come in the files.
     """
-    lines: dict[str, list[Line]] = {name: [] for name in _KNOWN}
+    lines: dict[str, list[Curve]] = {name: [] for name in _KNOWN}
     for run, record in enumerate(records):
         by_metric: dict[str, list[dict[str, Any]]] = {}
         for row in record.rows:
@@ -113,10 +113,10 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
         for key, rows in by_metric.items():
             steps = tuple(row["step"] for row in rows)
             if steps not in places:
-                places[steps] = _places(rows, clock)
+                places[steps] = _places_of(rows, clock)
             values = np.array([math.nan if row[key] is None else row[key] for row in rows], dtype=np.float64)
-            lines.setdefault(key, []).append(Line(run, places[steps], values))
-    lines[DIFFERENCE] = _differences(lines["loss"])
+            lines.setdefault(key, []).append(Curve(run, places[steps], values))
+    lines[DIFFERENCE] = _from_the_first(lines["loss"])
     return [_metric(name, found, records[0].name) for name, found in lines.items() if found]
 
 
@@ -125,7 +125,7 @@ def rows_a_piece(rows: int) -> int:
     return 1 if rows <= LONGEST else 2 ** math.ceil(math.log2(3 * rows / LONGEST))  # a piece has three values
 
 
-def thin(line: Line) -> tuple[int, Places, Values, Values, Values]:
+def thin(line: Curve) -> tuple[int, Places, Values, Values, Values]:
     """Cut a long line into pieces.
 
     Returns:
@@ -135,14 +135,14 @@ def thin(line: Line) -> tuple[int, Places, Values, Values, Values]:
     size, where = rows_a_piece(len(line.values)), line.places
     if size == 1:
         return 1, where, line.values, line.values, line.values
-    seconds = None if where.seconds is None else _mean(_pieces(where.seconds, size))
-    at = Places(_mean(_pieces(where.steps, size)), _mean(_pieces(where.tokens, size)), seconds)
-    pieces = _pieces(line.values, size)
+    seconds = None if where.seconds is None else _mean_of_rows(_cut_rows(where.seconds, size))
+    at = Places(_mean_of_rows(_cut_rows(where.steps, size)), _mean_of_rows(_cut_rows(where.tokens, size)), seconds)
+    pieces = _cut_rows(line.values, size)
     known = np.isfinite(pieces)
     some = known.any(axis=1)
     least = np.where(some, np.where(known, pieces, math.inf).min(axis=1), math.nan)
     greatest = np.where(some, np.where(known, pieces, -math.inf).max(axis=1), math.nan)
-    return size, at, _mean(pieces), least, greatest
+    return size, at, _mean_of_rows(pieces), least, greatest
 
 
 def packed(values: Values, kind: str = "f4") -> str:
@@ -150,31 +150,31 @@ def packed(values: Values, kind: str = "f4") -> str:
     return base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
 
 
-def differences_from(line: Line, first: Line) -> Line | None:
+def differences_from(line: Curve, first: Curve) -> Curve | None:
     """Subtract the first run's values at equal numbers of tokens; None if there is none that both have."""
     tokens, ours, its = np.intersect1d(line.places.tokens, first.places.tokens, return_indices=True)
     if not len(tokens):
         return None
     seconds = line.places.seconds
     where = Places(line.places.steps[ours], tokens, None if seconds is None else seconds[ours])
-    return Line(line.run, where, line.values[ours] - first.values[its])
+    return Curve(line.run, where, line.values[ours] - first.values[its])
 
 
-def _differences(losses: Sequence[Line]) -> list[Line]:
+def _from_the_first(losses: Sequence[Curve]) -> list[Curve]:
     first = next((line for line in losses if line.run == 0), None)
     if first is None:
         return []
     return [found for line in losses if line.run > 0 and (found := differences_from(line, first)) is not None]
 
 
-def _metric(name: str, lines: list[Line], first: str) -> Metric:
-    group, what, unit = _KNOWN.get(name) or (*_unknown(name), "")
+def _metric(name: str, lines: list[Curve], first: str) -> Metric:
+    group, what, unit = _KNOWN.get(name) or (*_group_by_name(name), "")
     if name == DIFFERENCE:
         what = f"difference in training loss from {first}"
     return Metric(name, group, f"{what} ({unit})" if unit else what, name not in _EXACT, lines)
 
 
-def _unknown(name: str) -> tuple[str, str]:
+def _group_by_name(name: str) -> tuple[str, str]:
     """Group a metric by its name: before a slash, "float8_<what>" of a layer, or all others."""
     group, slash, rest = name.partition("/")
     if slash:
@@ -194,20 +194,20 @@ def _clock(record: RunRecord) -> tuple[Values, Values] | None:
     return steps, np.concatenate([[0.0], np.cumsum(np.diff(steps) * [row["seconds"] for row in rows])])
 
 
-def _places(rows: Sequence[dict[str, Any]], clock: tuple[Values, Values] | None) -> Places:
+def _places_of(rows: Sequence[dict[str, Any]], clock: tuple[Values, Values] | None) -> Places:
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
     tokens = np.array([row["tokens"] for row in rows], dtype=np.float64)
     return Places(steps, tokens, None if clock is None else np.interp(steps, *clock))
 
 
-def _pieces(values: Values, size: int) -> Values:
+def _cut_rows(values: Values, size: int) -> Values:
     """Return [n / size, size], the last row filled up with NaN."""
     filled = np.full(math.ceil(len(values) / size) * size, math.nan)
     filled[: len(values)] = values
     return filled.reshape(-1, size)
 
 
-def _mean(pieces: Values) -> Values:
+def _mean_of_rows(pieces: Values) -> Values:
     """Return the mean of each row's finite values; NaN if it has none."""
     known = np.isfinite(pieces)
     with np.errstate(invalid="ignore"):

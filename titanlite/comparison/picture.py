@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from titanlite.comparison.axis import fitted_limits
-from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Line, Values, metrics_of
+from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Curve, Values, metrics_of
 from titanlite.comparison.runs import RunRecord, title_of
 from titanlite.comparison.verdict import Verdict
 from titanlite.observe.metrics import RunError
@@ -128,7 +128,7 @@ def _median(windows: Values) -> Values:
 
 
 def _draw_curves(
-    axes: Any, losses: Sequence[Line], validations: Sequence[Line], runs: int, end: float, scale: float
+    axes: Any, losses: Sequence[Curve], validations: Sequence[Curve], runs: int, end: float, scale: float
 ) -> None:
     """Draw the training losses, and the validations as circles."""
     shown: list[tuple[Values, Values]] = []
@@ -150,7 +150,7 @@ def _draw_curves(
 
 
 def _draw_differences(
-    axes: Any, lines: Sequence[Line], bands: list[tuple[Values, Values]], runs: int, end: float, scale: float
+    axes: Any, lines: Sequence[Curve], bands: list[tuple[Values, Values]], runs: int, end: float, scale: float
 ) -> None:
     """Draw how far each run is from the first, and a line at zero, which is on the axis always."""
     shown = [running_median(line.places.tokens, line.values) for line in lines]

@@ -19,7 +19,7 @@ from titanlite.comparison.curves import (
     DASHES,
     DIFFERENCE,
     LONGEST,
-    Line,
+    Curve,
     Metric,
     Places,
     Values,
@@ -148,7 +148,7 @@ def _curves(records: Sequence[RunRecord], metrics: Sequence[Metric], verdicts: S
     def numbers(places: Places) -> dict[str, int | None]:
         return {"steps": number(places.steps), "tokens": number(places.tokens), "seconds": number(places.seconds)}
 
-    def drawn(line: Line) -> dict[str, Any]:
+    def drawn(line: Curve) -> dict[str, Any]:
         size, places, mean, low, high = thin(line)
         packed_line = {"run": line.run, "places": numbers(places), "size": size, "mean": packed(mean)}
         if size > 1 and not np.array_equal(low, high, equal_nan=True):

@@ -84,11 +84,13 @@ def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[st
     Returns:
         (feature and what of it, what each run says of that, "-" where it says nothing), in the order of the receipts.
     """
-    by_run = [None if record.receipt is None else _flat(record.receipt) for record in records]
+    by_run = [None if record.receipt is None else _flat_receipt(record.receipt) for record in records]
     flat = [entries for entries in by_run if entries is not None]
     keys = dict.fromkeys(key for entries in flat for key in entries)
     found = [key for key in keys if len({entries.get(key) for entries in flat}) > 1]
-    return [(key, ["no receipt" if said is None else _short(said.get(key, "-")) for said in by_run]) for key in found]
+    return [
+        (key, ["no receipt" if said is None else _cut_text(said.get(key, "-")) for said in by_run]) for key in found
+    ]
 
 
 def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]] | None:
@@ -106,7 +108,7 @@ def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]
     return rows
 
 
-def _flat(receipt: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _flat_receipt(receipt: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return feature, and what of it → its value as text; of what was skipped, the cases of each reason."""
     flat: dict[str, str] = {}
     for entry in receipt:
@@ -120,7 +122,7 @@ def _flat(receipt: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return flat
 
 
-def _short(text: str) -> str:
+def _cut_text(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 

@@ -5,7 +5,7 @@ import numpy as np
 
 from tests.support.run_folder import falling, record
 from titanlite.comparison.axis import fitted_limits
-from titanlite.comparison.curves import DIFFERENCE, LONGEST, Line, metrics_of, packed, rows_a_piece, thin
+from titanlite.comparison.curves import DIFFERENCE, LONGEST, Curve, metrics_of, packed, rows_a_piece, thin
 from titanlite.comparison.picture import running_median
 from titanlite.comparison.runs import RunRecord
 
@@ -15,7 +15,7 @@ def line_of(run: RunRecord, name: str = "loss"):
     return line
 
 
-def differences(*runs: RunRecord) -> list[Line]:
+def differences(*runs: RunRecord) -> list[Curve]:
     return [line for metric in metrics_of(runs) if metric.name == DIFFERENCE for line in metric.lines]
 
 

@@ -7,6 +7,7 @@ class Page {
   constructor(data) {
     this.data = data;
     this.unpacked = new Map();
+    this.known = null; // what end() has found
     this.view = { axis: data.axes[0], span: 0, isFull: false, range: null, hidden: new Set() };
     this.tip = new Tip(this);
     this.charts = data.metrics.map((metric, i) => new Chart(metric, document.getElementById(`metric-${i}`), this));
@@ -14,15 +15,16 @@ class Page {
     this.controls(controls.elements);
     this.legend();
     this.dye();
+    const charts = new Map(this.charts.flatMap(chart => [[chart.figure, chart], [chart.box, chart]]));
     const seen = new IntersectionObserver(entries => {
       for (const { target, isIntersecting } of entries) {
-        const chart = this.charts.find(({ figure }) => figure === target);
+        const chart = charts.get(target);
         chart.isSeen = isIntersecting;
         if (isIntersecting && chart.isStale) chart.draw();
         if (isIntersecting) chart.resize();
       }
     }, { rootMargin: "400px" });
-    const sized = new ResizeObserver(entries => entries.forEach(({ target }) => this.charts.find(({ box }) => box === target).resize()));
+    const sized = new ResizeObserver(entries => entries.forEach(({ target }) => charts.get(target).resize()));
     for (const { figure, box } of this.charts) { seen.observe(figure); sized.observe(box); }
   }
 
@@ -40,12 +42,16 @@ class Page {
     return this.unpacked.get(number);
   }
 
+  // Where the longest of the runs ends that are switched on.
   end() {
-    let end = 0;
-    for (const { lines } of this.data.metrics)
-      for (const line of lines)
-        if (!this.view.hidden.has(line.run)) end = Math.max(end, this.column(line, this.view.axis)?.at(-1) ?? 0);
-    return end || 1;
+    if (this.known === null) {
+      let end = 0;
+      for (const { lines } of this.data.metrics)
+        for (const line of lines)
+          if (!this.view.hidden.has(line.run)) end = Math.max(end, this.column(line, this.view.axis)?.at(-1) ?? 0);
+      this.known = end || 1;
+    }
+    return this.known;
   }
 
   range() { return this.view.range ?? [0, this.end()]; }
@@ -133,6 +139,7 @@ class Page {
     smoothing.addEventListener("input", () => { smooth(); this.draw(); });
     axis.forEach(radio => radio.addEventListener("change", () => {
       this.view.axis = radio.value;
+      this.known = null;
       this.zoom(null);
       this.draw();
     }));
@@ -158,6 +165,7 @@ class Page {
     const buttons = [...document.querySelectorAll("#legend button[data-run]")], { hidden } = this.view;
     const toggle = runs => {
       for (const run of runs) if (!hidden.delete(run)) hidden.add(run);
+      this.known = null;
       buttons.forEach(button => button.setAttribute("aria-pressed", !hidden.has(+button.dataset.run)));
       this.draw();
     };
