@@ -249,6 +249,12 @@ class Launcher:
         self._process.join(timeout_s)
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def terminate(self) -> None:
         """Send it SIGTERM."""
         self._process.terminate()

@@ -8,6 +8,7 @@ scripts/launch has scripts for it.
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from titanlite.errors import ConfigError
 from titanlite.observe.status import now, read_status
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.host_memory import shows_gpus
+from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.run_folder import RunFolder
 
 _COMMAND = Command(
@@ -25,7 +27,7 @@ _COMMAND = Command(
     __doc__ or "",
     {"--gpus N": "GPUs to train on, of this host; default: all. Without GPUs: the number of processes; default: 1"},
 )
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 # Seconds from a signal until the launcher kills the processes; its own 30 are too short for a step and a large
 # checkpoint. Before torch 2.12 they are always 30.
 _STOP_S = "600"
@@ -42,7 +44,12 @@ def run(argv: list[str]) -> int:
         fix = f"torchrun ... train.py {given.file}, or unset {by}"
         want = "not set: this command is itself the launcher of a run on one host"
         raise ConfigError.of("environment", by, os.environ[by], want, fix)
-    checked = checked_run(given.flags, n := _n_processes(given.own.get("--gpus")))
+    check_launcher()
+    asked = _asked(given.own.get("--gpus"))
+    checked = checked_run(given.flags, asked)
+    n = _n_processes(asked)  # imports torch where there are GPUs, which takes longer than finding a mistake
+    if asked is None:
+        checked = checked_run(given.flags, n)
     RunFolder.of(checked.config).foresee(checked.config)
     program = ["-m", "titanlite.train", *given.flags]
     if n == 1:
@@ -51,20 +58,25 @@ def run(argv: list[str]) -> int:
     return _launch(n, program, checked.config)
 
 
-def _n_processes(gpus: str | None) -> int:
-    """Return the number of processes, as asked for, or one for each GPU that is visible."""
+def _asked(gpus: str | None) -> int | None:
+    """Return the number of processes that is asked for."""
     if gpus is not None and (not gpus.isdecimal() or not 0 < int(gpus) < 10**6):
         raise ConfigError.of("command line", "--gpus", gpus, "a number of GPUs, at least 1", "--gpus 8")
+    return None if gpus is None else int(gpus)
+
+
+def _n_processes(asked: int | None) -> int:
+    """Return the number of processes, as asked for, or one for each GPU that is visible."""
     if not shows_gpus():
-        return int(gpus or 1)
+        return asked or 1
     import torch
 
     there = torch.cuda.device_count()
-    if gpus is not None and 0 < there < int(gpus):
+    if 0 < there < (asked or 0):
         want = f"at most {there}, which this process sees"
         fix = f"--gpus {there}, or torchrun with --nnodes on several hosts"
-        raise ConfigError.of("command line", "--gpus", gpus, want, fix)
-    return int(gpus or there or 1)
+        raise ConfigError.of("command line", "--gpus", str(asked), want, fix)
+    return asked or there or 1
 
 
 def _launch(n: int, program: Sequence[str], config: Config) -> int:
@@ -76,12 +88,13 @@ def _launch(n: int, program: Sequence[str], config: Config) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a banner
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOP_S)
     _silence_agent()
-    own = ["--standalone", "--nproc-per-node", str(n), "--signals-to-handle", _SIGNALS]
+    handled = [each.name for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]  # as SIGHUP is under nohup
+    own = ["--standalone", "--nproc-per-node", str(n), "--signals-to-handle", ",".join(handled)]
     began = now()
     try:
         torchrun.run(torchrun.parse_args([*own, *program]))
-    except SignalException as signal:
-        return 0 if _has_stopped_well(RunFolder.of(config), config, began) else 128 + signal.sigval
+    except SignalException as stop:
+        return 0 if _has_stopped_well(RunFolder.of(config), config, began) else 128 + stop.sigval
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == 2:  # a mistake, which the rank has told

@@ -52,13 +52,16 @@ def test_one_process_is_started_without_a_launcher(monkeypatch: pytest.MonkeyPat
 
 def test_more_gpus_than_there_are(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.commands.train.shows_gpus", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert "want: at most 4, which this process sees" in call("train", DEBUG, "--gpus", "8", ends=2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert "want: at most 2, which this process sees" in call("train", DEBUG, "--gpus", "4", ends=2)
 
 
 def test_under_a_launcher_it_is_refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     assert f"fix:  torchrun ... train.py {DEBUG}, or unset RANK" in call("train", DEBUG, ends=2)
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert "srun: 1 problem" in call("train", DEBUG, ends=2)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +117,14 @@ def start(desk: Any, tmp_path: Path) -> Iterator[Any]:
 def test_a_run_that_saved_when_it_was_told_to_stop_ends_with_0(start: Any) -> None:
     from tests.support.launched import Ended, wait_for_step
 
-    launcher, folder, log = start("stopped")
-    wait_for_step(folder, 3)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        launcher, folder, log = start("stopped")
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
+    wait_for_step(folder, 2)
+    os.kill(launcher.pid, signal.SIGHUP)
+    wait_for_step(folder, 4)
     launcher.terminate()
     assert launcher.wait(300) == 0, log.read_text()
     ended = Ended(folder, log.read_text())
