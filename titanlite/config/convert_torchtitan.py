@@ -99,6 +99,7 @@ class ConvertedConfig:
         head = [
             f"# Made by `titanlite convert` from {Path(self.origin.source).name}, a config of torchtitan v0.2.",
             "# `was` names the key, and the value if it differs, that torchtitan has for it.",
+            "# Initial weights and the order of the data are titanlite's: losses follow another curve.",
         ]
         if self.idle:
             head.append(f"# Left out: {_n_keys(self.idle)} that asked for nothing.")
@@ -153,7 +154,7 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
             answered[key] = answer
         else:
             made.kept.append(key)
-            made.lines[key] = _Line(show(value))
+            made.lines[key] = _Line(show(value), _other_meaning(there, key))
     problems.raise_all()
     for key, answer in answered.items():
         _take_answer(made, key, answer)
@@ -188,6 +189,17 @@ def _other_value(there: TorchtitanConfig, key: str, value: object) -> str | None
         answer = answer_to_value(key, value)
     # An answer that sets nothing says that there is no such model: its value stays, and is refused as any is.
     return answer if answer and SETS.search(_in_full(key, answer)) else None
+
+
+def _other_meaning(there: TorchtitanConfig, key: str) -> str:
+    """Say what a key means here, where it is called the same and means something else."""
+    match key:
+        case "checkpoint.initial_load_path" if there(key) and there("checkpoint.initial_load_in_hf") is not True:
+            return "in Hugging Face's layout here: torchtitan's convert_to_hf.py"
+        case "validation.steps" if there(key) > 0 and there("training.global_batch_size") > 0:
+            return "each of a global batch here, and of a local batch on every rank there"
+        case _:
+            return ""
 
 
 def _in_full(key: str, answer: str) -> str:

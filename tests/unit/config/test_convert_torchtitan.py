@@ -112,6 +112,22 @@ def test_a_key_of_titanlite_stays(convert) -> None:
     assert "global_batch_size" not in made
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "is_other"),
+    [
+        ('[checkpoint]\ninitial_load_path = "theirs"\n', 'initial_load_path = "theirs"', True),
+        ('[checkpoint]\ninitial_load_path = "a"\ninitial_load_in_hf = true\n', 'initial_load_path = "a"', False),
+        ("[training]\nglobal_batch_size = 64\n[validation]\nsteps = 10\n", "steps = 10", True),
+        ("[training]\nglobal_batch_size = 64\n[validation]\nsteps = -1\n", "steps = -1", False),
+        ("[validation]\nsteps = 10\n", "steps = 10", False),
+    ],
+)
+def test_a_key_that_means_something_else_says_so(convert, text: str, line: str, is_other: bool) -> None:
+    _, made, _ = convert(text)
+    assert (f"\n{line}  # " in made) == is_other
+    assert (f"\n{line}\n" in made) != is_other
+
+
 def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
     _, made, _ = convert("[training]\nbatch_size = 4\ncompile = true\n[experimental]\nx = [{a = 1}]\n")
     assert "\nlocal_batch_size = 4  # was training.batch_size\n" in made
