@@ -49,6 +49,9 @@ const key = (target, name) => target.dispatchEvent(new KeyboardEvent("keydown", 
   mouse(over, "dblclick", 150); await note("doubled");
   const box = loss.querySelector(".plot"); box.focus(); noted.focus = document.activeElement === box;
   key(box, "ArrowRight"); key(box, "+"); await note("plus"); key(box, "0"); await note("zero");
+  const drawn = () => loss.querySelector("canvas").toDataURL(), plain = drawn(), name = get('[data-run="0"]');
+  name.dispatchEvent(new PointerEvent("pointerenter")); await settle(); noted.pointed = drawn() !== plain;
+  name.dispatchEvent(new PointerEvent("pointerleave")); await settle(); noted.left = drawn() === plain;
   get("[name=smoothing]").value = 3; get("[name=smoothing]").dispatchEvent(new Event("input"));
   await note("smoothed"); noted.span = get("#span").textContent;
   noted.before = getComputedStyle(document.body).backgroundColor;
@@ -167,6 +170,8 @@ def test_runs_zoom_smoothing_and_colours_are_chosen_by_mouse_and_keyboard(used: 
     left, right = noted["plus"]["loss"]["x"]
     assert right - left == pytest.approx(75_000)
     assert noted["focus"]
+    assert noted["pointed"]  # at a name: other runs fade
+    assert noted["left"]
     assert noted["tabs"] == 0  # everything can be reached by Tab
     assert noted["span"] == "over 10 steps"
     assert noted["smoothed"]["loss"]["y"] != noted["start"]["loss"]["y"]

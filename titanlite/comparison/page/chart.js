@@ -30,13 +30,13 @@ class Chart {
     this.plot?.destroy();
     this.drawn = this.lines();
     const list = [], tables = [], bands = [];
-    const series = (line, more) => ({ spanGaps: false, ...more, stroke: () => this.page.colour(line.run) + (more.faint ?? "") });
+    const series = (line, more) => ({ spanGaps: false, ...more, stroke: () => this.page.colour(line.run, more.faint) });
     const faint = most => Math.round(255 * Math.min(most, 1 / (1 + this.drawn.length))).toString(16).padStart(2, "0");
     let number = 1; // of the next series: uPlot's first is x
     for (const { line, x, main, values, isSmoothed, low, high } of this.drawn) {
       const table = [x];
       if (low) {
-        bands.push({ series: [number + 1, number], fill: () => this.page.colour(line.run) + faint(this.metric.bands ? 0.12 : 0.22) });
+        bands.push({ series: [number + 1, number], fill: () => this.page.colour(line.run, faint(this.metric.bands ? 0.12 : 0.22)) });
         for (const edge of [low, high]) {
           table.push(edge);
           list.push(series(line, { faint: faint(0.3), width: 0.5, points: { show: false } }));

@@ -8,7 +8,7 @@ class Page {
     this.data = data;
     this.unpacked = new Map();
     this.known = null; // what end() has found
-    this.view = { axis: data.axes[0], span: 0, isFull: false, range: null, hidden: new Set() };
+    this.view = { axis: data.axes[0], span: 0, isFull: false, range: null, hidden: new Set(), pointed: null };
     this.tip = new Tip(this);
     this.charts = data.metrics.map((metric, i) => new Chart(metric, document.getElementById(`metric-${i}`), this));
     const controls = document.getElementById("controls");
@@ -97,9 +97,10 @@ class Page {
     return Array.from({ length: 16 }, (_, i) => i + least).flatMap(power => [1, 2, 5].map(digit => digit * 10 ** power * size));
   }
 
-  colour(run) {
-    const colours = this.data.colours[this.isDark() ? "dark" : "light"];
-    return colours[run % colours.length];
+  // The colour of a run's line, with what it lets through; of other runs than the one that is pointed at, almost nothing.
+  colour(run, alpha = "") {
+    const colours = this.data.colours[this.isDark() ? "dark" : "light"], { pointed } = this.view;
+    return colours[run % colours.length] + (pointed === null || pointed === run ? alpha : alpha ? "08" : "30");
   }
 
   // Of a few runs, each is drawn on a wider line of the one before it: those that agree are seen, too.
@@ -121,8 +122,10 @@ class Page {
     this.ink = { text: style.color, grid: style.borderTopColor, band: style.backgroundColor };
     const button = document.getElementById("theme");
     button.textContent = this.isDark() ? "Light" : "Dark";
-    for (const { plot } of this.charts) plot?.redraw(false, true);
+    this.redraw();
   }
+
+  redraw() { for (const { plot } of this.charts) plot?.redraw(false, true); }
 
   controls({ axis, smoothing, limits }) {
     const longest = Math.max(0, ...this.data.metrics.flatMap(({ lines }) => lines.map(line => line.size * this.column(line, "steps").length)));
@@ -169,6 +172,13 @@ class Page {
       buttons.forEach(button => button.setAttribute("aria-pressed", !hidden.has(+button.dataset.run)));
       this.draw();
     };
+    const point = run => { this.view.pointed = run; this.redraw(); };
+    for (const button of buttons) {
+      const run = +button.dataset.run;
+      button.addEventListener("pointerenter", () => point(run));
+      button.addEventListener("focus", () => button.matches(":focus-visible") && point(run));
+      for (const name of ["pointerleave", "blur"]) button.addEventListener(name, () => point(null));
+    }
     const runs = buttons.map(button => +button.dataset.run);
     buttons.forEach(button => button.addEventListener("click", () => toggle([+button.dataset.run])));
     document.getElementById("all")?.addEventListener("click", () => toggle([...hidden]));
