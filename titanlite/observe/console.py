@@ -1,9 +1,10 @@
 """Print what a person sees while a run trains: one line a step, notices and warnings, and a progress bar on a terminal.
 
-    step   120/10000  loss  2.4313  grad   0.513  lr 3.00e-04    9,912 tok/s/gpu  mfu 58.1%  mem  52.3 GiB  …
+    step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
-On a terminal the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above:
-no colours, no boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
+A line fits 100 columns; the learning rate, tokens, the epoch and the wait for data are in metrics.jsonl. On a terminal
+the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above: no colours, no
+boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
 host, and step lines to global rank 0, so eight ranks do not say everything eight times. A terminal that hangs up, or a
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _RECENT = 20  # log lines over which the time left is estimated: the first step, which compiles, must not count for long
+_LONG_WAIT = 0.1  # share of the time of so many lines that is too much to spend on waiting for data
 
 
 class Console:
@@ -56,12 +58,15 @@ class Console:
         if isinstance(self._stream, io.TextIOWrapper):  # a run must not end because a terminal has no × or →
             self._stream.reconfigure(errors="backslashreplace")
         self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._waits: deque[float] = deque(maxlen=_RECENT)
+        self._has_waited = False
         self._bar: tuple[Progress, TaskID] | None = None
 
     def write(self, row: Row) -> None:
         """Show one row in a line."""
         if isinstance(row, StepRow):
             self._seconds.append(row.seconds)
+            self._waits.append(row.data_wait_seconds)
             line = step_line(row, self._total, (self._total - row.step) * statistics.median(self._seconds))
         elif isinstance(row, Float8Row):
             line = f"{_progress(row.step, self._total)}  {_float8(row)}"
@@ -70,6 +75,7 @@ class Console:
         self._log(line)
         if self._rank == 0:
             self._show(line, done=row.step)
+            self._warn_of_wait()
 
     def notice(self, text: str) -> None:
         """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""
@@ -94,6 +100,15 @@ class Console:
         if self._bar:
             self._draw(self._bar[0].stop)
         self._file.close()
+
+    def _warn_of_wait(self) -> None:
+        """Say once that steps wait for data."""
+        waited, all_of_it = sum(self._waits), sum(self._seconds)
+        if self._has_waited or len(self._waits) < _RECENT or waited < _LONG_WAIT * all_of_it:
+            return
+        self._has_waited = True
+        share = f"{waited / all_of_it:.0%} of the last {_RECENT} lines' time went by waiting for data"
+        self.warning(f"{share}: put data.cache_dir on a faster disk, or leave the reader a core")
 
     def _whose(self) -> str:
         """Name the rank, on hosts other than the first."""
@@ -128,7 +143,7 @@ class Console:
         console = self._bar[0].console if self._bar else rich.console.Console(file=stream)
         styled = Text(text, style)
         if done is not None:
-            styled.highlight_words(("step", "loss", "grad", "lr", "tok/s/gpu", "mfu", "mem", "wait", "eta"), "dim")
+            styled.highlight_words(("step", "loss", "grad", "tok/s/gpu", "mfu", "GiB", "eta"), "dim")
             styled.highlight_regex(r"(?<=loss) +\S+", "bold cyan")
         console.print(styled, soft_wrap=True)
         if self._bar and done is not None:
@@ -165,18 +180,16 @@ def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
     Returns:
         The line, in ASCII, without a newline.
     """
-    wait = 100 * row.data_wait_seconds / row.seconds
+    decimals = 3 if row.grad_norm < 100 else 1
     return "  ".join(
         (
             _progress(row.step, total_steps),
             f"loss {row.loss:7.4f}",
-            f"grad {row.grad_norm:7.3f}",
-            f"lr {row.lr:.2e}",
+            f"grad {row.grad_norm:6.{decimals}f}",
             f"{row.tokens_per_second_per_gpu:7,.0f} tok/s/gpu",
             f"mfu {100 * row.mfu:4.1f}%",
-            f"mem {row.memory_gib:5.1f} GiB",
-            f"wait {wait:4.1f}%",
-            f"eta {duration(seconds_left)}",
+            f"{row.memory_gib:5.1f} GiB",
+            f"eta {_rough(seconds_left)}",
         )
     )
 
@@ -187,6 +200,16 @@ def duration(seconds: float) -> str:
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
     return (f"{days}d " if days else "") + f"{h}:{m:02}:{s:02}"
+
+
+def _rough(seconds: float) -> str:
+    """Format a time by its two largest units: `12d`, `2d 3h`, `8h 14m`, `3m 12s`."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days > 9:
+        return f"{days}d"
+    return f"{days}d {h}h" if days else f"{h}h {m:02}m" if h else f"{m}m {s:02}s"
 
 
 def _float8(row: Float8Row) -> str:

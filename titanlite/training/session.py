@@ -4,6 +4,7 @@ import math
 import os
 import re
 import signal
+import time
 from contextlib import suppress
 
 from titanlite.checkpoint.publish import complete_steps
@@ -35,6 +36,7 @@ class Session:
 
     def __init__(self, asked: CheckedRun, folder: RunFolder, console: Console, launcher: Launcher | None) -> None:
         self.asked, self.folder, self.console = asked, folder, console
+        self.began = time.monotonic()
         self.rank, self.local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         saved = complete_steps(folder.checkpoints)
         self.guard = Guard(folder.status, self.rank)

@@ -1,6 +1,7 @@
 """Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
 
 import os
+import time
 from contextlib import ExitStack, suppress
 
 import torch
@@ -13,7 +14,6 @@ from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.write import to_toml
-from titanlite.data.order import epochs
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.observe.console import Console
@@ -35,6 +35,7 @@ from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Position, Report
 from titanlite.training.session import Session
 from titanlite.training.state import restore, tensors_of
+from titanlite.training.summary import first_lines, last_lines
 
 
 def train(
@@ -105,8 +106,6 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     batches, validation = open_batches(data, asked, run.mesh, per_step, samples)
     cleanup.callback(batches.close)
     position = Position(start, samples, per_step, batches.n_samples, config.training.seq_len, world)
-    count = epochs(config.training.steps, per_step, batches.n_samples, start, samples)
-    console.notice(f"data.source: {data.train.tokens:,} tokens, {count} in {config.training.steps:,} steps")
 
     validates_first = validation is not None and bool(state.get("validation_due"))
     metrics = _open_metrics(folder, run, start, validates_first, console)
@@ -116,6 +115,9 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     flops = flops_per_token(run.model, run.dims, config.training.seq_len)
     report = Report(config, position, flops, device, console, status, observers)
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+    if session.rank == 0:
+        for line in first_lines(run, data.train, position, folder):
+            console.notice(line)
     watchdog = cleanup.enter_context(_watchdog(session))
     profiler = Profiler(config.profiling, folder.profile, session.rank, device, start + 1, console)
     cleanup.enter_context(profiler)
@@ -218,9 +220,12 @@ def _say_end(session: Session, start: int, last: int) -> None:
         return
     if is_finished:
         status.finished(last)
-        return
-    at_limit = 0 < config.job.stop_after <= last
-    ended_by = stop.received or ("job.stop_after" if at_limit else stop.of_another)
-    if not is_idle:
-        session.console.notice(f"stopped by {ended_by} after step {last}")
-    status.stopped(last, ended_by)
+    else:
+        at_limit = 0 < config.job.stop_after <= last
+        ended_by = stop.received or ("job.stop_after" if at_limit else stop.of_another)
+        if not is_idle:
+            session.console.notice(f"stopped by {ended_by} after step {last}")
+        status.stopped(last, ended_by)
+    if session.rank == 0 and not is_idle:
+        for line in last_lines(config, session.folder, last, time.monotonic() - session.began):
+            session.console.notice(line)

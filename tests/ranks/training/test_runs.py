@@ -506,9 +506,9 @@ def test_a_run_says_its_epochs(desk: Desk) -> None:
     flags += ("--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--training.local_batch_size=1")
     first = desk.run("epochs", 1, *flags, "--training.global_batch_size=50", "--job.stop_after=3")
     assert "\ndata.source: 1 file taken\n" in first.output
-    assert "\ndata.source: 10,001 tokens, 2.5 epochs in 5 steps\n" in first.output
+    assert "\ntokens   25,000 in 5 steps of 5,000; data.source has 10,001: 2.5 epochs\n" in first.output
     second = desk.run("epochs", 1, *flags, "--training.global_batch_size=25")
-    assert "\ndata.source: 10,001 tokens, 2 epochs in 5 steps\n" in second.output
+    assert "\ntokens   20,000 in 5 steps of 2,500; data.source has 10,001: 2 epochs\n" in second.output
     assert [row["epoch"] for row in second.rows if "epoch" in row] == [0.5, 1.0, 1.5, 1.75, 2.0]
 
 

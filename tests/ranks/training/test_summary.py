@@ -1,0 +1,53 @@
+"""The lines before the first step and after the last one: what they say is so, and their commands do what they say."""
+
+import re
+import shlex
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.support.launched import Desk, Ended
+from titanlite.commands import main
+
+
+def said(output: str, first: str, last: str) -> dict[str, str]:
+    """Rows of the lines from one word to another, by their words."""
+    found = re.search(rf"^{first} .*?^{last} .*?$", output, re.MULTILINE | re.DOTALL)
+    assert found, output
+    return {word: text.strip() for word, _, text in (line.partition(" ") for line in found[0].splitlines())}
+
+
+def lowest(run: Ended, key: str) -> str:
+    return "{:.4f} at step {}".format(*min((row[key], row["step"]) for row in run.rows if key in row))
+
+
+def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -> None:
+    flags = ("--validation.enable=true", "--validation.freq=3", "--validation.steps=1", "--training.steps=6")
+    split = ("--parallelism.tensor_parallel_degree=2", "--metrics.wandb=offline")
+    run = desk.run("sum mary", 2, *flags, *split, "--job.stop_after=4", "--checkpoint.resume=never")
+    folder = shlex.quote(str(run.folder))
+    begins, ends = said(run.output, "model", "wandb"), said(run.output, "took", "export")
+    assert begins["layout"] == "2 × CPU processes: tensor parallel 2"
+    assert begins["tokens"].startswith("1,536 in 6 steps of 256; data.source has ")
+    assert begins["folder"] == str(run.folder)
+    assert begins["wandb"] == f"offline, in {run.folder}/wandb"
+    assert all(len(f"{word}{text}") < 100 for word, text in begins.items() if str(run.folder) not in text)
+    assert re.fullmatch(r"0:0\d:\d\d to step 4 of 6", ends["took"])
+    assert ends["lowest"] == f"train loss {lowest(run, 'loss')}, validation loss {lowest(run, 'validation_loss')}"
+    assert ends["compare"] == f"titanlite compare {folder}"
+
+    command, out = shlex.split(ends["export"]), tmp_path / "out"
+    assert main([*command[1:], "--out", str(out)]) == 0
+    count = sum(weight.numel() for weight in load_file(out / "model.safetensors").values())
+    assert begins["model"] == f"llama3 debug, {count:,} parameters"
+
+    titanlite, train, config, gpus, world, *rest = shlex.split(ends["resume"])
+    assert [titanlite, train, gpus] == ["titanlite", "train", "--gpus"]
+    desk.rerun(Path(config), *rest, world=int(world))
+    whole = Ended(run.folder, (run.folder / "logs" / "rank0.log").read_text())
+    assert whole.status["state"] == "finished"
+    assert [row["step"] for row in whole.steps] == [1, 2, 3, 4, 5, 6]
+    logged = re.sub(r"^\S+Z ", "", whole.output, flags=re.MULTILINE)
+    longer = said(logged[logged.index("to step 6 of 6") - 50 :], "lowest", "export")
+    assert longer["lowest"].startswith(f"train loss {lowest(whole, 'loss')}, ")  # of both starts
+    assert longer["longer"].startswith(f"titanlite train {shlex.quote(config)} --gpus 2 --training.steps 12")

@@ -1,0 +1,113 @@
+"""Say in a few lines what a run is before its first step, and after its last what came of it and what comes next."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.publish import complete_steps
+from titanlite.config.schema import Config
+from titanlite.data.order import epochs
+from titanlite.data.shards import TokenShards
+from titanlite.observe.console import duration
+from titanlite.observe.metrics import RunError, read_metrics
+from titanlite.parallel.mesh import Mesh
+from titanlite.preflight.run_folder import RunFolder
+from titanlite.training.build import Run
+from titanlite.training.report import Position
+
+_WIDTH = 7  # of the words in front
+
+
+def first_lines(run: Run, source: TokenShards, position: Position, folder: RunFolder) -> list[str]:
+    """Say what is trained, on what, where, and who records it.
+
+    Args:
+        run: as it was built.
+        source: the training data.
+        position: where training begins.
+        folder: of the run.
+    """
+    config = run.config
+    count = sum(p.numel() for p in run.model.parameters())  # of a split one, its whole
+    name = config.model.file or f"{config.model.name} {config.model.flavor}"
+    steps, at = config.training.steps, position
+    passes = epochs(steps, at.global_batch_size, at.n_samples, at.start, at.samples_before)
+    all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {at.global_batch_size * at.seq_len:,}"
+    return [
+        _line("model", f"{name}, {count:,} parameters"),
+        _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
+        _line("tokens", f"{all_steps}; data.source has {source.tokens:,}: {passes}"),
+        _line("folder", str(folder.path)),
+        _line("wandb", _where_wandb_records(config, folder)),
+    ]
+
+
+def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> list[str]:
+    """Say how long a start took, the lowest losses of the run, and the commands for what comes next.
+
+    Args:
+        config: of the run.
+        folder: of it.
+        last: the last step done.
+        seconds: since this start began.
+    """
+    rows: list[dict[str, Any]] = []
+    with suppress(OSError, RunError):  # who has damaged it has been told, or is at the next start
+        rows = read_metrics(folder.metrics)
+    lowest = {"train": _lowest(rows, "loss"), "validation": _lowest(rows, "validation_loss")}
+    lines = [_line("took", f"{duration(seconds)} to step {last:,} of {config.training.steps:,}")]
+    if said := [f"{name} loss {text}" for name, text in lowest.items() if text]:
+        lines.append(_line("lowest", ", ".join(said)))
+    path, saved = shlex.quote(str(folder.path)), complete_steps(folder.checkpoints)
+    if saved:
+        lines.append(_line("resume" if last < config.training.steps else "longer", _resume(config, folder, last)))
+    lines.append(_line("compare", f"titanlite compare {path}"))
+    if saved and not config.model.file:  # there is no layout of Hugging Face's for a user's own architecture
+        lines.append(_line("export", f"titanlite export {path}"))
+    return lines
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:{_WIDTH}}  {text}"
+
+
+def _mesh_in_words(mesh: Mesh, world: int) -> str:
+    """Say on how many of what the run is, and how it is split over them."""
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU process"
+    is_several = world > 1 and mesh.device.type != "cuda"
+    axes = {"replicas": mesh.replicas, "FSDP": mesh.dp_size // mesh.replicas, "tensor parallel": mesh.tp_size}
+    split = " × ".join(f"{name} {degree}" for name, degree in axes.items() if degree > 1)
+    return f"{world} × {device}{'es' * is_several}" + (f": {split}" if split else "")
+
+
+def _where_wandb_records(config: Config, folder: RunFolder) -> str:
+    """Say where Weights & Biases records, or what has the metrics where it does not."""
+    metrics = config.metrics
+    group = f", group {metrics.wandb_group}" if metrics.wandb_group else ""
+    return {
+        "off": f"off; {folder.metrics.name} in the folder has every row",
+        "offline": f"offline, in {folder.path / 'wandb'}",
+        "online": f"online, project {metrics.wandb_project}{group}",
+    }[metrics.wandb]
+
+
+def _lowest(rows: Sequence[dict[str, Any]], key: str) -> str:
+    """Give the lowest number of a column and its step; nothing where there is none."""
+    found = [(row[key], row["step"]) for row in rows if row.get(key) is not None]
+    return "{:.4f} at step {:,}".format(*min(found)) if found else ""
+
+
+def _resume(config: Config, folder: RunFolder, last: int) -> str:
+    """Give the command that goes on; of a run with all its steps, for as many again."""
+    world = dist.get_world_size()
+    more = [] if last < config.training.steps else ["--training.steps", str(2 * config.training.steps)]
+    more += ["--job.stop_after", "0"] if config.job.stop_after else []
+    more += ["--checkpoint.resume", "auto"] if config.checkpoint.resume != "auto" else []
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:  # on several hosts, which `titanlite train` does not do
+        return " ".join(["the same command again", *more])
+    return shlex.join(["titanlite", "train", str(folder.config), "--gpus", str(world), *more])
