@@ -26,6 +26,10 @@ def main() -> None:
     launcher = Launcher()  # now: it may end while the rest is read
     world = int(os.environ.get("WORLD_SIZE", "1"))
     run = checked_run(sys.argv[1:], world)
+    is_first = os.environ.get("RANK", "0") == "0"
+    folder = RunFolder.of(run.config)
+    if is_first:
+        folder.foresee(run.config)  # that it is another run's is said before torch is imported
     if lack := lack_of_memory(run.config, run.dims, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         import torch
 
@@ -36,9 +40,9 @@ def main() -> None:
 
         choose_device()
     check_with_torch(run, world)
-    folder, notices, warnings = RunFolder.of(run.config), [*run.port.count(), *run.hints], [*run.warnings]
+    notices, warnings = [*run.port.count(), *run.hints], [*run.warnings]
     notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
