@@ -4,16 +4,20 @@
 
 `.venv` in the checkout is taken if it has everything, else the Python that this runs on; nothing is installed into
 either. If both lack something, `.venv` is made or completed. What a broken-off start has left is made anew by the next,
-and of two that start at once, one waits for the other.
+and of two that start at once, one waits for the other. What it does it says on stderr, step by step.
 """
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +25,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 UNFINISHED = VENV / "unfinished"  # is there while something is being installed
 EVERYTHING, NO_PIP = "everything", "pip, and Python 3.11 or later"  # what may be missing besides requirements
+STILL_S = 15.0  # between two signs of life
 OLDER = "python3.11", "python3.12", "python3.13"
 
 # Runs in the environment that is looked at: prints what it lacks, one requirement a line.
@@ -108,21 +113,27 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
     else:
         say(f"adding to {VENV}: {', '.join(lacks)}")
     clear = ["--clear"] if EVERYTHING in lacks else []
-    VENV.mkdir(exist_ok=True)
-    UNFINISHED.touch()
-    run(sys.executable, "-m", "venv", *clear, VENV)
-    UNFINISHED.touch()  # --clear took it away
-    if sys.platform == "linux" and not has_gpu:
-        # PyPI's torch for Linux brings CUDA, gigabytes of it. torch's own index has builds without; if it cannot be
-        # reached, PyPI's is taken, so one short attempt is enough.
-        index = ["--retries", "1", "--timeout", "15", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-        run(*pip("--no-deps", *index, torch_without_cuda(index)))
-    run(*pip("-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)))
+    # PyPI's torch for Linux brings CUDA, gigabytes of it. torch's own index has builds without; if it cannot be
+    # reached, PyPI's is taken, so one short attempt is enough.
+    index = ["--retries", "1", "--timeout", "15", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
     # On all cores, where pip takes one, and without what nobody imports, of 12,000 files a quarter. Some packages have
     # templates among them, which are no Python.
-    unused = "site-packages/.*/tests/"
-    command = [PYTHON, "-m", "compileall", "-qq", "-j", "0", "-x", unused, VENV / "lib"]
-    subprocess.run(command, stdout=sys.stderr, close_fds=False)
+    compile_all = [PYTHON, "-m", "compileall", "-qq", "-j", "0", "-x", "site-packages/.*/tests/", VENV / "lib"]
+    steps: dict[str, Callable[[], object]] = {
+        "make the environment": lambda: run(sys.executable, "-m", "venv", *clear, VENV),
+        "install torch without CUDA": lambda: run(*pip("--no-deps", *index, torch_without_cuda(index))),
+        "install titanlite and what it needs": lambda: run(
+            *pip("-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT))
+        ),
+        "compile what was installed": lambda: subprocess.run(compile_all, stdout=sys.stderr, close_fds=False),
+    }
+    if sys.platform != "linux" or has_gpu:
+        del steps["install torch without CUDA"]
+    VENV.mkdir(exist_ok=True)
+    for n, (what, does) in enumerate(steps.items(), start=1):
+        UNFINISHED.touch()  # again, for --clear takes it away
+        with at_work(f"{n}/{len(steps)} {what}"):
+            does()
     UNFINISHED.unlink()
     say(f"installed in {time.monotonic() - start:.0f} s")
     return PYTHON
@@ -145,14 +156,49 @@ def torch_without_cuda(index: Sequence[str]) -> str:
 
 def pip(*args: str) -> list[str | Path]:
     """Return a command that installs into `.venv`."""
-    return [PYTHON, "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *args]
+    own = ["--progress-bar", "off", "--no-compile", "--disable-pip-version-check"]
+    return [PYTHON, "-m", "pip", "install", *own, *args]
 
 
 def run(*command: str | Path) -> None:
-    """Run a command, its output to stderr; if it fails, end with its exit code."""
-    done = subprocess.run(command, stdout=sys.stderr, close_fds=False)
-    if done.returncode:
-        sys.exit(done.returncode)
+    """Run a command, and say of its output what a person may wait for; if it fails, end with its exit code."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, close_fds=False) as started:
+        assert started.stdout is not None  # noqa: S101
+        for line in started.stdout:
+            if text := worth_saying(line):
+                say(f"    {text}")
+    if started.returncode:
+        sys.exit(started.returncode)
+
+
+def worth_saying(line: str) -> str:
+    """Return what a line of pip's is about in few words, if it takes long: a large download, and the installation."""
+    if found := re.match(r"\s*Downloading \S*?([^/\s]+) \(([\d.]+) ([MG]B)\)", line):
+        name, version = urllib.parse.unquote(found[1]).split("-")[:2]
+        return f"downloading {name} {version}, {found[2]} {found[3]}"
+    if line.startswith("Installing collected packages: "):
+        n = line.count(",") + 1
+        return f"unpacking {n} package{'s' * (n > 1)}"
+    return ""
+
+
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Say what is being done, and every few seconds that it goes on."""
+    say(what)
+    done, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(STILL_S):
+            say(f"    still at it, {time.monotonic() - start:.0f} s")
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def say(text: str) -> None:

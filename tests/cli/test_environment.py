@@ -1,0 +1,78 @@
+"""scripts/environment.py with a stand-in for Python and pip: what it says while a person waits."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+# What pip 23 and pip 25 say, but for the packages, and the time that unpacking takes.
+STAND_IN = """
+import os, sys, time
+if "-e" in sys.argv:
+    print("Collecting torch<2.15,>=2.11", flush=True)
+    print("  Downloading https://host/whl/cpu/torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl (190.1 MB)", flush=True)
+    print("  Downloading https://host/idna-3.9-py3-none-any.whl (70 kB)", flush=True)
+    print("Downloading pyarrow-26.0.1-cp311-cp311-manylinux_2_28_x86_64.whl (47.6 MB)", flush=True)
+    print("Installing collected packages: idna, pyarrow, torch", flush=True)
+    time.sleep(0.3)
+    sys.exit(int(os.environ.get("PIP_ENDS_WITH", 0)))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, as a module whose `.venv` is elsewhere."""
+    spec = importlib.util.spec_from_file_location("environment", REPOSITORY / "scripts" / "environment.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    python = tmp_path / "python"
+    python.write_text(f"#!{sys.executable}\n{STAND_IN}")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    for name, value in {"VENV": tmp_path / ".venv", "PYTHON": python, "STILL_S": 0.1}.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "UNFINISHED", tmp_path / ".venv" / "unfinished")
+    return module
+
+
+def test_an_installation_says_step_by_step_what_it_does(
+    environment: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment.sys, "platform", "linux")
+    environment.install([], [environment.EVERYTHING])
+    out, said = capfd.readouterr()
+    assert out == ""  # which is for the result
+    lines = [line for line in said.splitlines() if "still at it" not in line]
+    assert lines[0].endswith("; about 350 MB to download")
+    assert lines[1:-1] == [
+        "1/4 make the environment",
+        "2/4 install torch without CUDA",
+        "3/4 install titanlite and what it needs",
+        "    downloading torch 2.13.0+cpu, 190.1 MB",
+        "    downloading pyarrow 26.0.1, 47.6 MB",
+        "    unpacking 3 packages",
+        "4/4 compile what was installed",
+    ]
+    assert lines[-1].startswith("installed in ")
+    unpacking = said.partition("unpacking")[2].partition("4/4")[0]
+    assert "still at it, 0 s" in unpacking  # where nothing else is said
+    assert not environment.UNFINISHED.exists()
+
+
+def test_an_installation_that_fails_ends_there_and_is_made_anew(
+    environment: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_ENDS_WITH", "7")
+    with pytest.raises(SystemExit) as ended:
+        environment.install(["dev"], ["ruff"])
+    assert ended.value.code == 7
+    assert environment.UNFINISHED.exists()
+    said = capfd.readouterr().err
+    assert "adding to" in said
+    assert "compile" not in said
