@@ -11,6 +11,7 @@ from rich.console import Console
 from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
+from titanlite.config.held_out import held_out_sources
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.preflight.checked_run import checked_run
@@ -19,7 +20,7 @@ _COMMAND = Command("prepare", __doc__ or "", {})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prepare `data.source` and, if it is enabled, `validation.source`, and print what came of it.
+    """Prepare `data.source` and, if validation is enabled, its sources, and print what came of it.
 
     Raises:
         TitanliteError: config, source or tokenizer cannot be used; what can be said before reading is said at
@@ -28,9 +29,7 @@ def run(argv: Sequence[str]) -> int:
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(_COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
-    sources = {"data.source": config.data.source}
-    if config.validation.enable:
-        sources["validation.source"] = config.validation.source
+    sources = {"data.source": config.data.source} | held_out_sources(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     notices = [f"warning: {text}" for text in checked.warnings] + [checked.inputs.unused]
     for notice in filter(None, notices):

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from titanlite.config.build import show
 from titanlite.config.check_mesh import check_batch, check_dims, check_mesh, data_ranks
+from titanlite.config.held_out import check_held_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
@@ -55,6 +56,7 @@ def check_config(
 
     check_ranges(config, problems)
     _check_names(config, problems)
+    check_held_out(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
         check_dims(model, config.model, problems)

@@ -197,12 +197,14 @@ class Compile:
 
 @dataclass(frozen=True)
 class Validation:
-    """Loss on held-out text."""
+    """Loss on held-out text. Bits per byte of it compare models with different tokenizers."""
 
     enable: bool = False
     """Validate every `freq` steps and after the last one."""
     source: str = "python_stdlib_held_out"
     """Like `data.source`. `python_stdlib_held_out` is the part that `python_stdlib` leaves out."""
+    sources: tuple[str, ...] = ()
+    """More held-out sources, each written `NAME=SOURCE`. Each has numbers of its own in metrics.jsonl: `validation_loss.NAME` and `validation_bits_per_byte.NAME`."""
     freq: int = 500
     """Steps between validations."""
     steps: int = -1

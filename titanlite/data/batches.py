@@ -131,6 +131,7 @@ class ValidationBatches:
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
+        key: the config key of the source, for the message.
 
     Raises:
         DataError: the corpus has not one sample.
@@ -147,8 +148,9 @@ class ValidationBatches:
         dp_rank: int,
         dp_size: int,
         device: torch.device,
+        key: str = "validation.source",
     ) -> None:
-        available = sample_count(shards.meta.source, shards.tokens, seq_len, key="validation.source")
+        available = sample_count(shards.meta.source, shards.tokens, seq_len, key=key)
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
         self._shards, self._seq_len, self._device = shards, seq_len, device
         per_turn = local_batch_size * dp_size

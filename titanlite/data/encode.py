@@ -61,7 +61,7 @@ def encode(
     Raises:
         DataError: a file cannot be used, or too many records are bad.
     """
-    is_bad, n_tokens, n_unknown = False, 0, 0  # of the document that a piece is of, up to there
+    is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0  # of the document that a piece is of, up to there
     batches = _text_batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
@@ -74,20 +74,20 @@ def encode(
                     tally.add_bad(piece.place, bad or f"holds {what}, which separates documents")
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
                     tally.check_early(piece.n_bad + tally.n_bad - n_read)  # those behind are not encoded one by one
-                is_bad, n_tokens, n_unknown = True, 0, 0
+                is_bad, n_tokens, n_unknown, n_text = True, 0, 0, 0
             elif not is_bad:
                 if tokenizer.bos_id is not None and not n_tokens:
                     ids = np.insert(ids, 0, tokenizer.bos_id)
                 ends = ends or 0 < max_tokens <= tally.n_tokens + n_tokens + len(ids)
                 ended = np.append(ids, ids.dtype.type(tokenizer.separator_id)) if ends else ids
                 encoded.append(Encoded(ended, ends))
-                n_tokens += len(ended)
+                n_tokens, n_text = n_tokens + len(ended), n_text + len(piece.text.encode())
                 if tokenizer.unknown_id is not None:
                     n_unknown += int(np.count_nonzero(ids == tokenizer.unknown_id))
             if ends:
                 tally.n_documents, tally.n_tokens = tally.n_documents + (not is_bad), tally.n_tokens + n_tokens
-                tally.n_unknown += n_unknown
-                is_bad, n_tokens, n_unknown = False, 0, 0
+                tally.n_unknown, tally.n_text_bytes = tally.n_unknown + n_unknown, tally.n_text_bytes + n_text
+                is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0
                 if 0 < max_tokens <= tally.n_tokens:
                     # What was read ahead does not count, but for that there is more.
                     tally.is_cut = tally.take_back(piece.n_bad, n_read) or n < len(batch) or _is_more(batches, tally)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlite.config.held_out import held_out_sources
 from titanlite.config.schema import Config, Data
 from titanlite.data.cache_folder import (
     check_cache_is_folder,
@@ -72,8 +73,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     """
     problems: list[str] = []
     sources = {"data.source": (config.data.source, sequences)}
-    if config.validation.enable:
-        sources["validation.source"] = config.validation.source, sequences and 1
+    sources |= {key: (source, sequences and 1) for key, source in held_out_sources(config).items()}
     found: dict[str, Source] = {}
     shards, tokens = dict[str, TokenShards](), dict[str, int]()
     tokenizer = None

@@ -36,7 +36,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     Any number of processes may call this at once: one works, the others wait.
 
     Args:
-        source: `data.source` or `validation.source`.
+        source: `data.source`, or one of validation.
         data: tokenizer, text field, limit of bad records, cache folder.
         vocab_size: of the model.
         progress: show a progress bar, or lines where stderr is no terminal.
@@ -178,6 +178,7 @@ def _tokenize(
         fingerprint=fingerprint,
         documents=tally.n_documents,
         input_bytes=tally.n_bytes,
+        text_bytes=tally.n_text_bytes,
         n_bad_records=tally.n_bad,
         bad_records=tuple(tally.bad),
         skipped=tuple(tally.skipped),

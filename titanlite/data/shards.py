@@ -54,6 +54,7 @@ class Meta:
     fingerprint: str  # of the tokens alone: equal on every machine that holds the same corpus
     documents: int = 0
     input_bytes: int = 0
+    text_bytes: int = 0  # of the documents in UTF-8; 0: not known, as of token files
     n_bad_records: int = 0
     bad_records: tuple[str, ...] = ()  # the first ones
     skipped: tuple[str, ...] = ()
@@ -65,6 +66,13 @@ class Meta:
     def tokens(self) -> int:
         """Tokens of all shards, separators included."""
         return sum(s.tokens for s in self.shards)
+
+    @property
+    def tokens_per_byte(self) -> float | None:
+        """Return tokens, separators included, per byte of the documents' text, which has none; None: not known."""
+        is_bytes = self.tokenizer == "bytes"  # whose shards know it though they are of before it was written
+        n_bytes = self.text_bytes or (self.tokens - self.documents if is_bytes else 0)
+        return self.tokens / n_bytes if n_bytes else None
 
     def write(self, folder: Path) -> None:
         """Write meta.json, to be readable after a power cut."""

@@ -28,6 +28,7 @@ class Tally:
     n_bytes: int = 0  # of the input
     n_documents: int = 0  # that were encoded, and are good
     n_tokens: int = 0  # of these, with separators
+    n_text_bytes: int = 0  # of their text, in UTF-8
     n_unknown: int = 0  # of these, that stand for text which the tokenizer does not know
     is_cut: bool = False  # there are more, which data.max_tokens leaves out
     n_bad: int = 0

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
-from titanlite.observe.metrics import Float8Row, Row, StepRow
+from titanlite.observe.metrics import Float8Row, Row, StepRow, ValidationRow
 from titanlite.redact import redact
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Console:
         elif isinstance(row, Float8Row):
             line = f"{_progress(row.step, self._total)}  {_float8(row)}"
         else:
-            line = f"{_progress(row.step, self._total)}  validation loss {row.validation_loss:.4f}"
+            line = f"{_progress(row.step, self._total)}  {_validation(row)}"
         self._log(line)
         if self._rank == 0:
             self._show(line, done=row.step)
@@ -210,6 +210,18 @@ def _rough(seconds: float) -> str:
     if days > 9:
         return f"{days}d"
     return f"{days}d {h}h" if days else f"{h}h {m:02}m" if h else f"{m}m {s:02}s"
+
+
+def _validation(row: ValidationRow) -> str:
+    """Say the loss of each held-out source, and its bits per byte where they are known."""
+    losses = {"": row.validation_loss}
+    losses |= {key.partition(".")[2]: x for key, x in row.sources.items() if key.startswith("validation_loss.")}
+    bits = {key.partition(".")[2]: x for key, x in row.sources.items() if "bits_per_byte" in key}
+    texts = [
+        f"{name or 'validation loss'} {loss:.4f}" + (f" ({bits[name]:.4f} bits/byte)" if name in bits else "")
+        for name, loss in losses.items()
+    ]
+    return "  ".join(texts)
 
 
 def _float8(row: Float8Row) -> str:

@@ -23,7 +23,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,11 +60,17 @@ class StepRow:
 
 @dataclass(frozen=True)
 class ValidationRow:
-    """One validation."""
+    """One validation.
+
+    Bits per byte count the separators among the tokens, and no byte for them: the end of a document costs bits, too.
+    """
 
     step: int
     tokens: int
-    validation_loss: float  # mean over all targets of the source
+    validation_loss: float  # mean over all targets of `validation.source`, nats per token
+    # Its "validation_bits_per_byte", if the bytes of its text are known; and of each further source
+    # "validation_loss.<name>" and "validation_bits_per_byte.<name>".
+    sources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,8 @@ class MetricsFile:
 def json_row(row: Row) -> dict[str, int | float | None]:
     """Give a row as a dict whose numbers are finite or None."""
     given = asdict(row)
-    given |= given.pop("layers", {})
+    for several in ("layers", "sources"):
+        given |= given.pop(several, {})
     return {key: value if math.isfinite(value) else None for key, value in given.items()}
 
 

@@ -87,8 +87,10 @@ class _Checks:
         except TitanliteError as error:
             found = [(report.source, problem) for report in error.args for problem in report.problems]
         for source, p in found:
-            is_key = p.where in schema_keys()  # data, say, do not know where it was given
-            self.problems.add(p.where, p.saw, p.want, p.fix, at=None if is_key else Place(source, p.line))
+            # Data, say, do not know where it was given. Of `validation.sources.NAME` the list is the key.
+            key = p.where if p.where in schema_keys() else p.where.rpartition(".")[0]
+            place = self.origin.of(key) if key in schema_keys() else Place(source, p.line)
+            self.problems.add(p.where, p.saw, p.want, p.fix, at=place)
         self.wrong.update(needs[:1], (problem.where for _, problem in found))
         return None
 
@@ -137,7 +139,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
     cut, few = cut_schedule(config), other_vocabulary(config, inputs, dims.vocab_size)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
-    warnings = [not_chosen(config, not few, origin), few, trained_on(config, inputs.sources)]
+    warnings = [not_chosen(config, not few, origin), few, *trained_on(config, inputs.sources)]
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
     if given and not _resumes(config):
         warnings += [other_tokenizer(config, inputs.sources), *other_training(config)]

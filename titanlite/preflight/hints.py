@@ -41,11 +41,13 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str |
     return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
 
 
-def trained_on(config: Config, sources: Mapping[str, Source]) -> str | None:
-    """Say so if the text that a run is validated on is trained on, where that can be seen."""
-    trained, held_out = sources["data.source"], sources.get("validation.source")
-    if held_out is None:
-        return None
+def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str | None, ...]:
+    """Say so if text that a run is validated on is trained on, where that can be seen."""
+    trained = sources["data.source"]
+    return tuple(_trained_on(config, trained, source) for key, source in sources.items() if key != "data.source")
+
+
+def _trained_on(config: Config, trained: Source, held_out: Source) -> str | None:
     if trained.dataset and held_out.dataset:
         what = "the same dataset, config and split" if trained.dataset == held_out.dataset else ""
     else:
@@ -53,7 +55,7 @@ def trained_on(config: Config, sources: Mapping[str, Source]) -> str | None:
         what = f"{n_shared} of its {len(held_out.files)} files" if n_shared else ""
     unless = ", unless data.max_tokens leaves it out" if config.data.max_tokens else ""
     why = f"is part of data.source ({what}): it is trained on{unless}, and its loss is not that of held-out text"
-    return f'validation.source = "{held_out.name}" {why}' if what else None
+    return f'{held_out.key} = "{held_out.name}" {why}' if what else None
 
 
 def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> str | None:

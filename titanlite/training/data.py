@@ -1,9 +1,12 @@
 """The token shards of a run, the same on every rank, and the batches that this rank takes of them."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from titanlite.checkpoint.collective import on_all_ranks
+from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Meta, TokenShards
@@ -21,21 +24,36 @@ class Corpora:
 
     Attributes:
         train: what it trains on.
-        held_out: what it validates on, if it does.
+        held_out: what it validates on, by the key of each source.
     """
 
     train: TokenShards
-    held_out: TokenShards | None
+    held_out: dict[str, TokenShards]
 
     @property
     def sources(self) -> dict[str, TokenShards]:
         """The corpora by the key that names the source of each."""
-        return {"data.source": self.train} | ({"validation.source": self.held_out} if self.held_out else {})
+        return {"data.source": self.train} | self.held_out
 
     @property
     def identity(self) -> dict[str, str]:
         """Fingerprints of the training data as a checkpoint holds them: of its tokens and of its tokenizer."""
         return {"corpus": self.train.fingerprint, "tokenizer": self.train.tokenizer}
+
+
+class HeldOut(NamedTuple):
+    """The batches of a held-out source."""
+
+    batches: ValidationBatches
+    tokens_per_byte: float | None  # of its text; None: not known
+
+    def numbers(self, name: str, loss: float) -> dict[str, float]:
+        """Return the metrics of its mean loss, in nats per token, by their keys; `name` is "" of the first source."""
+        end = f".{name}" if name else ""
+        found = {f"validation_loss{end}": loss}
+        if self.tokens_per_byte is not None:
+            found[f"validation_bits_per_byte{end}"] = loss / math.log(2) * self.tokens_per_byte
+        return found
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
@@ -46,10 +64,11 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
         progress: whether this process shows how far it is.
     """
     config, vocab_size = asked.config, asked.dims.vocab_size
-    train, held_out = prepare(config.data.source, config.data, vocab_size, progress=progress), None
-    if config.validation.enable:
-        source = config.validation.source
-        held_out = prepare(source, config.data, vocab_size, progress=progress, key="validation.source")
+    train = prepare(config.data.source, config.data, vocab_size, progress=progress)
+    held_out = {
+        key: prepare(source, config.data, vocab_size, progress=progress, key=key)
+        for key, source in held_out_sources(config).items()
+    }
     return Corpora(train, held_out)
 
 
@@ -73,6 +92,11 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
         if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
             what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
             console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
+        if key != "data.source" and source.meta.tokens_per_byte is None:
+            why = "token files do not say the bytes of their text"
+            if source.meta.tokenizer:
+                why = f"its token shards are of a version that did not count them; delete {source.folder}"
+            console.notice(f"{key}: the bytes of its text are not known, nor bits per byte: {why}")
         for text in add_data(receipt, key, source.meta, vocab_size):
             if rank == 0:
                 console.warning(text)
@@ -83,7 +107,7 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
 
     Args:
         receipt: of the run.
-        key: "data.source" or "validation.source".
+        key: "data.source", or that of a held-out source.
         meta: of its shards.
         vocab_size: of the model.
 
@@ -96,6 +120,8 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # token files do not say where a document ends
         applied["documents"] = meta.documents
+    if meta.text_bytes and key != "data.source":  # of which no bits per byte are computed
+        applied["text_bytes"] = meta.text_bytes
     unnamed = meta.n_bad_records - len(meta.bad_records)
     more = [f"and {unnamed:,} more"] * (unnamed > 0)
     left_out = [Skipped(record, "a bad record", is_told=True) for record in (*meta.bad_records, *more)]
@@ -124,7 +150,7 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
 
 def open_batches(
     data: Corpora, asked: CheckedRun, mesh: Mesh, per_step: int, samples: int
-) -> tuple[TrainBatches, ValidationBatches | None]:
+) -> tuple[TrainBatches, dict[str, HeldOut]]:
     """Begin to read this rank's batches.
 
     Args:
@@ -135,12 +161,15 @@ def open_batches(
         samples: sequences trained on before.
 
     Returns:
-        Batches to train on, to be closed; and to validate on, if the run does.
+        Batches to train on, to be closed; and those of each held-out source, by its name.
     """
-    training, held_out = asked.config.training, data.held_out
+    training, steps = asked.config.training, asked.config.validation.steps
     where: dict[str, int] = {"seq_len": training.seq_len, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
     where |= {"local_batch_size": training.local_batch_size, "global_batch_size": per_step}
     train = TrainBatches(data.train, seed=training.seed, position=samples, device=mesh.device, **where)
-    if held_out is None:
-        return train, None
-    return train, ValidationBatches(held_out, steps=asked.config.validation.steps, device=mesh.device, **where)
+    return train, {
+        name_of_source(key): HeldOut(
+            ValidationBatches(shards, steps=steps, device=mesh.device, key=key, **where), shards.meta.tokens_per_byte
+        )
+        for key, shards in data.held_out.items()
+    }

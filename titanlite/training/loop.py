@@ -24,6 +24,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.watchdog import Watchdog
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
+from titanlite.training.data import HeldOut
 from titanlite.training.data_check import DataCheck
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
@@ -42,7 +43,7 @@ class Loop:
 
     run: Run
     batches: TrainBatches
-    validation: ValidationBatches | None
+    validation: dict[str, HeldOut]  # by the name of the source; "" is the first one's
     checkpoints: Checkpoints
     background: Background | None  # what writes them, if training does not wait for it
     report: Report
@@ -82,7 +83,7 @@ class Loop:
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
 
             validate = step % config.validation.freq == 0 or step == config.training.steps
-            validate &= self.validation is not None
+            validate &= bool(self.validation)
             look = config.metrics.float8_numerics_freq > 0 and step % config.metrics.float8_numerics_freq == 0
             save = config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == last)
             trace = self.profiler.edge(step)
@@ -122,14 +123,16 @@ class Loop:
         return step
 
     def validate(self, step: int) -> None:
-        """Log the mean loss over all targets of the held-out source: the same on every rank, under any layout."""
-        assert self.validation is not None  # noqa: S101
+        """Log the mean loss over all targets of each held-out source: the same on every rank, under any layout."""
         self._limit(self.run.config.comm.init_timeout_seconds)
         self.run.model.eval()
-        total, targets = validation_loss(self.run, self._watched(self.validation, step)).tolist()
+        numbers: dict[str, float] = {}
+        for name, source in self.validation.items():
+            total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
+            numbers |= source.numbers(name, total / targets)
         self.run.model.train()
         self.data_check.tell()
-        self.report.validation(step, total / targets)
+        self.report.validation(step, numbers)
 
     def float8_numerics(self, step: int, tokens: Tensor) -> None:
         """Log what float8 does to each layer, on tokens of each rank's; training goes on as if it had not been."""

@@ -192,9 +192,11 @@ class Report:
         self._start_clock(outcome.done)
         self._write(row)
 
-    def validation(self, step: int, loss: float) -> None:
-        """Log one validation."""
-        self._write(ValidationRow(step=step, tokens=self.position.tokens(step), validation_loss=loss))
+    def validation(self, step: int, numbers: dict[str, float]) -> None:
+        """Log one validation, of all held-out sources: `validation_loss` of the first, and what else there is."""
+        more = {key: number for key, number in numbers.items() if key != "validation_loss"}
+        tokens = self.position.tokens(step)
+        self._write(ValidationRow(step=step, tokens=tokens, validation_loss=numbers["validation_loss"], sources=more))
 
     def float8(self, step: int, layers: dict[str, float]) -> None:
         """Log what float8 did to each layer; see `titanlite.float8.numerics`."""

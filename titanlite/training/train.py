@@ -107,7 +107,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.callback(batches.close)
     position = Position(start, samples, per_step, batches.n_samples, config.training.seq_len, world)
 
-    validates_first = validation is not None and bool(state.get("validation_due"))
+    validates_first = bool(validation) and bool(state.get("validation_due"))
     metrics = _open_metrics(folder, run, start, validates_first, console)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)

@@ -1,5 +1,7 @@
 """Validation: the same number under any layout, when it is due, and never a hang."""
 
+import array
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -45,6 +47,30 @@ def test_every_layout_sees_the_same_loss(desk: Desk, single: Ended, layout: str)
     # Four steps and one mean in float32, whose sums are ordered otherwise.
     assert validations(run) == {4: pytest.approx(validations(reference)[4], rel=1e-6)}
     assert validations(run)[4] == pytest.approx(5.0, abs=0.7)  # below log 256 = 5.55, as four steps make it
+
+
+def test_each_held_out_source_has_its_loss_and_bits_per_byte(desk: Desk, single: Ended) -> None:
+    """Of the same text as a further source, the same; token files, whose text is not known, have a loss alone."""
+    text, ids = desk.folder / "more.txt", desk.folder / "more.bin"
+    text.write_text("A text of its own, which nobody trains on.\n" * 40)
+    ids.write_bytes(array.array("H", [*text.read_bytes()]).tobytes())
+    again = desk.folder / "held_out.txt"
+    sources = f"--validation.sources=again={again},more={text},ids={ids}"
+    run = desk.run("sources", 1, *FLAGS, sources)
+    (row,) = (row for row in run.rows if "validation_loss" in row)
+    assert row["validation_loss"] == validations(single)[4] == row["validation_loss.again"]
+    assert row["validation_bits_per_byte.again"] == row["validation_bits_per_byte"]
+    n_bytes = len(text.read_bytes())  # and one separator
+    assert row["validation_bits_per_byte.more"] == pytest.approx(
+        row["validation_loss.more"] / math.log(2) * (n_bytes + 1) / n_bytes
+    )
+    assert row["validation_loss.more"] != row["validation_loss"]
+    assert "validation_loss.ids" in row
+    assert "validation_bits_per_byte.ids" not in row
+    assert "validation.sources.ids: the bytes of its text are not known, nor bits per byte" in run.output
+    shown = f"validation loss {row['validation_loss']:.4f} ({row['validation_bits_per_byte']:.4f} bits/byte)  again "
+    assert shown in run.output
+    assert run.receipt["validation.sources.more"]["applied"]["text_bytes"] == n_bytes
 
 
 def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:

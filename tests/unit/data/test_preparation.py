@@ -73,6 +73,21 @@ def test_tokenizer_file(tmp_path: Path) -> None:
     assert shards.tokenizer == load_tokenizer(str(path)).fingerprint  # checkpoints hold it
 
 
+def test_bytes_of_the_text_are_those_of_good_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 1)
+    source = write_texts(tmp_path / "in", "größer", "a\0bad one", "", "x" * 10)
+    meta = prepare_here(tmp_path, source, max_bad_records=1).meta
+    assert meta.text_bytes == 8 + 10  # ö and ß are two bytes each
+    assert meta.tokens_per_byte == (18 + 2) / 18
+    assert replace(meta, text_bytes=0).tokens_per_byte == (18 + 2) / 18  # of shards from before it was written
+    assert replace(meta, text_bytes=0, tokenizer="tokenizer.json").tokens_per_byte is None
+
+
+def test_bytes_of_the_text_end_where_max_tokens_cuts_it(tmp_path: Path) -> None:
+    meta = prepare_here(tmp_path, write_texts(tmp_path / "in", "first", "second", "third"), max_tokens=8).meta
+    assert meta.text_bytes == len("firstsecond")
+
+
 @pytest.mark.parametrize(("largest", "dtype"), [(65535, "uint16"), (65536, "uint32")])
 def test_ids_are_as_wide_as_the_vocabulary(tmp_path: Path, largest: int, dtype: str) -> None:
     from tokenizers import Tokenizer, models

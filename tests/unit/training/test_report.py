@@ -86,7 +86,7 @@ def test_what_is_logged_is_shown_and_a_look_at_no_layer_is_not(tmp_path: Path) -
     numbers = {f"float8_{what}.w": 0.0 for what in ("output_sqnr_db", "input_saturated", "input_flushed")}
     with report(tmp_path, log_freq=2, samples_before=0, start=10) as logged:
         logged.step(outcome(12, 1.0, 0.0))
-        logged.validation(12, 3.5)
+        logged.validation(12, {"validation_loss": 3.5})
         for layers in ({}, numbers):
             logged.float8(12, layers)
     lines = (tmp_path / "rank0.log").read_text().splitlines()

@@ -1,0 +1,41 @@
+"""Further held-out sources: their keys, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from titanlite.config.check import check_config
+from titanlite.config.held_out import held_out_sources, name_of_source
+from titanlite.config.schema import Config, Validation
+from titanlite.errors import ConfigError
+
+
+def with_sources(*sources: str, enable: bool = True) -> Config:
+    return replace(Config(), validation=Validation(enable=enable, source="a.txt", sources=sources))
+
+
+def test_each_source_has_a_key() -> None:
+    found = held_out_sources(with_sources("code=b=c.txt", "wiki=hf:wiki::test"))
+    assert found == {
+        "validation.source": "a.txt",
+        "validation.sources.code": "b=c.txt",
+        "validation.sources.wiki": "hf:wiki::test",
+    }
+    assert [name_of_source(key) for key in found] == ["", "code", "wiki"]
+    assert held_out_sources(with_sources(enable=False)) == {}
+
+
+@pytest.mark.parametrize(
+    ("sources", "enable", "message"),
+    [
+        (("b.txt",), True, 'validation.sources = "b.txt"\n    want: NAME=SOURCE'),
+        (("a/b=c.txt",), True, 'validation.sources = "a/b=c.txt"\n    want: NAME=SOURCE'),
+        (("a=",), True, 'validation.sources = "a="\n    want: NAME=SOURCE'),
+        (("a=b", "a=c"), True, 'validation.sources = "a=c"\n    want: one source of the name a'),
+        (("a=b",), False, "want: validation, but validation.enable = false"),
+    ],
+)
+def test_what_is_no_further_source_is_refused(sources: tuple[str, ...], enable: bool, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(with_sources(*sources, enable=enable), None, None)
+    assert message in str(caught.value).replace("\n      ", "\n    ")
