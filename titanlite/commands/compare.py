@@ -1,27 +1,45 @@
-"""Compare runs: plot their loss curves, tabulate results, and show how their configs differ.
+"""Compare runs: a verdict on each against the first, their loss curves, results, and how their configs differ.
 
-Reads only run folders (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), so it works on runs that are
-still going, were copied from elsewhere or were made by another version.
+The verdict stands first: "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of
+the loss over the last fifth of the steps. If a run differs, the exit code is 1. What rounding does is known from a run
+of the first's config whose weights were nudged; --floor trains it, into FIRST-nudged beside FIRST, where it is found
+again. Apart from that and --layers, only run folders are read (`metrics.jsonl`, `config.toml`, `status.json`,
+`receipt.json`), so runs can be compared that are still going, were copied from elsewhere or made by another version.
 """
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from titanlite.commands.arguments import Command
+from titanlite.comparison.judge import judge, tokens_to_equal_loss
+from titanlite.comparison.layers import Parting
 from titanlite.comparison.picture import draw_losses
 from titanlite.comparison.report import write_report
+from titanlite.comparison.reruns import floor_of, measure_floor, parting
 from titanlite.comparison.runs import RunRecord, read_runs
 from titanlite.comparison.tables import RESULTS, config_differences, results
+from titanlite.comparison.verdict import Verdict
 from titanlite.observe.metrics import RunError
 from titanlite.text_table import columns
+
+Number = TypeVar("Number", int, float)
+
+# What decides the numbers of a run; the rest is where and how it is written.
+_OF_TRAINING = ("model.", "data.", "training.", "optimizer.", "lr_scheduler.", "float8.")
 
 _COMMAND = Command(
     "compare",
     __doc__ or "",
     {
         "RUN": "run folder, <dump_folder>/<name>; one or more",
+        "--floor": "train the first run's config once more, nudged by one rounding, if that has not been done",
+        "--seeds RUN,RUN,...": "runs of the first's config with other seeds; two or more show what is chance",
+        "--tolerance NATS": "difference of the loss that is accepted, the whole interval within it",
+        "--layers K": "take K steps of each config once more, and name the first layer and tensor that differ",
         "--out FILE": "file for the plot; default: loss.png in the folder of a single run, else compare.png here",
         "--report FILE.html": "file for a report with charts of all metrics, which a browser shows without a network",
     },
@@ -31,6 +49,9 @@ _COMMAND = Command(
 
 def run(argv: Sequence[str]) -> int:
     """Carry out the command.
+
+    Returns:
+        1 if a run differs from the first, else 0.
 
     Raises:
         ConfigError: a flag is unknown or has no value.
@@ -46,13 +67,70 @@ def run(argv: Sequence[str]) -> int:
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         saw, want = str(report), "a file whose ending is html"
         raise RunError.of("titanlite compare", "--report", saw, want, "--report compare.html")
+    tolerance, steps = _number(given, "--tolerance", float), _number(given, "--layers", int)
+    if "--floor" in given and not os.path.isfile(floor_of(folders[0]) / "metrics.jsonl"):
+        measure_floor(folders[0], records[0])
+    nudged = _nudged(folders[0], records[0])
+    seeds = read_runs([Path(path) for path in given["--seeds"].split(",")]) if "--seeds" in given else []
+    judged = [judge(records[0], record, nudged, seeds, tolerance) for record in records[1:]]
+    verdicts = [verdict for verdict in judged if verdict is not None]
+    for record, verdict in zip(records[1:], judged, strict=True):
+        sys.stdout.write(_said(records, record, verdict))
+    if steps is not None:
+        for folder, record in zip(folders[1:], records[1:], strict=True):
+            sys.stdout.write(_parting_line(record, parting((folders[0], records[0]), (folder, record), steps), steps))
     with _writable("--out", out):
-        draw_losses(records, out)
+        draw_losses(records, out, verdicts)
     if report is not None:
         with _writable("--report", report):
-            write_report(records, report)
+            write_report(records, report, verdicts)
     sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in (out, report) if path is not None))
-    return 0
+    return int(any(verdict.kind == "differs" for verdict in verdicts))
+
+
+def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number | None:
+    if flag not in given:
+        return None
+    try:
+        number = kind(given[flag])
+    except ValueError:
+        number = kind(0)
+    if not 0 < number < 1e9:
+        raise RunError.of("command line", flag, given[flag], "a number above 0", f"{flag} {1 if kind is int else 0.01}")
+    return number
+
+
+def _nudged(folder: Path, record: RunRecord) -> list[RunRecord]:
+    """Read the nudged run beside the first, if it is there and is one of that config."""
+    floor = floor_of(folder)
+    if not os.path.isfile(floor / "metrics.jsonl"):
+        return []
+    (nudged,) = read_runs([floor])
+    found = [key for key, _ in config_differences([record, nudged]) if key.startswith(_OF_TRAINING)]
+    if found != ["training.nudge"]:
+        want = f"the config of {folder}, but for training.nudge"
+        saw = f"{', '.join(found)} differs"
+        raise RunError.of("titanlite compare", str(floor), saw, want, "delete it, and compare with --floor")
+    return [nudged]
+
+
+def _said(records: Sequence[RunRecord], record: RunRecord, verdict: Verdict | None) -> str:
+    """Write the verdict on a run in a line, and in another what it means for the tokens."""
+    who = f"{record.name}: " if len(records) > 2 else ""
+    if verdict is None:
+        return f"{who}no step in common with {records[0].name}\n"
+    times = tokens_to_equal_loss(records[0], record) if verdict.kind == "differs" else None
+    more = "" if times is None else f"{who}for equal loss it needs {times:.3g} times the tokens\n"
+    return f"{who}{verdict.line}\n{more}"
+
+
+def _parting_line(record: RunRecord, found: Parting | None, steps: int) -> str:
+    if found is None:
+        where = "the first step" if steps == 1 else f"the first {steps} steps"
+        return f"{record.name}: no tensor of {where} differs by more than rounding\n"
+    more = f", and {found.others} more tensors of that step" if found.others else ""
+    size = f"{found.difference:.2g} of its size, where rounding makes {found.rounding:.1g}"
+    return f"{record.name}: differs first in step {found.step}: {found.tensor}, by {size}{more}\n"
 
 
 @contextmanager

@@ -93,6 +93,8 @@ class Training:
     """Maximum global L2 norm of gradients; larger ones are clipped. 0: no clipping."""
     seed: int = 0
     """Seed of the initial weights and of the data order. The same seed gives the same run under any layout."""
+    nudge: int = 0
+    """Other than 0: seed by which each initial weight is moved up or down by one rounding of `mixed_precision_param`, or of bfloat16 in a float8 run. A run that differs from another in this alone shows how far rounding drives them apart; `titanlite compare` uses it as its floor."""
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -50,12 +50,14 @@ def _holds(x: Tensor, mark: float | None) -> bool:
     return bool((x.isnan() if x.is_floating_point() or x.is_complex() else x == mark).any())
 
 
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, nudge: int = 0, rounding: float = 0.0) -> None:
     """Fill every parameter of a materialised, sharded model.
 
     Args:
         model: its parameters may be DTensors.
         seed: `training.seed`.
+        nudge: `training.nudge`.
+        rounding: by how much of itself a nudged weight is moved.
     """
     done: set[int] = set()  # tied weights are drawn once
     for name, module in model.named_modules():
@@ -65,7 +67,11 @@ def initialise(model: nn.Module, seed: int) -> None:
             done.add(id(parameter))
             with torch.no_grad():
                 local = local_data(parameter)
-                local.copy_(local_slice(_draw(name, own, module, parameter.shape, local.device, seed), parameter))
+                drawn = _draw(name, own, module, parameter.shape, local.device, seed)
+                if nudge:
+                    signs = _normal(f"{name}.{own}", parameter.shape, 1.0, local.device, nudge).sign()
+                    drawn = drawn + drawn * signs * rounding
+                local.copy_(local_slice(drawn, parameter))
 
 
 def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:

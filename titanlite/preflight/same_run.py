@@ -26,6 +26,7 @@ _IDENTITY = (
     "data.tokenizer",
     "training.seq_len",
     "training.seed",
+    "training.nudge",
     "optimizer.name",
     "optimizer.state_dtype",
 )

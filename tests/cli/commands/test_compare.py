@@ -36,7 +36,9 @@ def test_several_runs_and_what_differs(tmp_path, capsys):
         make_run(tmp_path / "b", [5.0, 3.5, float("nan")], lr=0.001, batch=2, mfu=float("nan"), state="stopped"),
     ]
     assert run([*runs, "--out", str(tmp_path / "new/picture.png")]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    verdict, *rest = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("no difference shown: +1, of too few steps for an interval, at ")
+    lines = [line.split() for line in rest]
     assert lines[1] == ["a", "2", "4.0000", "-", "1,234", "50.0%", "1.5"]
     assert lines[2] == ["b", "3", "(stopped)", "3.5000", "-", "100", "-", "1.5"]
     assert lines[3:6] == [
@@ -78,7 +80,58 @@ def test_brackets_in_a_config_are_shown_as_they_are(tmp_path, capsys):
 def test_a_run_without_steps_beside_one_that_has_some(tmp_path, capsys):
     runs = [make_run(tmp_path / "new", [], state="running"), make_run(tmp_path / "old", [5.0])]
     run([*runs, "--out", str(tmp_path / "p.png")])
-    assert capsys.readouterr().out.splitlines()[1].split() == ["new", "0", "(running)", "-", "-", "-", "-", "-"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "no step in common with new"
+    assert lines[2].split() == ["new", "0", "(running)", "-", "-", "-", "-", "-"]
+
+
+def falling(offset=0.0, noise=0.0):
+    return [2 + 3 / step + offset + noise * (step % 3 - 1) * step for step in range(1, 101)]
+
+
+def nudged(folder, losses):
+    """A run beside `folder` of the same config, but for training.nudge."""
+    make_run(folder.with_name(f"{folder.name}-nudged"), losses)
+    config = folder.with_name(f"{folder.name}-nudged") / "config.toml"
+    config.write_text(config.read_text().replace("[training]", "[training]\nnudge = 1"))
+
+
+def test_the_verdict_stands_first_and_an_exit_code_goes_by_it(tmp_path, capsys):
+    first = make_run(tmp_path / "a", falling())
+    nudged(tmp_path / "a", falling(noise=1e-6))
+    near = make_run(tmp_path / "near", falling(noise=2e-6))
+    far = make_run(tmp_path / "far", falling(offset=-0.01))
+    assert run([first, near, "--out", str(tmp_path / "p.png")]) == 0
+    assert capsys.readouterr().out.startswith("within rounding: ")
+    assert run([first, far, "--out", str(tmp_path / "p.png")]) == 1
+    verdict, tokens, *_ = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("differs: \N{MINUS SIGN}0.01 ± ")
+    assert tokens.startswith("for equal loss it needs 0.")
+    assert run([first, near, far, first, "--tolerance", "0.02", "--out", str(tmp_path / "p.png")]) == 0
+    kinds = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()[:3]]
+    assert kinds == ["within rounding", "within tolerance", "equal bits"]
+    band = make_run(tmp_path / "s1", falling(offset=0.02)), make_run(tmp_path / "s2", falling(offset=-0.02))
+    assert run([first, far, "--seeds", ",".join(band), "--out", str(tmp_path / "p.png")]) == 0
+    assert capsys.readouterr().out.startswith("within seed noise: ")
+
+
+def test_a_floor_of_another_config_is_refused(tmp_path):
+    runs = [make_run(tmp_path / name, falling()) for name in ("a", "b")]
+    make_run(tmp_path / "a-nudged", falling(), lr=0.001)
+    with pytest.raises(RunError, match=r"a-nudged(.|\n)*optimizer\.lr(.|\n)*--floor"):
+        run(runs)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--tolerance", "none"), ("--tolerance", "0"), ("--layers", "1.5")])
+def test_numbers_are_checked(flag, value, tmp_path):
+    with pytest.raises(RunError, match=f"{flag}.*{value}"):
+        run([make_run(tmp_path / "a", [5.0]), flag, value])
+
+
+def test_a_run_that_does_not_say_how_many_processes_it_had_has_no_layers(tmp_path):
+    runs = [make_run(tmp_path / name, falling()) for name in ("a", "b")]
+    with pytest.raises(RunError, match=r"receipt\.json"):
+        run([*runs, "--layers", "1"])
 
 
 def test_a_run_that_failed_before_its_first_row_is_to_be_left_out(tmp_path):

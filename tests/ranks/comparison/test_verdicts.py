@@ -1,0 +1,41 @@
+"""Verdicts on real runs of the debug model: equal ones are not called different, and a planted change is."""
+
+import pytest
+
+from tests.support.pairs import CHANGED, EQUAL, Pair, Runs
+from titanlite.comparison.judge import drift_ratios, judge
+
+QUICK = ("fsdp 2", "tp 2 async", "learning rate x 1.05", "missing reduction", "weight decay on norms")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def kind(pair: Pair, runs: Runs) -> str:
+    first, other, nudged = runs.of(pair)
+    verdict = judge(first, other, nudged)
+    assert verdict is not None
+    ratios = drift_ratios(first, other, nudged)
+    print(f"{verdict.line}; drift {max(ratios.values()):.3g} times the nudged runs'")
+    return verdict.kind
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name in EQUAL])
+def test_runs_that_differ_in_rounding_alone_are_not_called_different(name: str, runs: Runs) -> None:
+    assert kind(EQUAL[name], runs) in ("equal bits", "within rounding")
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name in CHANGED])
+def test_a_planted_change_is_called_different(name: str, runs: Runs) -> None:
+    assert kind(CHANGED[name], runs) == "differs"
+
+
+@pytest.mark.slow
+def test_of_twenty_pairs_each_at_most_one_is_judged_wrongly(runs: Runs) -> None:
+    assert len(EQUAL) == len(CHANGED) == 20
+    wrong = [name for name, pair in EQUAL.items() if kind(pair, runs) == "differs"]
+    missed = [name for name, pair in CHANGED.items() if kind(pair, runs) != "differs"]
+    assert len(wrong) <= 1, wrong
+    assert len(missed) <= 1, missed

@@ -1,0 +1,116 @@
+"""The verdict on two runs, from curves whose differences are known."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.comparison.judge import BEYOND, drift_ratios, judge, tokens_to_equal_loss
+from titanlite.comparison.runs import RunRecord
+from titanlite.comparison.verdict import Verdict
+
+STEPS, TOKENS = 400, 1000
+
+
+def curve(delay: float = 1.0) -> np.ndarray:
+    """A falling loss that needs `delay` times the steps."""
+    return 2 + 3 * np.exp(-np.arange(1, STEPS + 1) / delay / 150)
+
+
+def record(losses: np.ndarray, name: str = "run") -> RunRecord:
+    rows = [
+        {"step": i, "tokens": i * TOKENS, "loss": float(loss), "grad_norm": float(loss) / 4}
+        for i, loss in enumerate(losses, start=1)
+    ]
+    return RunRecord(name, rows, {}, "finished", None)
+
+
+def drift(size: float, seed: int) -> np.ndarray:
+    """What rounding does: a random walk that grows from `size` times 1e-6."""
+    return size * 1e-6 * np.cumsum(np.random.default_rng(seed).normal(size=STEPS))
+
+
+BASE = record(curve(), "base")
+NUDGED = [record(curve() + drift(1, seed)) for seed in (1, 2)]
+
+
+def verdict(losses: np.ndarray, **given: Any) -> Verdict:
+    found = judge(BASE, record(losses, "other"), **given)
+    assert found is not None
+    return found
+
+
+def test_the_same_numbers_are_equal_bits() -> None:
+    assert verdict(curve(), nudged=NUDGED).line == "equal bits"
+
+
+def test_a_drift_like_a_nudged_runs_is_rounding_and_a_larger_one_is_not() -> None:
+    assert verdict(curve() + drift(2, 3), nudged=NUDGED).kind == "within rounding"
+    assert verdict(curve() + drift(200, 3), nudged=NUDGED).kind == "differs"
+
+
+def test_a_difference_in_the_first_steps_alone_is_found() -> None:
+    losses = curve() + drift(1, 3)
+    losses[:4] += 1e-3
+    assert abs(losses[4:] - curve()[4:]).max() < 1e-3  # no window at the end would show it
+    assert verdict(losses, nudged=NUDGED).kind == "differs"
+
+
+def test_a_difference_in_the_gradient_norm_alone_is_found() -> None:
+    other = record(curve() + drift(1, 3))
+    for row in other.rows:
+        row["grad_norm"] *= 1.01
+    ratios = drift_ratios(BASE, other, NUDGED)
+    assert ratios["loss"] < BEYOND < ratios["grad_norm"]
+
+
+def test_the_interval_holds_the_mean_of_an_offset() -> None:
+    noise = np.convolve(np.random.default_rng(5).normal(size=STEPS + 9), np.ones(10) / 10, mode="valid") * 0.01
+    found = verdict(curve() - 0.02 + noise)
+    assert found.kind == "differs"
+    assert found.low < -0.02 < found.high
+    assert 0.0005 < (found.high - found.low) / 2 < 0.006  # 8 independent values of 0.003
+    assert found.line.startswith("differs: \N{MINUS SIGN}0.0")
+    assert "400.0 k tokens" in found.line
+
+
+def test_intervals_hold_a_mean_as_often_as_they_say() -> None:
+    held = 0
+    for seed in range(100):
+        noise = np.convolve(np.random.default_rng(seed).normal(size=STEPS + 4), np.ones(5) / 5, mode="valid")
+        found = verdict(curve() + noise)
+        held += found.low <= 0 <= found.high
+    assert 80 <= held <= 100
+
+
+def test_an_offset_within_the_spread_of_seeds_is_chance() -> None:
+    seeds = [record(curve() + offset) for offset in (-0.03, 0.01, 0.04)]
+    assert verdict(curve() + 0.02, nudged=NUDGED, seeds=seeds).kind == "within seed noise"
+    assert verdict(curve() + 0.20, nudged=NUDGED, seeds=seeds).kind == "differs"
+    assert verdict(curve() + 0.02, nudged=NUDGED, seeds=seeds[:1]).kind == "differs"  # two runs have no spread
+
+
+def test_a_tolerance_bounds_the_whole_interval() -> None:
+    assert verdict(curve() + 0.02, nudged=NUDGED, tolerance=0.03).kind == "within tolerance"
+    assert verdict(curve() + 0.02, nudged=NUDGED, tolerance=0.01).kind == "differs"
+
+
+def test_without_nudged_runs_nothing_is_called_rounding() -> None:
+    noise = np.random.default_rng(2).normal(size=STEPS) * 1e-5
+    found = verdict(curve() + noise - noise[-80:].mean())
+    assert found.kind == "no difference shown"
+    assert "--floor" in found.line
+
+
+@pytest.mark.parametrize("delay", [0.8, 1.0, 1.25])
+def test_tokens_to_equal_loss_are_those_of_a_curve_that_is_slower_by_as_much(delay: float) -> None:
+    # Where one step is a percent of the loss, so is the answer's last digit.
+    found = tokens_to_equal_loss(BASE, record(curve(delay)))
+    assert found == pytest.approx(delay, rel=0.03)
+
+
+def test_runs_without_a_step_in_common_have_no_verdict() -> None:
+    other = record(curve())
+    for row in other.rows:
+        row["tokens"] += 1
+    assert judge(BASE, other) is None

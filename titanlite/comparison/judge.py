@@ -1,0 +1,218 @@
+"""Judge whether two runs train the same: equal bits, within rounding, within seed noise, or different.
+
+Two runs with one seed see the same samples under any layout, so their losses are compared in pairs, step by step, and
+what the samples do to a loss cancels. What is left is what the runs do differently, and rounding, which grows: two runs
+that differ in the last bit of their weights drift apart. How far is measured, by runs of the first config whose initial
+weights were nudged by one rounding (`training.nudge`); what stays near their drift is within rounding. The first steps
+say most, because rounding is still small there.
+
+Where runs differ, the size is the mean of the paired differences over the last fifth of the steps, with an interval by
+a block bootstrap, because the differences of neighbouring steps are alike. Runs of other seeds say how much is chance.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.comparison.runs import RunRecord
+from titanlite.comparison.verdict import NoiseBand, Verdict
+
+Series = NDArray[np.float64]
+
+BEYOND = 4.0  # times the drift of the nudged runs; docs/compare.md shows how far the two kinds of pairs are from it
+_RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
+# Config keys that decide which samples a step sees.
+_SAMPLES = ("data.source", "data.tokenizer", "data.add_bos_token", "training.seed", "training.seq_len")
+_LAST = 0.2  # the share of the steps that the final difference is taken over
+_RESAMPLES, _OUTSIDE = 2000, 0.05  # of the interval
+
+
+def judge(
+    first: RunRecord,
+    other: RunRecord,
+    nudged: Sequence[RunRecord] = (),
+    seeds: Sequence[RunRecord] = (),
+    tolerance: float | None = None,
+) -> Verdict | None:
+    """Judge a run against the first.
+
+    Args:
+        first: the baseline.
+        other: the run in question.
+        nudged: runs of the first's config with `training.nudge` set.
+        seeds: runs of the first's config with other seeds.
+        tolerance: largest difference of the final loss that is accepted, in nats per token.
+
+    Returns:
+        The verdict; None if the runs have no step in common.
+    """
+    tokens, loss = _paired_differences(first, other, "loss")
+    _, norm = _paired_differences(first, other, "grad_norm")
+    if not len(tokens):
+        return None
+    last = slice(-max(1, round(len(loss) * _LAST)), None)
+    mean, (low, high) = float(loss[last].mean()), _interval(loss[last])
+    band = _band(first, nudged)
+    differ = [key for key in _SAMPLES if first.config.get(key) != other.config.get(key)]
+    if not loss.any() and not norm.any():
+        kind = "equal bits"
+    elif nudged and not differ and is_within_rounding(first, other, nudged):
+        kind = "within rounding"
+    elif seeds and abs(mean) < 2 * _spread(first, seeds, tokens[last]):
+        kind = "within seed noise"
+    elif tolerance is not None and max(abs(low), abs(high)) <= tolerance:
+        kind = "within tolerance"
+    elif (differ or not nudged) and low <= 0 <= high:
+        kind = "no difference shown"
+    else:
+        kind = "differs"
+    doubt = (
+        f"other samples: {', '.join(differ)} differs" if differ else "" if nudged else "rounding not measured: --floor"
+    )
+    line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), doubt)
+    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), band)
+
+
+def is_within_rounding(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> bool:
+    """Say whether a run stays as near to the first as runs whose weights were nudged by one rounding."""
+    return max(drift_ratios(first, other, nudged).values()) <= BEYOND
+
+
+def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
+    """Return how many times as far as the nudged runs a run drifts: the largest ratio of any window, per metric."""
+    ratios = {}
+    for metric in _RESOLUTION:
+        tokens, drift = _paired_differences(first, other, metric)
+        values = {row["tokens"]: row[metric] for row in first.steps}
+        resolution = _RESOLUTION[metric] * np.array([abs(values[t]) for t in tokens.tolist()])
+        floor = np.maximum.reduce(
+            [resolution, *(_envelope(tokens, *_paired_differences(first, n, metric)) for n in nudged)]
+        )
+        ratios[metric] = max(
+            (_rms(drift[window]) / _rms(floor[window]) for window in _windows(len(tokens))), default=0.0
+        )
+    return ratios
+
+
+def tokens_to_equal_loss(first: RunRecord, other: RunRecord) -> float | None:
+    """Return how many times the first's tokens the other needs for the loss that both reach; None if neither does.
+
+    Losses are running means over a fifth of the steps. The run that ends lower is the one whose way is measured, so a
+    number below 1 is a gain.
+    """
+    (x, mine), (y, its) = (_smoothed(run) for run in (other, first))
+    if not len(mine) or not len(its):
+        return None
+    if mine[-1] <= its[-1]:
+        reached = _reaches(x, mine, its[-1])
+        return reached / y[-1] if reached else None
+    reached = _reaches(y, its, mine[-1])
+    return x[-1] / reached if reached else None
+
+
+def _reaches(tokens: Series, losses: Series, loss: float) -> float | None:
+    """Return the tokens from which on a curve stays at or below a loss, between two steps by a straight line."""
+    above = np.flatnonzero(losses > loss)
+    if not len(above):
+        return None
+    i, j = above[-1], above[-1] + 1
+    share = (losses[i] - loss) / (losses[i] - losses[j])
+    return float(tokens[i] + share * (tokens[j] - tokens[i]))
+
+
+def _paired_differences(first: RunRecord, other: RunRecord, metric: str) -> tuple[Series, Series]:
+    """Return tokens and the other's values less the first's, where both have one."""
+    values = {row["tokens"]: row[metric] for row in first.steps if row.get(metric) is not None}
+    both = [(r["tokens"], r[metric] - values[r["tokens"]]) for r in other.steps if _is_in(r, metric, values)]
+    tokens, differences = np.array(both, dtype=np.float64).reshape(-1, 2).T
+    return tokens, differences
+
+
+def _is_in(row: dict[str, object], metric: str, values: dict[int, float]) -> bool:
+    return row.get(metric) is not None and row["tokens"] in values
+
+
+def _windows(n: int) -> list[slice]:
+    """Return windows that double in length: the first step, the second, two more, four more and so on."""
+    ends = [0, *(2**k for k in range(n.bit_length())), n]
+    return [slice(i, j) for i, j in pairwise(ends) if i < j <= n]
+
+
+def _envelope(tokens: Series, at: Series, drift: Series) -> Series:
+    """Return the largest drift so far of a nudged run, at the given tokens."""
+    if not len(at):
+        return np.zeros_like(tokens)
+    largest = np.maximum.accumulate(np.abs(drift))
+    return largest[np.clip(np.searchsorted(at, tokens, side="right") - 1, 0, None)]
+
+
+def _rms(x: Series) -> float:
+    return float(np.sqrt(np.mean(x**2)))
+
+
+def _interval(differences: Series) -> tuple[float, float]:
+    """Return the interval of a mean by a circular block bootstrap.
+
+    A block is as long as it takes the correlation of the differences to fade, at most a quarter of them.
+    """
+    n = len(differences)
+    centred = differences - differences.mean()
+    if n < 4:
+        return -math.inf, math.inf
+    if not centred.any():
+        return float(differences[0]), float(differences[0])
+    power = np.abs(np.fft.rfft(centred, 2 * n)) ** 2
+    correlation = np.fft.irfft(power)[: n // 4 + 1]
+    faded = np.flatnonzero(correlation < 0.05 * correlation[0])
+    block = int(faded[0]) if len(faded) else n // 4
+    block = max(1, min(2 * block, n // 4))
+    starts = np.random.default_rng(0).integers(0, n, (_RESAMPLES, -(-n // block)))
+    picked = (starts[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :n] % n
+    low, high = np.quantile(differences[picked].mean(axis=1), (_OUTSIDE / 2, 1 - _OUTSIDE / 2))
+    return float(low), float(high)
+
+
+def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Series) -> float:
+    """Return the standard deviation over seeds of the mean loss at the given tokens, nan with fewer than three."""
+    means = []
+    for run in (first, *seeds):
+        losses = [
+            row["loss"] for row in run.steps if row["loss"] is not None and tokens[0] <= row["tokens"] <= tokens[-1]
+        ]
+        means += [float(np.mean(losses))] if losses else []
+    return float(np.std(means, ddof=1)) if len(means) >= 3 else float("nan")
+
+
+def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> NoiseBand | None:
+    if not nudged:
+        return None
+    tokens = np.array([row["tokens"] for row in first.steps], dtype=np.float64)
+    limit = BEYOND * np.maximum.reduce([_envelope(tokens, *_paired_differences(first, run, "loss")) for run in nudged])
+    return NoiseBand(tokens.astype(int).tolist(), (-limit).tolist(), limit.tolist())
+
+
+def _smoothed(run: RunRecord) -> tuple[Series, Series]:
+    rows = [(row["tokens"], row["loss"]) for row in run.steps if row["loss"] is not None]
+    tokens, losses = np.array(rows, dtype=np.float64).reshape(-1, 2).T
+    length = max(1, round(len(losses) * _LAST))
+    means = np.convolve(losses, np.full(length, 1 / length), mode="valid") if len(losses) else losses
+    return tokens[length - 1 :], means
+
+
+def _verdict_line(kind: str, mean: float, half: float, tokens: int, doubt: str) -> str:
+    if kind == "equal bits":
+        return kind
+    interval = f" ± {half:.1g}" if math.isfinite(half) else ", of too few steps for an interval,"
+    size = f"{mean:+.2g}{interval} at {_tokens_in_words(tokens)} tokens".replace("-", "\N{MINUS SIGN}")
+    return f"{kind}: {size}" + (f" ({doubt})" if doubt else "")
+
+
+def _tokens_in_words(tokens: int) -> str:
+    """Write a count of tokens as people say it: 2.0 B."""
+    for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if tokens >= size:
+            return f"{tokens / size:.1f}{name}"
+    return str(tokens)

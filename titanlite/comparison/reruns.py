@@ -1,0 +1,85 @@
+"""Run the config of a run's folder once more: nudged, for the floor of a comparison, or a few steps of it, sketched."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.comparison.layers import Parting, Sketches, first_parting
+from titanlite.comparison.runs import RunRecord
+from titanlite.observe.metrics import RunError
+
+# What a run writes or waits for beside its steps; none of it changes their numbers.
+_ALONE = (
+    "--checkpoint.enable=false",
+    "--validation.enable=false",
+    "--metrics.wandb=off",
+    "--profiling.enable=false",
+    "--job.stop_after=0",
+)
+
+
+def floor_of(folder: Path) -> Path:
+    """Return where the nudged run of a run's folder is, or is to be."""
+    return folder.with_name(f"{folder.name}-nudged")
+
+
+def measure_floor(folder: Path, record: RunRecord) -> None:
+    """Train a run once more with its initial weights nudged, into a folder beside it, with as many processes.
+
+    Raises:
+        RunError: it failed, or the folder does not say how many processes the run had.
+    """
+    nudged = floor_of(folder).resolve()
+    sys.stdout.write(f"{nudged}: the same run, nudged by one rounding\n")
+    sys.stdout.flush()
+    over = [f"--job.dump_folder={nudged.parent}", f"--job.name={nudged.name}", "--training.nudge=1"]
+    _run("titanlite.train", [*_config_flags(folder), *_ALONE, *over], folder, record)
+
+
+def parting(first: tuple[Path, RunRecord], other: tuple[Path, RunRecord], steps: int) -> Parting | None:
+    """Take the first steps of two runs once more, and find where they part.
+
+    Args:
+        first: folder and record of the baseline.
+        other: of the run in question.
+        steps: to take.
+
+    Raises:
+        RunError: a run failed, or its folder does not say how many processes it had.
+    """
+    return first_parting(_sketched(*first, steps), _sketched(*other, steps), _sketched(*first, steps, nudge=1))
+
+
+def _sketched(folder: Path, record: RunRecord, steps: int, nudge: int = 0) -> Sketches:
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "sketches.npz"
+        over = [*_ALONE, *([f"--training.nudge={nudge}"] if nudge else [])]
+        _run("titanlite.training.sketch_steps", [str(out), str(steps), *_config_flags(folder), *over], folder, record)
+        with np.load(out) as found:
+            return dict(zip(found["names"].tolist(), found["sketches"], strict=True))
+
+
+def _config_flags(folder: Path) -> list[str]:
+    return ["--config", str(folder / "config.toml")]
+
+
+def _run(module: str, arguments: list[str], folder: Path, record: RunRecord) -> None:
+    """Run a module of titanlite on as many processes of this host as the run had."""
+    layout = next((entry.get("applied") for entry in record.receipt or [] if entry["feature"] == "parallelism"), None)
+    if not isinstance(layout, dict):
+        want = "a receipt.json that has the layout of the run"
+        raise RunError.of("titanlite compare", str(folder), "", want, "start the run again: it is written at step 1")
+    processes = 1
+    for degree in layout.values():
+        processes *= degree
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    command = [sys.executable, "-m", *(launcher if processes > 1 else ()), module, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        sys.stderr.write(done.stdout)
+        raise RunError.of(
+            "titanlite compare", str(folder), f"exit code {done.returncode}", "0", "fix the error printed above"
+        )

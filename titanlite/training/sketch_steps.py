@@ -1,0 +1,193 @@
+"""Take a few steps of a run and write a sketch of every tensor on the way, for `titanlite compare --layers`.
+
+    torchrun --nproc-per-node 2 -m titanlite.training.sketch_steps OUT.npz STEPS --config FILE [--section.key VALUE ...]
+
+A sketch is a few sums of a tensor's elements, each with weights of its own that depend on an element's place in the
+whole tensor alone: sums over ranks and micro-batches are then the same under every layout. Two tensors whose sketches
+differ by a share of their length differ by about that share. Sketched are, in the order in which a step computes them,
+what each block and its parts return, the gradient of each parameter, and each parameter after the update.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from titanlite.config.check import sequences_per_step
+from titanlite.data.batches import Batch, TrainBatches
+from titanlite.exit_code import exit_code, leave
+from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.parallel.process_group import start_process_group
+from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.preflight.checked_run import checked_run
+from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.data import open_batches, open_data
+from titanlite.training.schedule import learning_rate
+from titanlite.training.step import train_step
+
+SUMS = 16
+
+
+def main() -> None:
+    """Build the run that the flags ask for, and sketch its first steps."""
+    out, steps, *flags = sys.argv[1:]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    asked = checked_run(flags, world)
+    check_with_torch(asked, world)
+    data = open_data(asked, progress=False)
+    device = start_process_group(asked.config.comm)
+    with fastest_attention():
+        run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
+        per_step = sequences_per_step(asked.config, world)
+        assert per_step is not None  # noqa: S101  # the config is checked
+        batches, _ = open_batches(data, asked, run.mesh, per_step, 0)
+        with closing(batches):
+            sketches = sketch_steps(run, batches, int(steps))
+    if dist.get_rank() == 0:
+        np.savez(Path(out), names=np.array(list(sketches)), sketches=torch.stack(list(sketches.values())).numpy())
+    dist.destroy_process_group()
+
+
+def sketch_steps(run: Run, batches: TrainBatches, steps: int) -> dict[str, Tensor]:
+    """Train and sketch.
+
+    Args:
+        run: with fresh weights.
+        batches: this rank's, from the first on.
+        steps: to take.
+
+    Returns:
+        "<step> <tensor>" → [SUMS] float64, the same on every rank, in the order in which a step computes them.
+    """
+    sketches: dict[str, Tensor] = {}
+    for step in range(1, steps + 1):
+        lr = learning_rate(step, run.config)
+        sketches |= {f"{step} {name}": x for name, x in _sketch_step(run, batches.next(), lr).items()}
+    return sketches
+
+
+def _sketch_step(run: Run, batches: list[Batch], lr: float) -> dict[str, Tensor]:
+    named = dict(run.model.named_parameters())
+    found: dict[str, Tensor] = {}
+    outputs, update = Outputs(run), run.optimizer.step
+
+    def sketch_gradients(grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        found.update((f"gradient of {name}", _of_parameter(p.grad, p)) for name, p in reversed(named.items()))
+        update(grads, lr, divisor, skip)
+
+    run.optimizer.step = sketch_gradients
+    try:
+        with outputs.recorded():
+            train_step(run, batches, lr, False)
+    finally:
+        run.optimizer.step = update
+    forward = {f"output of {name}": sketch for name, sketch in outputs.summed().items()}
+    return forward | found | {f"{name} after the update": _of_parameter(p, p) for name, p in named.items()}
+
+
+class Outputs:
+    """Sketches what modules return in the forward of a step, summed over its micro-batches.
+
+    Looked at are the modules that return a row a token: the embedding, each block, its direct parts, the final norm.
+
+    Args:
+        run: what is built.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._sums = run, dict[str, Tensor]()
+        self._call, self._looking = -1, False  # number of the micro-batch; whether it is in its forward
+        config = run.config.training
+        self._tokens = config.local_batch_size * config.seq_len
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Look at the modules until the context ends."""
+        model, hooks = self._run.model, list[RemovableHandle]()
+        compiled = self._run.config.compile.enable  # inside a compiled block there are no modules
+        for name, module in model.named_modules():
+            depth = name.count(".") + 1
+            if name and depth <= (2 if compiled else 3):
+                hooks.append(module.register_forward_hook(partial(self._look, name)))
+        hooks.append(model.register_forward_pre_hook(lambda *_: self._begin()))
+        hooks.append(model.register_forward_hook(lambda *_: self._end()))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def summed(self) -> dict[str, Tensor]:
+        """Return the sketches, summed over ranks."""
+        for sums in self._sums.values():
+            dist.all_reduce(sums)
+        return {name: sums.cpu() for name, sums in self._sums.items()}
+
+    def _begin(self) -> None:
+        self._call, self._looking = self._call + 1, True
+
+    def _end(self) -> None:
+        self._looking = False  # what is recomputed in backward has been seen
+
+    @torch.no_grad()
+    def _look(self, name: str, _module: nn.Module, _inputs: object, y: object) -> None:
+        mesh, dim = self._run.mesh, self._run.dims.dim
+        if not self._looking or not isinstance(y, Tensor) or y.dim() != 2 or y.shape[1] != dim:
+            return
+        rows = len(y)
+        if rows not in (self._tokens, self._tokens // mesh.tp_size):
+            return
+        start = (self._call * mesh.dp_size + mesh.dp_rank) * self._tokens
+        share = 1.0
+        if rows == self._tokens:
+            share /= mesh.tp_size  # every rank of the group has all rows
+        else:
+            start += mesh.tp.get_local_rank() * rows
+        sums = _sketch(y, start) * share
+        self._sums[name] = self._sums[name] + sums if name in self._sums else sums
+
+
+def _of_parameter(x: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    """Sketch a gradient or a parameter, whole."""
+    if x is None:
+        return torch.zeros(SUMS, dtype=torch.float64)
+    with torch.no_grad():
+        laid_out = as_laid_out(local_data(x), parameter)  # type: ignore[arg-type]
+        whole = laid_out.full_tensor() if isinstance(laid_out, DTensor) else laid_out
+        return _sketch(whole.reshape(len(whole), -1), 0).cpu()
+
+
+def _sketch(x: Tensor, start: int) -> Tensor:
+    """Sum a matrix with the weights of its rows, from the row `start` of the whole on, times those of its columns.
+
+    Returns:
+        [SUMS] float64.
+    """
+    rows, columns = _weights(start, len(x), x.device), _weights(0, x.shape[1], x.device)
+    return ((rows.T @ x.double()) * columns.T).sum(dim=1)
+
+
+def _weights(start: int, n: int, device: torch.device) -> Tensor:
+    """Return [n, SUMS] float64, +1 or -1, a function of place and column alone."""
+    place = torch.arange(start, start + n, device=device)[:, None] * SUMS + torch.arange(SUMS, device=device)
+    return (_mixed(place + 1) & 1).double() * 2 - 1
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers, as splitmix64 does; products wrap around."""
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return (x ^ (x >> 31)) >> 17
+
+
+if __name__ == "__main__":
+    leave(exit_code(main))
